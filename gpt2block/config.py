@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from gpt2block.checks import check_integer, check_number, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
@@ -19,8 +19,12 @@ LIMITS: Mapping[str, int] = {
     "n_ctx": 2**20,
     "vocab_size": 2**24,
 }
+# Likewise of sizes that only some architectures have
+ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
+Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
+Settings = Iterable[tuple[str, tuple[Any, ...], str]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
 
@@ -42,19 +46,25 @@ def check_token(name: str, value: Any) -> int:
     return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
-def check_true_or_false(name: str, value: Any) -> None:
-    """Raise InputError unless a setting of a config is a bool."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name}: expected true or false, got {shown(value)}")
-
-
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """The sizes that every architecture has. A subclass for each adds its own.
 
     Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
     generation, in addition to the tokenizer's. Raises InputError for anything else.
+
+    MODEL_TYPE: of config.json. SIZES: our names of the sizes → those there, the first of which is
+    written; OTHERS: likewise of other fields; FLAGS: the fields that are true or false, which have
+    the same names there; ABSENT: fields without a value there that differ from the default.
+    SETTINGS: names there, supported values, the default first, and why no others.
     """
+
+    MODEL_TYPE: ClassVar[str]
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]]
+    OTHERS: ClassVar[Mapping[str, str]]
+    ABSENT: ClassVar[Mapping[str, Any]] = {}
+    SETTINGS: ClassVar[Settings]
+    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
     n_head: int
@@ -70,7 +80,9 @@ class ModelConfig(ABC):
             # Convert NumPy integers, which json cannot write.
             object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
         object.__setattr__(self, "eps", check_eps(self.eps))
-        check_true_or_false("tie_word_embeddings", self.tie_word_embeddings)
+        for name in self.FLAGS:
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}: expected true or false, got {shown(flag)}")
         ends = tuple(check_token("eos_token_ids", token) for token in several(self.eos_token_ids))
         object.__setattr__(self, "eos_token_ids", ends)
 
@@ -99,9 +111,41 @@ class ModelConfig(ABC):
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
 
-    @abstractmethod
+    @classmethod
+    def from_hugging_face(cls: type[Config], config: Any) -> Config:
+        """Read the fields of a Hugging Face `config.json` of this model_type.
+
+        Keys that do not change the result of the model are ignored. Raises CheckpointError for
+        another architecture, for settings that the kernels do not compute, with their names, and
+        if two names of a setting have different values.
+        """
+        if model_type(config) != cls.MODEL_TYPE:
+            got = shown(config.get("model_type"))
+            raise CheckpointError(f"config.json: expected model_type {cls.MODEL_TYPE!r}, got {got}")
+        return cls(**cls.fields_in(config), eos_token_ids=end_tokens_in(config))
+
+    @classmethod
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json by their names here, except eos_token_ids."""
+        fields = dict(cls.ABSENT)
+        for ours, keys in cls.SIZES.items():
+            limit = ALL_LIMITS[ours]
+            sizes = {key: check_count(key, config[key], limit) for key in keys if key in config}
+            if sizes:
+                fields[ours] = agreed(sizes)
+        check_settings(config, cls.SETTINGS)
+        others = cls._others().items()
+        return fields | {ours: config[theirs] for ours, theirs in others if theirs in config}
+
+    @classmethod
+    def _others(cls) -> dict[str, str]:
+        return {**cls.OTHERS, **{name: name for name in cls.FLAGS}}
+
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
+        named = {ours: theirs for ours, (theirs, *_) in self.SIZES.items()} | self._others()
+        fields = {theirs: getattr(self, ours) for ours, theirs in named.items()}
+        return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
 
     @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
@@ -113,13 +157,28 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
-
-    Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
-    generation, in addition to the tokenizer's. Raises InputError for anything else.
+    """Sizes of a GPT-2 model, as in ModelConfig; the defaults are GPT-2 small (124M parameters).
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
+
+    MODEL_TYPE: ClassVar[str] = "gpt2"
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "n_layer": ("n_layer", "num_hidden_layers"),
+        "n_head": ("n_head", "num_attention_heads"),
+        "n_embd": ("n_embd", "hidden_size"),
+        "n_ctx": ("n_positions", "max_position_embeddings"),
+        "vocab_size": ("vocab_size",),
+    }
+    OTHERS: ClassVar[Mapping[str, str]] = {"eps": "layer_norm_epsilon"}
+    SETTINGS: ClassVar[Settings] = (
+        ("activation_function", ("gelu_new", "gelu_pytorch_tanh"),
+         "the kernels compute GELU in its tanh approximation only"),
+        ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
+        ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
+        ("add_cross_attention", (False,), "there is no encoder to attend to"),
+        ("quantization_config", (None,), "quantized weights are not supported"),
+    )  # fmt: skip
 
     n_layer: int = 12
     n_head: int = 12
@@ -150,104 +209,47 @@ class GPT2Config(ModelConfig):
         return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
-    def from_hugging_face(cls, config: Any) -> GPT2Config:
-        """Read the fields of a Hugging Face `config.json`; absent ones have GPT-2 small's value.
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig; absent fields have GPT-2 small's value.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
-        `transformers`, n_positions is the context length, and n_ctx is used only without it. Keys
-        that do not change the result of the model are ignored.
-
-        Raises CheckpointError for another architecture, for variants of GPT-2 that the kernels do
-        not compute, and if the two names of a size have different values.
+        `transformers`, n_positions is the context length, and n_ctx is used only without it.
         """
-        check_model_type(config, "gpt2", default="gpt2")
-        sizes = sizes_in(config, _NAMES)
+        fields = super().fields_in(config)
         if "n_ctx" in config:
-            sizes.setdefault("n_ctx", config["n_ctx"])
-        inner = (None, 4 * sizes.get("n_embd", cls.n_embd))
+            fields.setdefault("n_ctx", config["n_ctx"])
+        inner = (None, 4 * fields.get("n_embd", cls.n_embd))
         width = ("n_inner", inner, "the kernels have a hidden width of 4 n_embd only")
-        check_settings(config, (*_SETTINGS, width))
-        others = {ours: config[theirs] for ours, theirs in _OTHERS.items() if theirs in config}
-        return cls(**sizes, **others, eos_token_ids=end_tokens_in(config))
+        check_settings(config, [width])
+        return fields
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` with which `transformers` loads this model."""
-        end_of_text = GPT2_END if self.vocab_size == GPT2_VOCABULARY else None
-        end = {"eos_token_id": self.eos_token_id}
-        if end_of_text is not None and not self.eos_token_ids:
-            end = {}  # its default in transformers is GPT-2's
-        return {
+        """As in ModelConfig."""
+        content = super().to_hugging_face() | {
             "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_layer": self.n_layer,
-            "n_head": self.n_head,
-            "n_embd": self.n_embd,
             "n_inner": None,
-            "n_positions": self.n_ctx,
             "n_ctx": self.n_ctx,
-            "vocab_size": self.vocab_size,
             "activation_function": "gelu_new",
-            "layer_norm_epsilon": self.eps,
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": end_of_text,
-            **end,
+            "bos_token_id": GPT2_END if self.vocab_size == GPT2_VOCABULARY else None,
         }
+        if self.vocab_size == GPT2_VOCABULARY and not self.eos_token_ids:
+            del content["eos_token_id"]  # its default in transformers is GPT-2's
+        return content
 
 
-# Our names of the sizes → those in config.json, of which the second is general in `transformers`;
-# likewise of other fields; settings with the supported values, the default first, and the reason
-Names = Mapping[str, tuple[str, ...]]
-Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-_NAMES: Names = {
-    "n_layer": ("n_layer", "num_hidden_layers"),
-    "n_head": ("n_head", "num_attention_heads"),
-    "n_embd": ("n_embd", "hidden_size"),
-    "n_ctx": ("n_positions", "max_position_embeddings"),
-    "vocab_size": ("vocab_size",),
-}
-_OTHERS = {"eps": "layer_norm_epsilon", "tie_word_embeddings": "tie_word_embeddings"}
-_SETTINGS: Settings = (
-    ("activation_function", ("gelu_new", "gelu_pytorch_tanh"),
-     "the kernels compute GELU in its tanh approximation only"),
-    ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
-    ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
-    ("add_cross_attention", (False,), "there is no encoder to attend to"),
-    ("quantization_config", (None,), "quantized weights are not supported"),
-)  # fmt: skip
-
-
-def check_object(config: Any) -> dict[str, Any]:
-    """The content of a config.json; CheckpointError unless it is an object."""
+def model_type(config: Any) -> Any:
+    """The model_type of the content of a config.json; CheckpointError unless it is an object."""
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
-    return config
-
-
-def check_model_type(config: Any, expected: str, default: str | None = None) -> None:
-    """CheckpointError unless this is the object of a config.json of this model_type."""
-    kind = check_object(config).get("model_type", default)
-    if kind != expected:
-        raise CheckpointError(f"config.json: expected model_type {expected!r}, got {shown(kind)}")
+    return config.get("model_type", "gpt2")
 
 
 def end_tokens_in(config: Mapping[str, Any]) -> Any:
     """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
     ends = config.get("eos_token_id")
     return () if ends is None else ends
-
-
-def sizes_in(
-    config: Mapping[str, Any], names: Names, limits: Mapping[str, int] = LIMITS
-) -> dict[str, Any]:
-    """The sizes in a config.json by our names. Raises CheckpointError or InputError."""
-    found = {}
-    for ours, keys in names.items():
-        sizes = {key: check_count(key, config[key], limits[ours]) for key in keys if key in config}
-        if sizes:
-            found[ours] = agreed(sizes)
-    return found
 
 
 def agreed(given: Mapping[str, Any]) -> Any:

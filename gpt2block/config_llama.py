@@ -5,52 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checks import check_number, several
 from gpt2block.config import (
-    LIMITS,
+    ALL_LIMITS,
     ModelConfig,
-    Names,
     Settings,
     Shapes,
     agreed,
     check_count,
-    check_model_type,
     check_settings,
     check_token,
-    check_true_or_false,
-    end_tokens_in,
-    sizes_in,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 
 _RopeKind = Literal["linear", "llama3", "longrope"]
-_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": LIMITS["n_head"], "n_ff": 2**20,
-                              "head_size": 2**16}  # fmt: skip
-
-# Our names of the sizes → those in config.json; all but three must be there
-_NAMES: Names = {
-    "n_layer": ("num_hidden_layers",),
-    "n_head": ("num_attention_heads",),
-    "n_kv_head": ("num_key_value_heads",),
-    "n_embd": ("hidden_size",),
-    "n_ff": ("intermediate_size",),
-    "head_size": ("head_dim",),
-    "n_ctx": ("max_position_embeddings",),
-    "vocab_size": ("vocab_size",),
-}
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-# Settings that change the result
-_SETTINGS: Settings = (
-    ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
-    ("sliding_window", (None,), "attention sees all earlier tokens"),
-    ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
-    ("quantization_config", (None,), "quantized weights are not supported"),
-)
 _ROPE_SETTINGS = (("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),)
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -97,7 +71,7 @@ class RopeScaling:
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
         context = check_count("rope_scaling: original_max_position_embeddings",
-                              self.original_context, LIMITS["n_ctx"])  # fmt: skip
+                              self.original_context, ALL_LIMITS["n_ctx"])  # fmt: skip
         object.__setattr__(self, "original_context", context)
 
     def scaled(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -126,6 +100,27 @@ class LlamaConfig(ModelConfig):
     Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
     (2023).
     """
+
+    MODEL_TYPE: ClassVar[str] = "llama"
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "n_layer": ("num_hidden_layers",),
+        "n_head": ("num_attention_heads",),
+        "n_kv_head": ("num_key_value_heads",),
+        "n_embd": ("hidden_size",),
+        "n_ff": ("intermediate_size",),
+        "head_size": ("head_dim",),
+        "n_ctx": ("max_position_embeddings",),
+        "vocab_size": ("vocab_size",),
+    }
+    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+    OTHERS: ClassVar[Mapping[str, str]] = {"eps": "rms_norm_eps", "bos_token_id": "bos_token_id"}
+    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-6}
+    SETTINGS: ClassVar[Settings] = (
+        ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
+        ("sliding_window", (None,), "attention sees all earlier tokens"),
+        ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
+        ("quantization_config", (None,), "quantized weights are not supported"),
+    )
 
     n_layer: int = 32
     n_head: int = 32
@@ -156,7 +151,7 @@ class LlamaConfig(ModelConfig):
                 )
             object.__setattr__(self, "head_size", self.n_embd // self.n_head)
         for name in ("n_kv_head", "n_ff", "head_size"):
-            number = check_count(name, getattr(self, name), _LIMITS[name])
+            number = check_count(name, getattr(self, name), ALL_LIMITS[name])
             object.__setattr__(self, name, number)
         if self.n_head % self.n_kv_head:
             raise InputError(
@@ -175,8 +170,6 @@ class LlamaConfig(ModelConfig):
                 raise InputError(
                     f"rope_scaling: expected a factor for each of {pairs} frequencies, got {count}"
                 )
-        check_true_or_false("attention_bias", self.attention_bias)
-        check_true_or_false("mlp_bias", self.mlp_bias)
         if self.bos_token_id is not None:
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
@@ -211,45 +204,22 @@ class LlamaConfig(ModelConfig):
         return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
 
     @classmethod
-    def from_hugging_face(cls, config: Any) -> LlamaConfig:
-        """Read the fields of a Hugging Face `config.json` of model_type "llama".
-
-        Keys that do not change the result of the model are ignored. Raises CheckpointError for
-        settings that change it in a way that is not supported, with their names.
-        """
-        check_model_type(config, "llama")
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
-        missing = [key for (key,) in _NAMES.values() if key not in (*given, *_OPTIONAL)]
+        missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
-        fields = {"n_ctx": 2048, **sizes_in(given, _NAMES, _LIMITS)}
-        check_settings(config, _SETTINGS)
-        fields["theta"], fields["scaling"] = _rope_of(config)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            fields[name] = config.get(name, False)
-        return cls(
-            **fields,
-            eps=config.get("rms_norm_eps", 1e-6),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=end_tokens_in(config),
-        )
+        theta, scaling = _rope_of(config)
+        return super().fields_in(given) | {"theta": theta, "scaling": scaling}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` with which `transformers` loads this model."""
-        sizes = {theirs: getattr(self, ours) for ours, (theirs,) in _NAMES.items()}
-        return {
+        """As in ModelConfig."""
+        return super().to_hugging_face() | {
             "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes,
             "hidden_act": "silu",
-            "rms_norm_eps": self.eps,
             "rope_theta": self.theta,
             "rope_scaling": None if self.scaling is None else _scaling_fields(self.scaling),
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
         }
 
 

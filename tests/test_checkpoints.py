@@ -20,24 +20,17 @@ from safetensors.numpy import save_file
 from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config import LIMITS, model_shapes
-from tests.refusals import refused
+from tests.refusals import assert_same_tensors, refused
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
 CONFIG = config_json(sizes_of(SMALL))
 HEAD = {"lm_head.weight": np.full((5, 48), 2, np.float32)}
 
 
-def hugging_face_tensors(config: GPT2Config, prefix: str = "") -> dict[str, Any]:
-    """Return a model's tensors with the names of the original files, and the mask buffers."""
-    mask = np.tril(np.ones((1, 1, config.n_ctx, config.n_ctx), np.float32))
-    weights = GPT2Weights.random(1, config)
-    out = {label_of(ours): array for ours, array, _ in weights.tensors()}
-    out |= {f"h.{layer}.attn.bias": mask for layer in range(config.n_layer)}
-    return {prefix + name: array for name, array in out.items()}
-
-
-TENSORS = hugging_face_tensors(SMALL)
 WEIGHTS = GPT2Weights.random(1, SMALL)
+# With the names of the original files, and the mask buffers
+TENSORS: dict[str, Any] = {label_of(ours): array for ours, array, _ in WEIGHTS.tensors()}
+TENSORS |= {f"h.{layer}.attn.bias": np.tri(11, dtype=np.float32)[None, None] for layer in (0, 1)}
 
 
 def write_weights(folder: Path, tensors: dict[str, Any] = TENSORS, dtype: Any = None) -> Path:
@@ -82,9 +75,7 @@ def test_all_tensors_in_order(tmp_path: Path, dtype: Any, prefix: str) -> None:
     assert checkpoint.nbytes == np.dtype(dtype).itemsize * sum(a.size for _, a, _ in found)
     assert "h.1.mlp.c_fc.weight" in checkpoint.names
     weights = GPT2Weights.from_pretrained(checkpoint)
-    for (ours, array, _), (_, truth, _) in zip(weights.tensors(), found, strict=True):
-        assert array.dtype == np.float32
-        np.testing.assert_array_equal(array, truth.astype(np.float32), err_msg=ours)
+    assert_same_tensors(weights, checkpoint, np.float32)
     for path in (tmp_path, file):
         block = BlockWeights.from_pretrained(str(path), layer=1)
         assert block.n_head == 3
@@ -96,9 +87,6 @@ def test_a_whole_model(directory: Path) -> None:
     model = GPT2Weights.from_pretrained(str(directory))
     assert model.config == SMALL
     assert model.lm_head is model.wte
-    for ours, theirs in zip(model.tensors(), Checkpoint.open(directory).tensors(), strict=True):
-        assert ours[0::2] == theirs[0::2]
-        np.testing.assert_array_equal(ours[1], theirs[1])
     some_blocks = GPT2Weights.from_pretrained(directory, layers=[1])
     with pytest.raises(InputError, match="expected all 2 of the model, got 1"):
         list(some_blocks.tensors())
@@ -163,14 +151,8 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     names = sorted(set(sharded(tmp_path).values()))
     save_file(TENSORS, tmp_path / names[0])
     refused(tmp_path, "20 tensors are stored twice: ", ", …")
-
-
-def test_the_bundled_model() -> None:
-    model = GPT2Weights.from_pretrained("shakespeare")
-    assert model.config == GPT2Config(
-        n_layer=6, n_head=4, n_embd=256, n_ctx=256, vocab_size=256, eps=1e-5
-    )
-    assert all(np.isfinite(a).all() for block in model.blocks for a in block.tensors().values())
+    write_weights(tmp_path, TENSORS | {"transformer.wpe.weight": TENSORS["wpe.weight"]})
+    refused(tmp_path, "1 tensors are stored twice: wpe.weight")
 
 
 def test_the_trained_sorting_model(data: Path) -> None:
@@ -179,50 +161,13 @@ def test_the_trained_sorting_model(data: Path) -> None:
     assert model.lm_head is not model.wte
 
 
-OFFLINE = """
-from pathlib import Path
-from gpt2block import *
-from gpt2block.checkpoints import Checkpoint
-opened = Checkpoint.open('gpt2')
-print(opened.config)
-print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])
-next(opened.directory.glob('*00001*')).unlink()
-for name in ('gpt2', 'gpt2-xl'):
-    try: GPT2Weights.from_pretrained(name)
-    except CheckpointError as error: print(error)
-"""
-
-
-def test_hub_ids_in_an_offline_cache(tmp_path: Path) -> None:
-    """In a new process, as users set it; with the other name of a size; errors name the file."""
-    repo = tmp_path / "hub" / "models--gpt2"
-    snapshot = repo / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-    for folder in (snapshot, repo / "refs"):
-        folder.mkdir(parents=True)
-    (repo / "refs" / "main").write_text(snapshot.name)
-    sharded(snapshot)
-    others = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
-    environment = {name: value for name, value in os.environ.items() if name not in others}
-    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    run = [sys.executable, "-c", OFFLINE]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, env=environment)
-    config, number, *messages = done.stdout.splitlines()
-    assert config == str(SMALL)
-    assert number == str(WEIGHTS.blocks[1].w_fc[3, 5])
-    missing = ("gpt2", "model-00001-of-00003.safetensors"), ("gpt2-xl", "config.json")
-    for message, (name, file) in zip(messages, missing, strict=True):
-        assert message.startswith(f"{name}: offline mode is set (HF_HUB_OFFLINE)")
-        assert f"does not have {file}: " in message
-        assert "network" not in message
-
-
 def test_a_file_without_config_has_the_size_of_its_width(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=16, n_embd=1024, n_ctx=3, vocab_size=4)
     write_sparse(tmp_path / "weights.safetensors", shapes(sizes_of(config)))
     assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "gpt2.ckpt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_a_pickle_that_is_not_of_torch_save(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02}.")
     refused(tmp_path / name, "expected a file of torch.save", "a model of llm.c", "starts with")
@@ -234,28 +179,9 @@ def test_truncated_anywhere(directory: Path) -> None:
     file = directory / "model.safetensors"
     content = file.read_bytes()
     length = 8 + int.from_bytes(content[:8], "little")
-    for cut in (*range(0, length, 97), length - 1, length, len(content) // 2, len(content) - 1):
+    for cut in (*range(0, length, 397), length - 1, length, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:cut])
         refused(directory, "truncated or not a safetensors file", "download it again")
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("h.0.mlp.c_fc.weight", np.zeros((192, 48), np.float32),
-         "h.0.mlp.c_fc.weight: expected shape (48, 192), got (192, 48)"),
-        ("h.1.ln_2.bias", None, "1 tensors missing: h.1.ln_2.bias"),
-        ("transformer.wpe.weight", np.zeros((11, 48), np.float32),
-         "1 tensors are stored twice: wpe.weight"),
-        ("h.0.ln_1.bias", np.zeros(48, np.int32),
-         "h.0.ln_1.bias: expected one of float64, float32, float16, bfloat16, got I32"),
-    ],
-    ids=["misshapen", "missing", "with and without the prefix", "integers"],
-)  # fmt: skip
-def test_a_wrong_tensor(directory: Path, name: str, tensor: Any, message: str) -> None:
-    tensors = {**TENSORS, name: tensor}
-    write_weights(directory, {key: array for key, array in tensors.items() if array is not None})
-    refused(directory, message)
 
 
 def test_all_wrong_tensors_are_listed(directory: Path) -> None:
@@ -267,17 +193,19 @@ def test_all_wrong_tensors_are_listed(directory: Path) -> None:
     assert len(list(Checkpoint.open(directory).tensors())) == 28
     for name in [name for name in tensors if name.startswith("h.0.ln_")] + ["wpe.weight"]:
         del tensors[name]
+    tensors["h.1.mlp.c_fc.weight"] = tensors["h.1.mlp.c_fc.weight"].T.copy()
     tensors["h.1.mlp.c_fc.bias"] = np.zeros((192, 1), np.float32)
     tensors["h.1.ln_1.bias"] = np.zeros(48, np.int32)
     tensors["score.weight"] = np.zeros((2, 48), np.float32)
     write_weights(directory, tensors)
+    dtypes = "float64, float32, float16, bfloat16"
     refused(
         directory,
         "5 tensors missing: wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.ln_2.weight, …; ",
         "1 tensors unexpected: score.weight; ",
-        "1 tensors misshapen: h.1.mlp.c_fc.bias: expected shape (192,), got (192, 1); ",
-        "1 tensors of another dtype: h.1.ln_1.bias: expected one of float64, float32, "
-        "float16, bfloat16, got I32",
+        "2 tensors misshapen: h.1.mlp.c_fc.weight: expected shape (48, 192), got (192, 48), ",
+        "h.1.mlp.c_fc.bias: expected shape (192,), got (192, 1); ",
+        f"1 tensors of another dtype: h.1.ln_1.bias: expected one of {dtypes}, got I32",
     )
 
 
@@ -336,7 +264,7 @@ def test_the_bundled_model_is_found_next_to_a_folder_of_its_name(
 ) -> None:
     (tmp_path / "shakespeare").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert Checkpoint.open("shakespeare").config.n_layer == 6
+    assert Checkpoint.open("shakespeare").config == GPT2Config(6, 4, 256, 256, 256)
     refused("./shakespeare", "expected model.safetensors or pytorch_model.bin in this directory")
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors or pytorch_model\.bin"):
         Checkpoint.open(Path("shakespeare"))
@@ -353,41 +281,27 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     ("change", "message"),
     [
         ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
-        (
-            {"activation_function": "gelu"},
-            "activation_function: expected 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu': the "
-            "kernels compute GELU in its tanh approximation only",
-        ),
-        ({"activation_function": "relu"}, "'gelu_pytorch_tanh', got 'relu'"),
+        ({"activation_function": "gelu"}, "'gelu_pytorch_tanh', got 'gelu': the kernels compute G"),
         ({"n_inner": 100}, "n_inner: expected null or 192, got 100: the kernels have a hidden"),
         ({"scale_attn_weights": False}, "scale_attn_weights: expected true, got false: the"),
-        (
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx: expected false, got true: the kernels scale all",
-        ),
+        ({"scale_attn_by_inverse_layer_idx": True}, "expected false, got true: the kernels scale"),
         ({"add_cross_attention": True}, "add_cross_attention: expected false, got true: there"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected null, got {'bits"),
         ({"n_head": 5}, "not a multiple of n_head 5"),
         ({"n_layer": "two"}, "n_layer: expected a positive integer, got 'two'"),
-        ({"n_embd": "48"}, "n_embd: expected a positive integer, got '48'"),
         ({"n_embd": None}, "n_embd: expected a positive integer, got None"),
         ({"n_head": True}, "n_head: expected a positive integer, got True"),
         ({"n_inner": "192"}, "n_inner: expected null or 192, got '192'"),
         ({"n_head": 10**400}, "n_head: expected at most 65,536, got an integer of more"),
         ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
-        ({"layer_norm_epsilon": 10**400}, "eps: expected a finite number"),
-        ({"layer_norm_epsilon": 1e39}, "that fits float32, got 1e+39"),
-        (
-            {"model_type": json.loads("[" * 900 + "]" * 900)},
-            "expected model_type 'gpt2' or 'llama', got [[[",
-        ),
+        ({"layer_norm_epsilon": 1e39}, "eps: expected a finite number of at least 0 that fits flo"),
+        ({"model_type": json.loads("[" * 900 + "]" * 900)}, "'gpt2' or 'llama', got [[["),
         ({"num_attention_heads": 12}, "n_head 3 contradicts num_attention_heads 12"),
         ({"num_hidden_layers": 3}, "n_layer 2 contradicts num_hidden_layers 3"),
         ({"hidden_size": 768}, "n_embd 48 contradicts hidden_size 768"),
         ({"max_position_embeddings": 12}, "n_positions 11 contradicts max_position_embeddings 12"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
         ({"layer_norm_epsilon": None}, "eps: expected a finite number"),
-        ({"layer_norm_epsilon": -1}, "eps: expected a finite number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false"),
         ({"n_layer": 1}, "config.json has n_layer 1, the file has 2 blocks"),
         ({"n_layer": 3}, "config.json has n_layer 3, the file has 2 blocks"),
@@ -433,12 +347,10 @@ def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> N
     opened = {"config.json": "weights.safetensors", "part.safetensors": "index.json"}
     path = tmp_path / opened.get(name, "")
     special = tmp_path / name
-    special.symlink_to("nowhere")
-    refused(path, f"{special}: a link to a file that does not exist")
-    special.unlink()
-    special.symlink_to(name)
-    refused(path, f"{special}: cannot be read")
-    special.unlink()
+    for target, message in (("nowhere", "a link to a file that does"), (name, "cannot be read")):
+        special.symlink_to(target)
+        refused(path, f"{special}: {message}")
+        special.unlink()
     special.mkdir()
     refused(path, f"{special}: expected a file, found a folder")
     special.rmdir()
@@ -449,9 +361,7 @@ def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> N
 
 
 def test_the_documentation_lists_the_limits_and_the_names() -> None:
-    text = (
-        Path(__file__).parent.parent.joinpath("docs", "checkpoints.md").read_text(encoding="utf-8")
-    )
+    text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     for name, limit in LIMITS.items():
         row = rows["n_positions" if name == "n_ctx" else name]
@@ -482,7 +392,7 @@ from gpt2block import GPT2
 def memory(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return 1024 * int(line.split()[1])
-for dtype in ("float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"):
+for dtype in sys.argv[2:]:
     GPT2.from_pretrained(device="cpu", dtype=dtype)  # a small model, for all imports
     open("/proc/self/clear_refs", "w").write("5")
     before = memory("VmRSS")
@@ -493,14 +403,17 @@ for dtype in ("float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_peak_memory(tmp_path: Path, stored: str) -> None:
+@pytest.mark.parametrize(
+    ("stored", "dtypes"),
+    [("float32", ["float8_e4m3fn"]), ("bfloat16", ["float32", "bfloat16"])],
+)
+def test_peak_memory(tmp_path: Path, stored: str, dtypes: list[str]) -> None:
     """At most 1.2 times the file or the weights in the requested dtype, plus one tensor."""
     config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=30_000)
     save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
     checkpoint = Checkpoint.open(tmp_path)
     largest = checkpoint.stored["wte"].nbytes
-    run = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    run = [sys.executable, "-c", MEASURE, str(tmp_path), *dtypes]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     file = checkpoint.file.stat().st_size
     for line in done.stdout.splitlines():

@@ -18,29 +18,24 @@ from gpt2block.text.encoding import Encoding, TokenizersEncoding
 from gpt2block.text.generation import generate
 from tests.command_line import gpt2block, printed
 from tests.markov import MarkovEngine, cycle
+from tests.refusals import refused
 from tests.tokenizer_files import small_json, small_pair
 
 SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
 
 
-def by_tiktoken(folder: Path) -> Encoding:
-    return tokenizer.from_path(small_json(folder, added_tokens=SPECIAL), 300)
-
-
-def by_tokenizers(folder: Path) -> Encoding:
-    pytest.importorskip("tokenizers")
-    path = small_json(folder, added_tokens=SPECIAL, ignore_merges=True)
+def loaded(folder: Path, kind: str) -> Encoding:
+    """A tokenizer with two special tokens, one of tiktoken from one or two files, or another."""
+    if kind == "two files":
+        small_pair(folder, **{"</s>": 259})
+        return tokenizer.load(folder, 300)
+    path = small_json(folder, added_tokens=SPECIAL, ignore_merges=kind == "tokenizers")
     encoding = tokenizer.from_path(path, 300)
-    assert isinstance(encoding, TokenizersEncoding)
+    assert isinstance(encoding, TokenizersEncoding) == (kind == "tokenizers")
     return encoding
 
 
-def by_two_files(folder: Path) -> Encoding:
-    small_pair(folder, **{"</s>": 259})
-    return tokenizer.load(folder, 300)
-
-
-KINDS = [by_tiktoken, by_tokenizers, by_two_files]
+KINDS = ["tiktoken", "tokenizers", "two files"]
 CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
@@ -59,10 +54,10 @@ CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
     ],
 )
 def test_the_token_of_the_settings_ends_a_text(
-    tmp_path: Path, kind: Any, name: str, settings: dict[str, Any], end: int
+    tmp_path: Path, kind: str, name: str, settings: dict[str, Any], end: int
 ) -> None:
     (tmp_path / name).write_text(json.dumps(settings))
-    encoding = kind(tmp_path)
+    encoding = loaded(tmp_path, kind)
     assert tokenizer.end_of_text(encoding) == end
     engine = MarkovEngine(cycle(300), script=[[97, 98, end, 99, 100]])
     found = generate(engine, encoding, "x", max_new_tokens=5)
@@ -73,18 +68,18 @@ def test_the_token_of_the_settings_ends_a_text(
 def test_the_settings_decide_before_the_map(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text('{"eos_token": "<|endoftext|>"}')
     (tmp_path / SPECIAL_MAP).write_text('{"eos_token": "</s>"}')
-    assert tokenizer.end_of_text(by_tiktoken(tmp_path)) == 258
+    assert tokenizer.end_of_text(loaded(tmp_path, "tiktoken")) == 258
     (tmp_path / SPECIAL_MAP).write_text("[]")
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: expected a JSON object"):
-        by_tiktoken(tmp_path)
+        loaded(tmp_path, "tiktoken")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_end_token_is_part_of_the_fingerprint(tmp_path: Path, kind: Any) -> None:
-    first = of_tokenizer(kind(tmp_path))
-    assert of_tokenizer(kind(tmp_path)) == first
+def test_the_end_token_is_part_of_the_fingerprint(tmp_path: Path, kind: str) -> None:
+    first = of_tokenizer(loaded(tmp_path, kind))
+    assert of_tokenizer(loaded(tmp_path, kind)) == first
     (tmp_path / CONFIG).write_text('{"eos_token": "</s>"}')
-    assert of_tokenizer(kind(tmp_path)) != first
+    assert of_tokenizer(loaded(tmp_path, kind)) != first
 
 
 def test_the_end_without_a_tokenizer() -> None:
@@ -158,18 +153,14 @@ def test_a_model_stops_at_its_end_token(tmp_path: Path) -> None:
     ("generation", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "expected an object, got"),
+        ("[]", "expected a JSON object, got []"),
         ('{"eos_token_id": -1}', "eos_token_ids: expected token ids, got -1"),
-        ('{"eos_token_id": "</s>"}', "eos_token_ids: expected token ids"),
     ],
 )
 def test_a_damaged_generation_config(tmp_path: Path, generation: str, message: str) -> None:
     folder = model(tmp_path, None)
     (folder / "generation_config.json").write_text(generation)
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    assert "generation_config.json" in str(caught.value)
-    assert message in str(caught.value)
+    refused(folder, "generation_config.json", message)
 
 
 def test_info_shows_the_generation_config(tmp_path: Path) -> None:
@@ -180,9 +171,7 @@ def test_info_shows_the_generation_config(tmp_path: Path) -> None:
     assert suggested.items() <= found["generation_config"].items()
     shown = " ".join(printed("info", folder).split())
     assert "end tokens 9, 8" in shown
-    assert (
-        "suggested temperature 0.6, top_k 20, do_sample true, repetition_penalty 1.1; not applied"
-        in shown
-    )
+    values = "temperature 0.6, top_k 20, do_sample true, repetition_penalty 1.1"
+    assert f"suggested {values}; not applied" in shown
     (folder / "generation_config.json").unlink()
     assert "suggested" not in printed("info", folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -165,11 +166,8 @@ def test_the_pieces_are_the_text_whatever_the_bytes(chunks: list[bytes], stops: 
 def test_stream_and_generate_agree(
     script: list[int], stops: list[str], size: int, n_ctx: int, truncate: bool
 ) -> None:
-    options: dict[str, Any] = {
-        "stop": stops,
-        "max_new_tokens": size,
-        "overflow": "truncate" if truncate else "error",
-    }
+    overflow = "truncate" if truncate else "error"
+    options: dict[str, Any] = {"stop": stops, "max_new_tokens": size, "overflow": overflow}
     encoding = byte_encoding(b"ab")  # 257 is the end of the text
     engines = [MarkovEngine(cycle(258), n_ctx, [script]) for _ in range(2)]
     found = generate(engines[0], encoding, "x", **options)
@@ -191,11 +189,12 @@ def test_stream_and_generate_agree(
 
 def test_a_prompt_beyond_the_context() -> None:
     engine = MarkovEngine(cycle(256), n_ctx=4)
-    with pytest.raises(InputError) as error:
+    message = (
+        "prompt 1: 6 tokens, the model's context is 4: "
+        "shorten it, or let overflow='truncate' keep the last 4"
+    )
+    with pytest.raises(InputError, match=message):
         generate(engine, BYTES, ["ab", "abcdef"])
-    assert "prompt 1: 6 tokens, the model's context is 4" in str(error.value)
-    assert "shorten it, or let overflow='truncate' keep the last 4" in str(error.value)
-    engine = MarkovEngine(cycle(256), n_ctx=4)
     found = generate(engine, BYTES, "abcdef", overflow="truncate", max_new_tokens=5, temperature=0)
     assert engine.batches[0] == [4]
     assert found.text == "ghijk"
@@ -241,13 +240,8 @@ def test_a_row_is_the_same_in_every_batch(
     prompts: list[str], samples: int, at_once: int, seed: int
 ) -> None:
     engine = MarkovEngine(random_table(3, 256), n_ctx=7)
-    options: dict[str, Any] = {
-        "seed": seed,
-        "samples": samples,
-        "max_new_tokens": 12,
-        "overflow": "truncate",
-        "stop_ids": [7, 8],
-    }
+    options: dict[str, Any] = {"seed": seed, "samples": samples, "max_new_tokens": 12}
+    options |= {"overflow": "truncate", "stop_ids": [7, 8]}
     together = generate(engine, BYTES, prompts, rows_at_once=at_once, **options)
     assert all(len(sequences) <= at_once for sequences in engine.batches)
     assert together == [generate(engine, BYTES, prompt, **options) for prompt in prompts]
@@ -273,10 +267,13 @@ def test_a_vocabulary_beyond_the_tokenizer() -> None:
     assert generate(engine, BYTES, "x", max_new_tokens=3).text == "a\ufffdb"
 
 
-def test_nan_is_an_error() -> None:
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(("wrong", "name"), [(np.nan, "NaN"), (np.inf, "infinite")])
+def test_logits_that_are_not_finite_are_an_error(wrong: float, name: str) -> None:
     table = cycle(256)
-    table[ord("c"), 3] = np.nan
-    with pytest.raises(InputError, match=r"logits are NaN after 2 new tokens.*try dtype='float32'"):
+    table[ord("c"), 3] = wrong
+    message = rf"logits are {name} after 2 new tokens.*try dtype='float32'"
+    with pytest.raises(InputError, match=message):
         generate(MarkovEngine(table), BYTES, "a", temperature=0)
 
 
@@ -289,12 +286,10 @@ def test_nan_is_an_error() -> None:
         ({"overflow": "wrap"}, "overflow: expected 'error' or 'truncate', got 'wrap'"),
         ({"stop": ""}, "stop: expected strings of at least one character, got ''"),
         ({"stop": ["a", 3]}, "stop: expected strings"),
-        ({"stop": 3}, "stop: expected strings"),
         ({"stop": ["a", "b\udcff"]}, "stop: character 1 is U+DCFF, a lone surrogate: expected"),
         ({"stop_ids": [256]}, "stop_ids: token 0 is 256: expected ids from 0 to 255"),
         ({"stop_ids": -1}, "stop_ids: token 0 is -1"),
         ({"stop_ids": np.array(300)}, "stop_ids: token 0 is 300"),
-        ({"overflow": np.array(["error", "truncate"])}, "overflow: expected 'error' or"),
         ({"stop": np.array(3)}, "stop: expected strings"),
         ({"stop_ids": 1.5}, "row of integers, got list of float64"),
         ({"temperature": -1.0}, "temperature"),
@@ -302,9 +297,8 @@ def test_nan_is_an_error() -> None:
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(message)):
         generate(MarkovEngine(cycle(256)), BYTES, "a", **options)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -314,26 +308,20 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         ([], "prompt: expected text, token ids or a list of them, got []"),
         (b"abc", "prompt: expected text, token ids or a list of them, got b'abc'"),
         ([1, 256], "prompt: token 1 is 256: expected ids from 0 to 255"),
-        ([1, -1], "prompt: token 1 is -1"),
         ([[1], [2, 300]], "prompt 1: token 1 is 300"),
-        (np.array([1.5]), "prompt: expected text or a row of integers, got ndarray of float64"),
         ([1.5, 2.0], "prompt 0: expected text or a row of integers"),
         (np.zeros((2, 2, 2), int), "prompt 0: expected text or a row of integers"),
-        ([[[1], [2, 3]]], "prompt 0: expected text or token ids"),
-        ([None], "prompt 0: expected text or a row of integers"),
+        ([[1], [False]], "prompt 1: token 0 is False: expected an integer"),
     ],
 )
 def test_wrong_prompts(prompt: Any, message: str) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(message)):
         generate(MarkovEngine(cycle(256)), BYTES, prompt)
-    assert message in str(error.value)
 
 
 def test_text_without_a_tokenizer() -> None:
     with pytest.raises(InputError, match="no tokenizer: expected token ids, got text"):
         generate(MarkovEngine(cycle(3)), None, "a")
-    with pytest.raises(InputError, match="stop: expected strings of at least one character"):
-        generate(MarkovEngine(cycle(3)), None, [0], stop=np.array([1, 2]))
     with pytest.raises(InputError, match="no tokenizer, so there is no text: use stop_ids"):
         generate(MarkovEngine(cycle(3)), None, [0], stop="a")
 
@@ -344,8 +332,6 @@ def test_a_stream_takes_one_prompt_and_says_so_at_once() -> None:
         stream(engine, BYTES, ["a", "b"])  # type: ignore[list-item]
     with pytest.raises(InputError, match="stream: expected one sample, got 2: use generate"):
         stream(engine, BYTES, "a", samples=2)
-    with pytest.raises(InputError, match="stop: expected strings"):
-        stream(engine, BYTES, "a", stop="")
     with pytest.raises(TypeError, match="temprature"):
         stream(engine, BYTES, "a", temprature=1)
     assert engine.batches == []
@@ -381,29 +367,25 @@ def test_a_sampling_in_place_of_its_fields() -> None:
 
 
 def test_the_default_temperature() -> None:
-    found = generate(MarkovEngine(random_table(0, 256)), BYTES, "a", seed=1)
-    same = generate(
-        MarkovEngine(random_table(0, 256)), BYTES, "a", seed=1, temperature=DEFAULT_TEMPERATURE
+    engine = MarkovEngine(random_table(0, 256))
+    default, given = (
+        generate(engine, BYTES, "a", seed=1, **options)
+        for options in ({}, {"temperature": DEFAULT_TEMPERATURE})
     )
-    assert found == same
+    assert default == given
     assert DEFAULT_TEMPERATURE == Sampling().temperature == 0.8
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("max_tokens", "did you mean 'max_new_tokens'?"),
-        ("topk", "did you mean 'top_k'?"),
-        ("temprature", "did you mean 'temperature'?"),
-        ("zzz", "see help(Run)"),
-    ],
+    [("max_tokens", "did you mean 'max_new_tokens'?"), ("zzz", "see help(Run)")],
 )
 def test_an_unknown_keyword_names_the_nearest(name: str, hint: str) -> None:
     options: dict[str, Any] = {name: 3}
-    with pytest.raises(InputError) as error:
+    message = re.escape(f"Run: unknown keyword {name!r}: {hint}")
+    with pytest.raises(TypeError, match=message) as error:
         generate(MarkovEngine(cycle(256)), BYTES, "a", **options)
-    assert f"Run: unknown keyword {name!r}: {hint}" in str(error.value)
-    assert isinstance(error.value, TypeError)
+    assert isinstance(error.value, InputError)
 
 
 def test_rows_are_bounded_and_made_when_they_are_needed() -> None:
@@ -428,21 +410,3 @@ def test_small_numpy_integers_do_not_overflow() -> None:
     sizes: dict[str, Any] = {"samples": np.uint8(100), "max_new_tokens": np.uint8(1)}
     found = generate(MarkovEngine(cycle(256)), BYTES, ["a", "b", "c"], **sizes)
     assert [len(group) for group in found] == [100] * 3
-
-
-def test_infinite_logits_are_an_error() -> None:
-    table = cycle(256)
-    table[ord("b"), 3] = np.inf
-    with (
-        np.errstate(invalid="ignore"),
-        pytest.raises(InputError, match="logits are infinite after 1 new tokens"),
-    ):
-        generate(MarkovEngine(table), BYTES, "a", temperature=0)
-
-
-@pytest.mark.parametrize(
-    "prompt", [np.ma.array([1, 2], mask=[False, True]), [1, True], [[1], [False]]]
-)
-def test_masks_and_bools_are_not_ids(prompt: Any) -> None:
-    with pytest.raises(InputError, match=r"a masked array|(True|False): expected an integer"):
-        generate(MarkovEngine(cycle(256)), BYTES, prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,11 @@ from fuzzing.gguf_writer import metadata_of, save, tensors_of, write
 from gguf.quants import dequantize, quantize
 
 import gpt2block
-from gpt2block import (
-    GPT2,
-    GPT2Config,
-    GPT2Weights,
-    Llama,
-    LlamaConfig,
-    LlamaWeights,
-    cli,
-)
+from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
+from tests.command_line import gpt2block as command
+from tests.command_line import printed
 from tests.refusals import assert_same_tensors, refused
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,12 +47,15 @@ def changed(
     return write(folder / "m.gguf", kept, tensors_of(checkpoint) | (tensors or {}))
 
 
-def sources() -> list[Path]:
-    return [GOLDEN / "tiny", *(GOLDEN / f"llama-{name}" for name in LLAMAS)]
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A small GPT-2 as GGUF."""
+    return save(tmp_path / "tiny.gguf", GOLDEN / "tiny")
 
 
-@pytest.mark.parametrize("source", sources(), ids=lambda path: path.name)
-def test_a_file_is_the_checkpoint_that_it_was_made_from(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", *(f"llama-{name}" for name in LLAMAS)])
+def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+    source = GOLDEN / name
     found, expected = Checkpoint.open(save(tmp_path / "m.gguf", source)), Checkpoint.open(source)
     assert_same_tensors(found, expected, np.float32)
     sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
@@ -68,9 +66,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(source: Path, tmp_path: 
     np.testing.assert_allclose(model(ids), theirs(ids), rtol=0, atol=2e-6 * largest)
 
 
-def test_a_folder_with_one_gguf_says_how_to_open_it(tmp_path: Path) -> None:
-    save(tmp_path / "tiny.Q8_0.gguf", GOLDEN / "tiny")
-    refused(tmp_path, "expected model.safetensors", "give the path of the file", "tiny.Q8_0.gguf")
+def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:
+    refused(tiny.parent, "expected model.safetensors", "give the path of the file", "tiny.gguf")
     refused("no_such_model.gguf", "no such file or directory")
 
 
@@ -125,24 +122,18 @@ def test_each_type_is_read_as_the_package_dequantizes_it(
     floats = {"F32": np.float32, "F64": np.float64}.get(kind)
     expected = {}
 
-    def filled(name: str, array: Any) -> Any:
-        rows, columns = array.shape
-        if floats:
-            return rng.standard_normal(array.shape).astype(floats)
-        data = rng.integers(0, 256, (rows, columns // block * size)).astype(np.uint8)
-        return data
-
-    def values(array: Any) -> Any:
-        if floats:
-            return array.astype(np.float32)
-        with np.errstate(all="ignore"):  # random bytes may be infinite or NaN
-            return dequantize(array, stored)
-
     tensors = tensors_of(large)
     for name, array in tensors.items():
-        if array.ndim > 1:
-            tensors[name] = filled(name, array)
-            expected[name] = values(tensors[name])
+        if array.ndim == 1:
+            continue
+        if floats:
+            tensors[name] = rng.standard_normal(array.shape).astype(floats)
+            expected[name] = tensors[name].astype(np.float32)
+        else:
+            rows, columns = array.shape
+            tensors[name] = rng.integers(0, 256, (rows, columns // block * size)).astype(np.uint8)
+            with np.errstate(all="ignore"):  # random bytes may be infinite or NaN
+                expected[name] = dequantize(tensors[name], stored)
     file = write(tmp_path / "m.gguf", metadata_of(large), tensors, lambda name: kind)
     found = Checkpoint.open(file)
     assert {name for each in found.stored.values() for name in each.types} == {"F32", kind}
@@ -152,8 +143,8 @@ def test_each_type_is_read_as_the_package_dequantizes_it(
     for ours, name in (("w_o", "attn_output"), ("w_down", "ffn_down")):
         np.testing.assert_array_equal(got[f"h.0.{ours}"], expected[f"blk.0.{name}.weight"])
     q, k = (expected[f"blk.0.attn_{part}.weight"].astype(np.float32) for part in "qk")
-    rows = [64 * head + 2 * row + half for head in range(6) for half in (0, 1) for row in range(32)]
-    both = np.concatenate([q, k])[rows]
+    order = np.arange(6 * 64).reshape(6, 32, 2).swapaxes(1, 2).ravel()  # heads of 64 rows
+    both = np.concatenate([q, k])[order]
     np.testing.assert_array_equal(got["h.0.w_qkv"][: len(both)], both)
     v = expected["blk.0.attn_v.weight"]
     np.testing.assert_array_equal(got["h.0.w_qkv"][len(both) :], v)
@@ -170,15 +161,6 @@ def test_other_types_are_refused_by_name(kind: str, large: Checkpoint, tmp_path:
     refused(file, f"blk.0.ffn_up.weight: type {kind} is not supported")
 
 
-def test_a_type_that_the_package_does_not_know(tmp_path: Path) -> None:
-    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
-    data = bytearray(file.read_bytes())
-    at = data.index(b"blk.0.attn_qkv.weight") + len("blk.0.attn_qkv.weight") + 4 + 2 * 8
-    data[at] = 99
-    file.write_bytes(data)
-    refused(file, "blk.0.attn_qkv.weight: type 99 is not known to the package gguf")
-
-
 def test_parts_of_w_qkv_of_several_types_become_float32(large: Checkpoint, tmp_path: Path) -> None:
     types = {"attn_q": "Q4_0", "attn_v": "Q8_0", "attn_k": "F16"}
 
@@ -192,11 +174,9 @@ def test_parts_of_w_qkv_of_several_types_become_float32(large: Checkpoint, tmp_p
     array = found.stored["h.0.w_qkv"].read()
     assert array.dtype == np.float32
     exact = large.stored["h.0.w_qkv"].read()
-    k = exact[256:384].astype(np.float16)
-    np.testing.assert_array_equal(array[256:384], k)
-    v = dequantize(quantize(exact[384:], gguf.GGMLQuantizationType.Q8_0),
-                   gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
-    np.testing.assert_array_equal(array[384:], v)
+    np.testing.assert_array_equal(array[256:384], exact[256:384].astype(np.float16))
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    np.testing.assert_array_equal(array[384:], dequantize(quantize(exact[384:], q8_0), q8_0))
 
 
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
@@ -250,17 +230,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "per layer": ({"llama.feed_forward_length": [56, 56]}, "expected one value for all blocks"),
     "vocabulary": ({"llama.vocab_size": 88}, "vocab_size is 88, token_embd.weight has 89 rows"),
     "heads": (
-        {
-            "llama.attention.head_count": 5,
-            "llama.attention.key_length": None,
-            "llama.attention.value_length": None,
-        },
+        {"llama.attention.head_count": 5, "llama.attention.key_length": None},
         "36 is not a multiple of",
     ),
-    "width of the feed-forward": (
-        {"gpt2.feed_forward_length": 100},
-        "gpt2.feed_forward_length: expected 4 n_embd, 192, got 100",
-    ),
+    "feed-forward": ({"gpt2.feed_forward_length": 100}, "expected 4 n_embd, 192, got 100"),
     "text": ({"llama.embedding_length": "36"}, "n_embd: expected a positive integer, got '36'"),
     "missing": ({"llama.block_count": None}, "expected llama.block_count: missing"),
     "width": ({"llama.embedding_length": 48}, "tensors misshapen: token_embd.weight"),
@@ -270,7 +243,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_are_not_supported_are_refused_by_name(name: str, tmp_path: Path) -> None:
     changes, message = REFUSED[name]
-    model = "tiny" if "gpt2." in message else "llama-plain"
+    model = "tiny" if name == "feed-forward" else "llama-plain"
     refused(changed(tmp_path, model, changes), message)
 
 
@@ -294,16 +267,12 @@ def test_an_output_matrix_of_its_own_unties_gpt2(tmp_path: Path) -> None:
     assert np.abs(model(ids) - tied(ids)).max() > 1
 
 
-def test_convert_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = GOLDEN / "llama-grouped"
-    file = save(tmp_path / "m.gguf", source, lambda name: "F16")
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["convert", str(file), str(tmp_path / "out")])
-    assert capsys.readouterr().out.startswith("wrote 2 layers of width 36 in float16, float32 to")
+def test_convert_and_info(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.gguf", GOLDEN / "llama-grouped", lambda name: "F16")
+    said = command("convert", file, tmp_path / "out").out
+    assert said.startswith("wrote 2 layers of width 36 in float16, float32 to")
     assert_same_tensors(Checkpoint.open(tmp_path / "out"), Checkpoint.open(file))
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["info", str(file)])
-    shown = capsys.readouterr().out
+    shown = printed("info", file)
     assert "F16, F32" in shown
     assert "blk.0.attn_q.weight … blk.0.attn_v.weight" in shown
     assert Llama.from_pretrained(file, device="cpu", dtype="bfloat16").dtype == "bfloat16"
@@ -320,34 +289,36 @@ def damaged(file: Path, at: int, change: bytes) -> Path:
     return other
 
 
-def test_lengths_counts_and_offsets_beyond_the_file(tmp_path: Path) -> None:
-    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
-    start = file.read_bytes()
+def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path, tmp_path: Path) -> None:
+    start = tiny.read_bytes()
     name = b"blk.0.attn_qkv.weight"
     shape, kind = start.index(name) + len(name) + 4, start.index(name) + len(name) + 20
     for at in (8, 16, 24, start.index(b"general.architecture") - 8, start.index(name) - 8,
                shape, shape + 8, kind + 4):  # fmt: skip
         for value in (2**64 - 1, 2**63, 2**40, 2**31):
-            refused(damaged(file, at, struct.pack("<Q", value)), "truncated or not a GGUF file")
+            refused(damaged(tiny, at, struct.pack("<Q", value)), "truncated or not a GGUF file")
     for length in (0, 3, 4, 7, 8, 20, 24, 100, 1000, len(start) - 1):
         cut = tmp_path / "cut.gguf"
         cut.write_bytes(start[:length])
         refused(cut, "truncated or not a GGUF file")
 
 
-def test_other_damage_says_what_is_wrong(tmp_path: Path) -> None:
-    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
-    data = file.read_bytes()
+def test_other_damage_says_what_is_wrong(tiny: Path) -> None:
+    data = tiny.read_bytes()
     key = data.index(b"gpt2.block_count") + len(b"gpt2.block_count")
-    refused(damaged(file, 4, struct.pack("<I", 1)), "expected version 2 or 3")
-    refused(damaged(file, 4, struct.pack(">I", 3)), "little-endian", "big-endian")
-    refused(damaged(file, 0, b"GGML"), "it starts with b'GGML'")
-    refused(damaged(file, key, struct.pack("<I", 13)), "gpt2.block_count: a value of the unknown")
-    refused(damaged(file, key, struct.pack("<IIQ", 9, 9, 1)), "an array of arrays")
-    refused(damaged(file, key - 4, b"\xff"), "'utf-8' codec can't decode byte 0xff")
     tensor = data.index(b"blk.0.attn_qkv.weight") + len(b"blk.0.attn_qkv.weight")
-    refused(damaged(file, tensor, struct.pack("<I", 0)), "expected 1 to 4 dimensions, got 0")
-    refused(damaged(file, tensor - 21, b"blk.0.ffn_down.weight"), "it has a tensor twice")
+    for at, change, message in (
+        (4, struct.pack("<I", 1), "expected version 2 or 3, little-endian, got 1"),
+        (4, struct.pack(">I", 3), ", big-endian"),
+        (0, b"GGML", "it starts with b'GGML'"),
+        (key, struct.pack("<I", 13), "gpt2.block_count: a value of the unknown"),
+        (key, struct.pack("<IIQ", 9, 9, 1), "an array of arrays"),
+        (key - 4, b"\xff", "'utf-8' codec can't decode byte 0xff"),
+        (tensor, struct.pack("<I", 0), "expected 1 to 4 dimensions, got 0"),
+        (tensor - 21, b"blk.0.ffn_down.weight", "it has a tensor twice"),
+        (tensor + 20, bytes([99]), "blk.0.attn_qkv.weight: type 99 is not known to the package"),
+    ):
+        refused(damaged(tiny, at, change), message)
 
 
 def test_an_array_that_is_not_long_enough_needs_little_memory(tmp_path: Path) -> None:
@@ -366,10 +337,9 @@ def test_an_array_that_is_not_long_enough_needs_little_memory(tmp_path: Path) ->
     assert peak < 2**20
 
 
-def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    refused(file, "a GGUF file needs the package gguf: run pip install gguf")
+def test_the_package_is_missing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(tiny, "a GGUF file needs the package gguf: run pip install gguf")
 
 
 def test_a_factor_of_rope_that_is_not_a_number(tmp_path: Path) -> None:

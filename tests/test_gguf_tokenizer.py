@@ -39,24 +39,20 @@ def corpus() -> list[str]:
     return [*(file.read_text() for file in files), *texts()[:300]]
 
 
-def steps(pre: str) -> Any:
-    """The pre-tokenizer of the models that llama.cpp knows by this name."""
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return {
-        "gpt-2": words,
-        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]),
-        "llama-bpe": pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), plain]
-        ),
-    }[pre]
+WORDS, PLAIN = (pre_tokenizers.ByteLevel(False, use_regex=split) for split in (True, False))
+# The pre-tokenizers of the models that llama.cpp knows by these names
+STEPS: dict[str, list[Any]] = {
+    "gpt-2": [WORDS],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), WORDS],
+    "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), PLAIN],
+}
 
 
 @lru_cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
     """A trained byte-level BPE with two special tokens and one other added token."""
     found = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    found.pre_tokenizer = steps(pre)
+    found.pre_tokenizer = pre_tokenizers.Sequence(STEPS[pre])
     found.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=SIZE,
@@ -102,23 +98,18 @@ def sentence_piece() -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def piece_type(model: Any, token_id: int) -> TokenType:
-    if model.is_unknown(token_id):
-        return UNKNOWN
-    if model.is_control(token_id):
-        return CONTROL
-    if model.is_byte(token_id):
-        return BYTE
-    return USER_DEFINED if model.id_to_piece(token_id) == "<user>" else NORMAL
-
-
 def sentence_piece_keys(**more: Any) -> dict[str, Any]:
     model = sentence_piece()
     ids = range(model.vocab_size())
+    tokens, types = [model.id_to_piece(id_) for id_ in ids], [NORMAL] * len(ids)
+    types[tokens.index("<user>")] = USER_DEFINED
+    others = (UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte)
+    for kind, is_kind in others:
+        types = [kind if is_kind(id_) else known for id_, known in enumerate(types)]
     return tokenizer_keys(
         "llama",
-        [model.id_to_piece(id_) for id_ in ids],
-        [piece_type(model, id_) for id_ in ids],
+        tokens,
+        types,
         scores=[model.get_score(id_) for id_ in ids],
         **{"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **more},
     )

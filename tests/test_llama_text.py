@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, from_pretrained
 from gpt2block.checkpoints import save_pretrained
-from gpt2block.cli import main
+from tests.command_line import gpt2block
 from tests.tokenizer_files import sentence_piece
 
-pytest.importorskip("tokenizers")
 CONFIG = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=24, n_ctx=64, vocab_size=265, n_ff=40,
     tie_word_embeddings=True,
@@ -23,19 +21,14 @@ CONFIG = LlamaConfig(
 TEXT = "ab a\nb ab"
 
 
-def _weights() -> LlamaWeights:
-    """Logits prefer the tokens of letters."""
-    weights = LlamaWeights.random(1, CONFIG)
-    weights.wte[259:] *= 10
-    return weights
+WEIGHTS = LlamaWeights.random(1, CONFIG)
+WEIGHTS.wte[259:] *= 10  # logits prefer the tokens of letters
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    weights = _weights()
-    (tmp_path / "tokens").mkdir()
-    sentence_piece(tmp_path / "tokens")
-    return save_pretrained(tmp_path / "model", weights, tokenizer=tmp_path / "tokens")
+    tokens = sentence_piece(tmp_path)
+    return save_pretrained(tmp_path / "model", WEIGHTS, tokenizer=tokens)
 
 
 @pytest.fixture
@@ -79,8 +72,7 @@ def test_each_end_token_of_the_config_ends_a_text(llama: Llama) -> None:
     free = [llama.generate([1, 5], seed=n, max_new_tokens=30, stop_ids=()) for n in range(6)]
     ends = {free[0].tokens[3], free[1].tokens[5]}
     config = replace(llama.config, eos_token_ids=(*ends, 700))
-    weights = replace(_weights(), config=config)
-    model = Llama(weights, device="cpu")
+    model = Llama(replace(WEIGHTS, config=config), device="cpu")
     for seed, longer in enumerate(free):
         found = model.generate([1, 5], seed=seed, max_new_tokens=30)
         count = next((n for n, t in enumerate(longer.tokens, 1) if t in ends), 30)
@@ -89,22 +81,15 @@ def test_each_end_token_of_the_config_ends_a_text(llama: Llama) -> None:
     assert len(model.generate([1, 5], seed=0, max_new_tokens=30, stop_ids=()).tokens) == 30
 
 
-def test_commands(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    def run(*args: str) -> dict[str, Any]:
-        with pytest.raises(SystemExit) as end:
-            main([*args, "--json"])
-        assert end.value.code == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    model = ["--model", str(folder)]
-    written = run("generate", TEXT, *model, "--max-new-tokens", "9", "--seed", "3")
+def test_commands(folder: Path, tmp_path: Path) -> None:
+    more = "--model", folder, "--json"
+    written = gpt2block("generate", TEXT, *more, "--max-new-tokens", "9", "--seed", "3").json
     assert len(written["samples"][0]["tokens"]) == 9
     (tmp_path / "text.txt").write_text(TEXT)
-    plain = run("score", str(tmp_path / "text.txt"), *model)
-    assert run("score", str(tmp_path / "text.txt"), *model, "--bos")["tokens"] == plain["tokens"]
-    info = run("info", str(folder))
+    score = "score", tmp_path / "text.txt", *more
+    assert gpt2block(*score, "--bos").json["tokens"] == gpt2block(*score).json["tokens"]
+    info = gpt2block("info", folder, "--json").json
     assert info["config"]["n_kv_head"] == 2
     assert info["memory"]["bfloat16"]["kv_cache_per_row"] == 2 * 2 * 12 * 64 * 2
-    compared = run("compare", TEXT, *model)
+    compared = gpt2block("compare", TEXT, *more).json
     assert {step["name"] for step in compared["steps"]} > {"h.1.rope", "h.1.ff", "rms_f"}

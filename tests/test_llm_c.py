@@ -9,13 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fuzzing import gpt2 as plain
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpt2block import CheckpointError, GPT2Config, GPT2Weights
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from tests import refusals
-from tests.refusals import assert_same_tensors, read_or_refused
+from tests.refusals import assert_same_tensors, refused
 
 SIZES = plain.Sizes(n_layer=2, n_head=3, n_embd=24, n_ctx=7, vocab_size=5)
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=7, vocab_size=5)
@@ -45,14 +42,9 @@ def test_all_tensors(tmp_path: Path, version: int, name: str) -> None:
     """A file is recognized by its magic number, with any name."""
     checkpoint = Checkpoint.open(saved(tmp_path, FILES[version], name))
     assert checkpoint.config == SMALL
-    expected = list(WEIGHTS.tensors())
-    found = list(checkpoint.tensors())
-    assert [name for name, _, _ in found] == [name for name, _, _ in expected]
-    for (tensor, array, layout), (_, truth, _) in zip(found, expected, strict=True):
-        assert array.dtype == DTYPES[version]
+    assert_same_tensors(checkpoint, WEIGHTS, DTYPES[version])
+    for tensor, _, layout in checkpoint.tensors():
         assert layout == ("NK" if tensor == "wte" or ".w_" in tensor else None)
-        stored = truth.T if tensor.startswith("h.") and layout else truth
-        np.testing.assert_array_equal(array, stored.astype(DTYPES[version]))
 
 
 def test_a_model_and_its_conversion(tmp_path: Path) -> None:
@@ -61,62 +53,51 @@ def test_a_model_and_its_conversion(tmp_path: Path) -> None:
     again = Checkpoint.open(save_pretrained(tmp_path / "hf", half))
     assert again.config == SMALL
     assert_same_tensors(again, half)
-    for (_, array, _), (_, truth, _) in zip(loaded.tensors(), WEIGHTS.tensors(), strict=True):
-        assert array.dtype == np.float32
-        assert array.flags.c_contiguous
-        np.testing.assert_array_equal(array, truth)
+    assert_same_tensors(loaded, WEIGHTS)
+    assert all(array.flags.c_contiguous for _, array, _ in loaded.tensors())
     assert loaded.lm_head is loaded.wte
-
-
-def refused(file: Path, *words: str) -> None:
-    refusals.refused(file, str(file), *words)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"magic": 20240325}, ["expected a file of torch.save", "or a model of llm.c"]),
-        ({"magic": 20240520}, ["expected a model of llm.c", "got tokens"]),
-        ({"magic": 20240328}, ["got a tokenizer, magic 20240328"]),
-        ({"version": 2}, ["expected version 3 (float32) or 5 (bfloat16), got 2"]),
-        ({"version": -3}, ["got -3"]),
-        ({"n_layer": -1}, ["n_layer: expected a positive integer, got -1"]),
-        ({"n_ctx": 0}, ["n_ctx: expected a positive integer, got 0"]),
-        ({"n_head": 5}, ["n_embd 24 is not a multiple of n_head 5"]),
-        ({"padded": 4}, ["a padded vocab_size of at least 5, got 4"]),
-        ({"padded": -8}, ["a padded vocab_size of at least 5, got -8"]),
-        ({"padded": 9}, ["truncated", f"the file has {len(GOOD):,}"]),
-        ({"n_layer": 10_000}, ["truncated"]),
-        ({"n_layer": 10_001}, ["n_layer: expected at most 10,000, got 10001"]),
-        ({"n_layer": 2**31 - 1}, ["n_layer: expected at most 10,000, got 2147483647"]),
-        ({"n_embd": 2**31 - 2, "n_head": 2}, ["n_embd: expected at most 65,536"]),
-        ({"n_ctx": 2**31 - 1}, ["n_ctx: expected at most 1,048,576"]),
-        ({"vocab_size": 2**31 - 1}, ["vocab_size: expected at most 16,777,216"]),
-        ({"n_layer": 1}, ["too long"]),
-        ({"version": 5}, ["too long"]),
+        ({"magic": 20240325}, "expected a file of torch.save"),
+        ({"magic": 20240520}, "expected a model of llm.c, magic 20240326, got tokens"),
+        ({"magic": 20240328}, "got a tokenizer, magic 20240328"),
+        ({"version": 2}, "expected version 3 (float32) or 5 (bfloat16), got 2"),
+        ({"n_layer": -1}, "n_layer: expected a positive integer, got -1"),
+        ({"n_ctx": 0}, "n_ctx: expected a positive integer, got 0"),
+        ({"n_head": 5}, "n_embd 24 is not a multiple of n_head 5"),
+        ({"padded": 4}, "a padded vocab_size of at least 5, got 4"),
+        ({"padded": -8}, "a padded vocab_size of at least 5, got -8"),
+        ({"padded": 9}, f"bytes, the file has {len(GOOD):,}"),
+        ({"n_layer": 10_000}, "truncated"),
+        ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
+        ({"n_embd": 2**31 - 2, "n_head": 2}, "n_embd: expected at most 65,536"),
+        ({"n_ctx": 2**31 - 1}, "n_ctx: expected at most 1,048,576"),
+        ({"vocab_size": 2**31 - 1}, "vocab_size: expected at most 16,777,216"),
+        ({"n_layer": 1}, "too long"),
+        ({"version": 5}, "too long"),
     ],
 )
-def test_a_wrong_header(tmp_path: Path, changed: dict[str, int], words: list[str]) -> None:
-    refused(saved(tmp_path, changed_header(**changed) + GOOD[1024:]), *words)
-
-
-def test_a_sparse_file_of_a_million_layers(tmp_path: Path) -> None:
-    """A sparse file of the size in its header must not cause a million tensors to be created."""
-    file = saved(tmp_path, changed_header(n_layer=10**6, n_embd=1, n_head=1, n_ctx=1, vocab_size=1))
-    with file.open("r+b") as stream:
-        stream.truncate(1024 + 4 * ((PADDED + 1) + 10**6 * (12 + 13) + 2))
-    refused(file, "n_layer: expected at most 10,000, got 1000000")
+def test_a_wrong_header(tmp_path: Path, changed: dict[str, int], words: str) -> None:
+    file = saved(tmp_path, changed_header(**changed) + GOOD[1024:])
+    refused(file, str(file), words)
 
 
 def test_files_that_are_not_models(tmp_path: Path) -> None:
-    refused(saved(tmp_path, GOOD[:1023]), "expected a header of 1024 bytes, got 1023")
-    refused(saved(tmp_path, GOOD[:3]), "expected a file of torch.save", "or a model of llm.c")
-    refused(saved(tmp_path, b""), "expected a file of torch.save", "or a model of llm.c")
-    refused(saved(tmp_path, GOOD[:-1]), "truncated")
-    refused(saved(tmp_path, GOOD + b"\0"), "too long")
-    refused(saved(tmp_path, GOOD).parent, "give the path of the file: ", "gpt2_124M.bin")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
-    refused(saved(tmp_path, pointer), "a Git-LFS pointer of", "git lfs pull")
+    for content, words in (
+        (GOOD[:1023], "expected a header of 1024 bytes, got 1023"),
+        (GOOD[:3], "or a model of llm.c"),
+        (b"", "or a model of llm.c"),
+        (GOOD[:-1], "truncated"),
+        (GOOD + b"\0", "too long"),
+        (pointer, "bytes, not the weights: run `git lfs pull`"),
+    ):
+        file = saved(tmp_path, content)
+        refused(file, str(file), words)
+    refused(tmp_path, "give the path of the file: ", "gpt2_124M.bin")
 
 
 def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
@@ -128,11 +109,3 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         list(checkpoint.tensors())
-
-
-@given(at=st.integers(0, 39), damage=st.binary(max_size=24), cut=st.integers(0, 3))
-def test_damaged_headers(
-    tmp_path_factory: pytest.TempPathFactory, at: int, damage: bytes, cut: int
-) -> None:
-    bad = GOOD[:at] + damage + GOOD[at + len(damage) : len(GOOD) - cut]
-    read_or_refused(saved(tmp_path_factory.mktemp("damaged"), bad))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,11 +16,10 @@ from gpt2block import GPT2, CheckpointError, GPT2Weights, InputError
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import save_pretrained
-from gpt2block.cli import main
 from gpt2block.config import GPT2Config
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding
 from gpt2block.text.lookup import Lookup
+from tests.command_line import gpt2block, printed
 from tests.markov import byte_encoding
 from tests.tokenizer_files import small_pair
 
@@ -51,33 +50,19 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The look-ups, each of which fails."""
-    found: list[Any] = []
-
-    def unreachable(name: str) -> None:
-        found.append(name)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    found = Mock(side_effect=ConnectionError("no network"))
+    monkeypatch.setattr("tiktoken.get_encoding", found)
     return found
 
 
 @pytest.fixture
-def reachable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def reachable(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The look-ups, each of which finds a tokenizer of bytes."""
-    found: list[Any] = []
-
-    def get(name: str) -> Encoding:
-        found.append(name)
-        return byte_encoding(end=False)
-
-    monkeypatch.setattr("tiktoken.get_encoding", get)
+    found = Mock(side_effect=lambda _: byte_encoding(end=False))
+    monkeypatch.setattr("tiktoken.get_encoding", found)
     return found
-
-
-def streamed(model: GPT2) -> list[str]:
-    return list(model.stream(IDS, max_new_tokens=2))
 
 
 USES: dict[str, Callable[[GPT2], Any]] = {
@@ -85,7 +70,7 @@ USES: dict[str, Callable[[GPT2], Any]] = {
     "several": lambda model: model.generate([IDS, IDS], max_new_tokens=2, samples=2),
     "array": lambda model: model.generate(np.array([IDS]), max_new_tokens=2),
     "stop_ids": lambda model: model.generate(IDS, max_new_tokens=2, stop_ids=[4]),
-    "stream": streamed,
+    "stream": lambda model: list(model.stream(IDS, max_new_tokens=2)),
     "score": lambda model: model.score(IDS).perplexity,
     "scores": lambda model: [score.log_likelihood for score in model.score([IDS, IDS])],
     "per token": lambda model: model.score(IDS).tokens.logprobs,
@@ -114,13 +99,9 @@ def test_ids_in_a_folder_with_a_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("never")
-@pytest.mark.parametrize(
-    ("task", "options"),
-    [("score", {}), ("generate", {"max_new_tokens": 2}), ("embed", {})],
-)
-def test_no_record_of_ids_looks_a_tokenizer_up(
-    folder: Path, task: Any, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("task", ["score", "generate", "embed"])
+def test_no_record_of_ids_looks_a_tokenizer_up(folder: Path, task: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2} if task == "generate" else {}
     job = Job(task, folder, output=str(folder / "out"), options=options).checked()
     assert job.tokenizer_sha256 is None
     predictor = Predictor(task, folder, device="cpu", **options)
@@ -131,33 +112,23 @@ def test_no_record_of_ids_looks_a_tokenizer_up(
 
 
 @pytest.mark.usefixtures("never")
-@pytest.mark.parametrize("more", [[], ["--json"], ["--logprobs"], ["--samples", "2"]])
-def test_the_option_ids_looks_nothing_up(folder: Path, capsys: Any, more: list[str]) -> None:
-    arguments = ["generate", "1 2 3", "--ids", "--model", str(folder), "--device", "cpu"]
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--max-new-tokens", "2", *more])
-    assert end.value.code == 0
-    if more == ["--json"]:
-        assert json.loads(capsys.readouterr().out)["samples"][0]["text"] is None
-
-
-@pytest.mark.usefixtures("never")
-@pytest.mark.parametrize("more", [[], ["--json"], ["--per-token"], ["--bos"]])
-def test_a_file_of_tokens_looks_nothing_up(folder: Path, capsys: Any, more: list[str]) -> None:
+def test_commands_with_ids_look_nothing_up(folder: Path) -> None:
     np.save(folder / "tokens.npy", np.array(IDS, np.uint16))
-    arguments = ["score", str(folder / "tokens.npy"), "--model", str(folder), "--device", "cpu"]
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, *more])
-    assert end.value.code == 0, capsys.readouterr().err
+    model = "--model", folder, "--device", "cpu"
+    generate = "generate", "1 2 3", "--ids", *model, "--max-new-tokens", "2"
+    for more in ((), ("--logprobs",), ("--samples", "2")):
+        assert gpt2block(*generate, *more).code == 0
+    assert gpt2block(*generate, "--json").json["samples"][0]["text"] is None
+    for more in ((), ("--json",), ("--per-token",), ("--bos",)):
+        assert printed("score", folder / "tokens.npy", *model, *more)
 
 
-def test_a_look_up_that_fails_is_remembered(model: GPT2, failing: list[Any]) -> None:
+def test_a_look_up_that_fails_is_remembered(model: GPT2, failing: Mock) -> None:
     found = model.generate(IDS, max_new_tokens=2)
     score = model.score(IDS)
-    assert failing == []
+    assert not failing.called
     assert found.text == ""
     assert (score.bytes, score.bits_per_byte, score.tokens[0].text) == (None, None, "")
-    assert failing == ["gpt2"]
     for use in (
         lambda: model.generate("abc"),
         lambda: model.generate([IDS, "abc"]),
@@ -174,29 +145,24 @@ def test_a_look_up_that_fails_is_remembered(model: GPT2, failing: list[Any]) -> 
     with pytest.raises(InputError, match="stop: this model has no tokenizer"):
         model.generate(IDS, stop="x")
     assert model.generate(IDS, max_new_tokens=2).text == ""
-    assert failing == ["gpt2"]
+    failing.assert_called_once_with("gpt2")
 
 
-def test_text_is_decoded_when_it_is_read(model: GPT2, reachable: list[Any]) -> None:
+def test_text_is_decoded_when_it_is_read(model: GPT2, reachable: Mock) -> None:
     found = model.generate([97], max_new_tokens=4, temperature=0)
     score = model.score([97, 98, 99])
-    assert reachable == []
-    again = model.generate([97], max_new_tokens=4, temperature=0, seed=found.seed)
-    assert found == again
-    assert len(reachable) == 1
-    known = byte_encoding(end=False)
-    expected = b"".join(
-        known.decode_single_token_bytes(token) if token < 256 else "\ufffd".encode()
-        for token in found.tokens
-    )
-    assert found.text == expected.decode(errors="replace")
+    assert not reachable.called
+    assert found == model.generate([97], max_new_tokens=4, temperature=0, seed=found.seed)
+    bytes_of = (bytes([token]) if token < 256 else "\ufffd".encode() for token in found.tokens)
+    assert found.text == b"".join(bytes_of).decode(errors="replace")
     assert found.text in repr(found)
     assert score.bytes == 2
     assert [token.text for token in score.tokens] == ["b", "c"]
-    assert len(reachable) == 1
+    reachable.assert_called_once_with("gpt2")
 
 
-def test_a_result_is_copied_with_its_text(model: GPT2, reachable: list[Any]) -> None:
+@pytest.mark.usefixtures("reachable")
+def test_a_result_is_copied_with_its_text(model: GPT2) -> None:
     found = model.generate([97], max_new_tokens=3, seed=1)
     for copied in (pickle.loads(pickle.dumps(found)), deepcopy(found)):
         assert copied == found
@@ -207,22 +173,22 @@ def test_a_result_is_copied_with_its_text(model: GPT2, reachable: list[Any]) -> 
         getattr(found, "words")  # noqa: B009  (unknown to type checkers, too)
 
 
-def test_a_text_after_ids(folder: Path, reachable: list[Any]) -> None:
+def test_a_text_after_ids(folder: Path, reachable: Mock) -> None:
     predictor = Predictor("score", folder, device="cpu")
     assert "n_bytes" not in predictor({"tokens": [IDS]})
-    assert reachable == []
+    assert not reachable.called
     found = predictor({"text": ["abc"]})
     assert (found["error"].tolist(), found["n_bytes"].tolist()) == ([""], [2])
     again = pickle.loads(pickle.dumps(predictor))
     assert "n_bytes" not in again({"tokens": [IDS]})
 
 
-def test_text_records_without_a_tokenizer(folder: Path, failing: list[Any]) -> None:
+def test_text_records_without_a_tokenizer(folder: Path, failing: Mock) -> None:
     predictor = Predictor("score", folder, device="cpu")
     found = predictor({"text": ["abc", "x"]})
     assert "text needs a tokenizer: GPT-2's tokenizer" in found["error"][0]
     predictor({"text": ["abc"]})
-    assert failing == ["gpt2"]
+    failing.assert_called_once_with("gpt2")
 
 
 def test_the_end_token_next_to_the_weights_also_ends_ids(folder: Path) -> None:
@@ -232,9 +198,8 @@ def test_the_end_token_next_to_the_weights_also_ends_ids(folder: Path) -> None:
     model = GPT2.from_pretrained(folder, device="cpu")
     assert model.lookup.at_hand is model.tokenizer
     ids = model.tokenizer.encode_ordinary("abc")
-    assert model.generate(ids, max_new_tokens=3, seed=1) == model.generate(
-        "abc", max_new_tokens=3, seed=1
-    )
+    of_ids, of_text = (model.generate(each, max_new_tokens=3, seed=1) for each in (ids, "abc"))
+    assert of_ids == of_text
 
 
 def test_a_tokenizer_that_cannot_be_read_is_none_for_ids(folder: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import pickletools
 import shutil
 import struct
 import tracemalloc
@@ -22,11 +23,10 @@ import pytest
 from fuzzing import gpt2 as plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights
+from gpt2block import CheckpointError, GPT2Config
 from gpt2block.checkpoints import Checkpoint, pytorch, save_pretrained
-from tests.refusals import assert_same_tensors, read_or_refused, refused
+from tests.refusals import assert_same_tensors, refused
 
 FIXTURES = Path(__file__).parent / "data" / "pytorch"  # from tools/make_pytorch_fixtures.py
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_ctx=4, vocab_size=5)
@@ -59,18 +59,17 @@ def test_the_bits_are_those_that_pytorch_wrote(name: str, expected: str) -> None
 
 
 @pytest.mark.parametrize("name", ["zip-float16.bin", "legacy-float16.bin"])
-@pytest.mark.parametrize("saved_as", ["pytorch_model.bin", "a.pt", "a.pth", "a.ckpt", "a"])
-def test_by_any_name_and_from_a_directory(tmp_path: Path, name: str, saved_as: str) -> None:
-    shutil.copy(FIXTURES / name, tmp_path / saved_as)
+def test_by_any_name_and_from_a_directory(tmp_path: Path, name: str) -> None:
     shutil.copy(FIXTURES / "config.json", tmp_path)
     expected = Checkpoint.open(FIXTURES / "expected-float16.safetensors")
-    assert_same_tensors(Checkpoint.open(tmp_path / saved_as), expected)
-    if saved_as == "pytorch_model.bin":
-        assert_same_tensors(Checkpoint.open(tmp_path), expected)
-        shutil.copy(FIXTURES / "expected-float32.safetensors", tmp_path / "model.safetensors")
-        assert Checkpoint.open(tmp_path).file.name == "model.safetensors"
-    else:
-        refused(tmp_path, "expected model.safetensors or pytorch_model.bin in this directory")
+    for saved_as in ("a.pt", "a.pth", "a.ckpt", "a"):
+        shutil.copy(FIXTURES / name, tmp_path / saved_as)
+        assert_same_tensors(Checkpoint.open(tmp_path / saved_as), expected)
+    refused(tmp_path, "expected model.safetensors or pytorch_model.bin in this directory")
+    shutil.copy(FIXTURES / name, tmp_path / "pytorch_model.bin")
+    assert_same_tensors(Checkpoint.open(tmp_path), expected)
+    shutil.copy(FIXTURES / "expected-float32.safetensors", tmp_path / "model.safetensors")
+    assert Checkpoint.open(tmp_path).file.name == "model.safetensors"
 
 
 def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
@@ -92,20 +91,6 @@ def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
 def test_tensors_that_are_not_contiguous_are_refused_by_name() -> None:
     refused(FIXTURES / "scattered.bin", "1 tensors not contiguous", "h.0.mlp.c_fc.weight")
     refused(FIXTURES / "turned-wte.bin", "1 tensors not contiguous", "wte.weight")
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = shutil.copytree(FIXTURES / "sharded", tmp_path / "sharded")
-    (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    refused(folder, "1 of 2 files are not in its folder", "pytorch_model-00002-of-00002.bin")
-
-
-def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
-    shutil.copy(FIXTURES / "nanogpt.pt", tmp_path)
-    checkpoint = Checkpoint.open(tmp_path / "nanogpt.pt")
-    (tmp_path / "nanogpt.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="become shorter"):
-        list(checkpoint.tensors())
 
 
 @pytest.mark.parametrize("name", ["nanogpt.pt", "nanogpt-no-bias.pt", "old-masks.bin"])
@@ -161,50 +146,23 @@ def test_views_have_the_offset_and_order_of_pytorch(tmp_path: Path, zipped: bool
     assert {"C", "F", None} == set(orders)
 
 
-def test_models_written_by_the_installed_pytorch(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    weights = GPT2Weights.random(3, CONFIG)
-    shutil.copy(FIXTURES / "config.json", tmp_path)
-    save_pretrained(tmp_path / "expected", weights)
-    expected = Checkpoint.open(tmp_path / "expected")
-    names = {ours: tensor.label for ours, tensor in expected.stored.items()}
-    state = {names[ours]: torch.tensor(array) for ours, array, _ in expected.tensors()}
-    for zipped in (True, False):
-        torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-        assert_same_tensors(Checkpoint.open(tmp_path / "a.pt"), expected)
-    buffer = io.BytesIO()
-    torch.save(OrderedDict(state), buffer)
-    (tmp_path / "a.pt").write_bytes(buffer.getvalue())
-    assert_same_tensors(Checkpoint.open(tmp_path / "a.pt"), expected)
-
-
 # Files written by hand, in PyTorch's two layouts
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 SYSTEM = b"\x80\x02}X\x0d\0\0\0little_endian\x88s."
 
 
-def put(value: Any) -> bytes:  # noqa: PLR0911
-    """Return the opcodes that push a value."""
-    if value is None:
-        return b"N"
-    if isinstance(value, bool):
-        return b"\x88" if value else b"\x89"
-    if isinstance(value, int):
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        return b"\x8a" + bytes([len(data)]) + data
-    if isinstance(value, float):
-        return b"G" + struct.pack(">d", value)
-    if isinstance(value, str):
-        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+def put(value: Any) -> bytes:
+    """Return the opcodes that push a value, in which bytes are opcodes."""
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, tuple):
         return b"(" + b"".join(map(put, value)) + b"t"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(put, value)) + b"e"
     if isinstance(value, dict):
-        return b"}(" + b"".join(put(key) + put(entry) for key, entry in value.items()) + b"u"
-    if isinstance(value, bytes):  # opcodes
-        return value
-    assert isinstance(value, list)
-    return b"](" + b"".join(map(put, value)) + b"e"
+        return b"}(" + b"".join(map(put, itertools.chain(*value.items()))) + b"u"
+    return pickletools.optimize(pickle.dumps(value, 2))[2:-1]  # without PROTO and STOP
 
 
 def name(module: str, attribute: str) -> bytes:
@@ -241,16 +199,13 @@ def zipped(pickled: bytes, storages: Mapping[str, bytes] | None = None, **entrie
 
 
 def legacy(pickled: bytes, storages: Mapping[str, bytes], width: int = 4) -> bytes:
-    parts = [len(data) // width for data in storages.values()]
-    data = b"".join(
-        struct.pack("<q", count) + content
-        for count, content in zip(parts, storages.values(), strict=True)
-    )
+    data = b"".join(struct.pack("<q", len(each) // width) + each for each in storages.values())
     return MAGIC + program(1001) + SYSTEM + pickled + program(list(storages)) + data
 
 
 ONE = program({"x": tensor(storage("0", 6), (2, 3))})
 DATA = {"0": bytes(range(24))}
+SMALL_FILES = {"zip": zipped(ONE, DATA, byteorder=b"little"), "legacy": legacy(ONE, DATA)}
 
 
 def opened(file: Path, content: bytes) -> pytorch.Content:
@@ -270,31 +225,21 @@ def file(tmp_path: Path) -> Path:
 
 def test_handwritten_files_are_read(file: Path) -> None:
     """The files that the following tests change are valid."""
-    for content in (
-        zipped(ONE, DATA),
-        zipped(ONE, DATA, byteorder=b"little"),
-        legacy(ONE, DATA),
-    ):
+    for content in (zipped(ONE, DATA), *SMALL_FILES.values()):
         (entry,) = opened(file, content).tensors.values()
         assert (entry.shape, entry.dtype, entry.order) == ((2, 3), "float32", "C")
         assert entry.offset is not None
         assert content[entry.offset : entry.offset + 24] == DATA["0"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "width"),
-    [
-        ("DoubleStorage", "float64", 8),
-        ("LongStorage", "int64", 8),
-        ("IntStorage", "int32", 4),
-        ("ShortStorage", "int16", 2),
-        ("CharStorage", "int8", 1),
-        ("ByteStorage", "uint8", 1),
-        ("BoolStorage", "bool", 1),
-    ],
-)
-def test_storages_of_other_dtypes(file: Path, kind: str, dtype: str, width: int) -> None:
-    typed = storage("0", 6, name("torch", kind))
+KINDS = ["Double", "Long", "Int", "Short", "Char", "Byte", "Bool"]
+DTYPES = ["float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, DTYPES, strict=True))
+def test_storages_of_other_dtypes(file: Path, kind: str, dtype: str) -> None:
+    width = np.dtype(dtype).itemsize
+    typed = storage("0", 6, name("torch", f"{kind}Storage"))
     content = zipped(program({"x": tensor(typed, (3,), (2,), 1)}), {"0": bytes(6 * width)})
     (entry,) = opened(file, content).tensors.values()
     assert (entry.dtype, entry.order) == (dtype, None)
@@ -316,10 +261,8 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
     ("view", "words"),
     [
         (tensor(storage("0", 6), (2, 3), (3, 1), 1), "goes beyond its storage of 24 bytes"),
-        (tensor(storage("0", 6), (2, 4), (1, 2)), "goes beyond its storage"),
         (tensor(storage("0", 6), (2, 3), (-3, 1)), "integers of at least 0, got -3"),
         (tensor(storage("0", 6), (2, 3), (3, 1), -1), "integers of at least 0, got -1"),
-        (tensor(storage("0", 6), (2, -3), (3, 1)), "integers of at least 0, got -3"),
         (tensor(storage("0", 6), (2, True), (3, 1)), "integers of at least 0, got True"),
         (tensor(storage("0", 6), (2, 3), (3,)), "strides"),
         (tensor(storage("0", 6), [2, 3], (3, 1)), "expected up to 8 integers"),
@@ -331,15 +274,12 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
         (tensor(storage("0", 6), (2, 3), call="_v3"), "expected 7 arguments"),
         (tensor(storage("0", 6), (1,), (1,), 0, "torch.bool", call="_v3"), "expected a dtype"),
         (tensor(storage("0", 2**62), (2, 3)), "storage 0: expected 18,446,744,073,709,551,616"),
-        (tensor(storage("0", -6), (2, 3)), "integers of at least 0, got -6"),
         (tensor(storage("0", 6.0), (2, 3)), "got 6.0"),
         (tensor(storage("1", 6), (2, 3)), "storage 1: expected 24 bytes, it is missing"),
-        (tensor(storage("../0", 6), (2, 3)), "storage ../0: expected 24 bytes, it is missing"),
         (tensor(storage("0", 5), (1,)), "storage 0: expected 20 bytes, got 24"),
         (tensor(storage(0, 6), (2, 3)), "persistent id"),
         (tensor(storage("0", 6, put("FloatStorage")), (2, 3)), "persistent id"),
         (tensor(storage("0", 6, name("torch", "Size")), (2, 3)), "persistent id"),
-        (tensor(put(("module", 1)) + b"Q", (2, 3)), "persistent id"),
         (tensor(put("0") + b"Q", (2, 3)), "persistent id"),
         (name("torch._utils", "_rebuild_parameter") + put((1, False, None)) + b"R", "a parameter"),
         (name("torch._utils", "_rebuild_tensor") + put((1, 2)) + b"R", "expected 4 arguments"),
@@ -348,7 +288,6 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
         (name("torch", "Size") + b")R", "torch.Size: expected one argument"),
         (name("torch", "device") + b")R", "torch.device: expected a name"),
         (name("torch", "float32") + b")R", "calls torch.float32, which is refused"),
-        (name("torch", "FloatStorage") + b")R", "calls torch.FloatStorage, which is refused"),
         (put("os.system") + put(("true",)) + b"R", "calls 'os.system', which is refused"),
     ],
 )
@@ -356,14 +295,11 @@ def test_an_impossible_tensor(file: Path, view: bytes, words: str) -> None:
     rejected(file, zipped(program({"x": view}), DATA), words)
 
 
-@pytest.mark.parametrize("value", [3, "x", None, [], (), {}, {"a": 1}, {"model": {}}, {1: ONE}])
+@pytest.mark.parametrize("value", [3, "x", None, [], (), {}, {"a": 1}, {"model": {}}])
 def test_a_pickle_of_something_else(file: Path, value: Any) -> None:
-    if value == {1: ONE}:
-        value = {1: tensor(storage("0", 6), (2, 3))}
-    words = "model_args" if isinstance(value, dict) and "model" in value else "state dict"
+    words = "model_args" if value == {"model": {}} else "state dict"
     rejected(file, zipped(program(value), DATA), words)
-    if not isinstance(value, dict) or 1 not in value:  # else its storage is missing
-        rejected(file, legacy(program(value), {}), words)
+    rejected(file, legacy(program(value), {}), words)
 
 
 # Inconsistent zip archives and legacy files
@@ -458,6 +394,7 @@ def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
         (zipped(ONE, DATA, byteorder=b"big"), "byte order 'little'"),
         (zipped(ONE, DATA, byteorder=b" " * 10000), "byte order 'little'"),
         (zipped(program(TWO_SIZES), DATA), "two types or sizes"),
+        (zipped(program({1: tensor(storage("0", 6), (2, 3))}), DATA), "got other entries: 1"),
         (zipped(program(NO_SIZES), DATA), "expected model_args, a dictionary of sizes, next to"),
         (b"", "starts with b''"),
         (MAGIC, "truncated"),
@@ -474,8 +411,6 @@ def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
         (legacy(ONE, DATA)[:-1], "truncated: storage 0 of 24 bytes goes beyond the end"),
         (legacy(ONE, DATA)[:-25], "storage 0: it does not match the pickle"),
         (pickle.dumps({"a": 1}), "expected a file of torch.save"),
-        (b"\x80\x02}.", "expected a file of torch.save"),
-        (b"\x1f\x8b\x08\0", "expected a file of torch.save"),
         (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull`"),
     ],
     ids=itertools.count(),  # zip files hold the time
@@ -522,56 +457,34 @@ def test_no_code_of_a_pickle_is_executed(
 
 
 SHELL = put("touch canary")
+ALLOWED = b".\x80N\x88\x89KMJ\x8aGX()\x85\x86\x87t]ae}sucRbQqrhj"
+OPCODES_REFUSED = [
+    (code.code.encode("latin-1") + bytes(8), f"opcode {code.name} of the pickle is refused")
+    for code in pickletools.opcodes
+    if code.code.encode("latin-1") not in ALLOWED
+]
 
 
 @pytest.mark.parametrize(
     ("opcodes", "words"),
     [
+        *OPCODES_REFUSED,
         (name("os", "system") + SHELL + b"\x85R", "refers to os.system, which is refused"),
-        (name("posix", "system") + SHELL + b"\x85R", "refers to posix.system"),
-        (name("builtins", "eval") + SHELL + b"\x85R", "refers to builtins.eval"),
         (name("builtins", "getattr") + SHELL + b"\x85R", "refers to builtins.getattr"),
-        (name("__builtin__", "__import__") + SHELL + b"\x85R", "refers to __builtin__.__import__"),
         (name("torch", "load") + SHELL + b"\x85R", "refers to torch.load"),
-        (name("torch.hub", "load") + SHELL + b"\x85R", "refers to torch.hub.load"),
         (name("torch", "FloatStorage.from_file") + b")R", "refers to torch.FloatStorage.from_file"),
         (name("torch._utils", "sys.modules") + b".", "refers to torch._utils.sys.modules"),
-        (name("numpy._core.multiarray", "scalar") + b")R", "refers to numpy._core.multiarray.sca"),
         (name("__main__", "GPTConfig") + b")R", "refers to __main__.GPTConfig"),
-        (name("collections", "defaultdict") + b")R", "refers to collections.defaultdict"),
         (name("os\x1b[31m", "system"), "refers to os\\x1b[31m.system"),
         (name("o" * 300, "system"), "a name that does not end within 256 bytes"),
         (b"c\xff\xfe\nsystem\n", "damaged pickle"),
-        (b"(" + SHELL + b"ios\nsystem\n", "opcode INST of the pickle is refused"),
-        (b"(" + name("torch", "Size") + SHELL + b"o", "opcode OBJ of the pickle is refused"),
-        (name("torch", "Size") + SHELL + b"\x85\x81", "opcode NEWOBJ of the pickle is refused"),
-        (name("torch", "Size") + SHELL + b"\x85}\x92", "opcode NEWOBJ_EX of the pickle"),
-        (put("os") + put("system") + b"\x93", "opcode STACK_GLOBAL of the pickle is refused"),
-        (b"\x82\x01", "opcode EXT1 of the pickle is refused"),
-        (b"\x83\x01\0", "opcode EXT2 of the pickle is refused"),
-        (b"\x84\x01\0\0\0", "opcode EXT4 of the pickle is refused"),
-        (b"P0\n", "opcode PERSID of the pickle is refused"),
-        (b"\x97", "opcode NEXT_BUFFER of the pickle is refused"),
-        (b"\x95" + struct.pack("<Q", 2**62), "opcode FRAME of the pickle is refused"),
-        (b"\x8e" + struct.pack("<Q", 2**62), "opcode BINBYTES8 of the pickle is refused"),
-        (b"\x8d" + struct.pack("<Q", 2**62), "opcode BINUNICODE8 of the pickle is refused"),
-        (b"\x96" + struct.pack("<Q", 2**62), "opcode BYTEARRAY8 of the pickle is refused"),
-        (b"\x8b" + struct.pack("<i", 2**31 - 1), "opcode LONG4 of the pickle is refused"),
-        (b"L" + b"9" * 10000 + b"L\n", "opcode LONG of the pickle is refused"),
-        (b"B" + struct.pack("<I", 2**32 - 1), "opcode BINBYTES of the pickle is refused"),
         (b"\xff", "opcode 0xff of the pickle is refused"),
         (b"\x80\x04", "expected a pickle of protocol 2, got protocol 4"),
         (b"\x8a\xff" + bytes(255), "an integer of 255 bytes in the pickle is refused"),
         (b"X" + struct.pack("<I", 2**32 - 1), "truncated: its pickle goes beyond the end"),
         (b"X\x02\0\0\0\xff\xff", "damaged pickle"),
         (b"r\xff\xff\xff\xffj\xff\xff\xff\xff", "got other entries: x"),
-        (b"h\x07", "damaged pickle"),
-        (b"u", "damaged pickle"),
-        (b"00R", "opcode POP of the pickle is refused"),
-        (b"(R", "damaged pickle"),
-        (b"(b", "damaged pickle"),
-        (b"\x87", "damaged pickle"),
-        (b"t", "damaged pickle"),
+        *((opcodes, "damaged pickle") for opcodes in (b"h\x07", b"u", b"(R", b"(b", b"\x87", b"t")),
         (b"]" + put(1) + put(1) + b"s", "sets items of list"),
         (b"}" + put(1) + b"a", "appends to dict"),
         (b"}(" + put(1) + b"u", "a key of a dictionary has no value"),
@@ -581,7 +494,6 @@ SHELL = put("touch canary")
         (b"}}b", "sets attributes of dict"),
         (name("collections", "OrderedDict") + b")R" + b"Nb", "sets attributes of OrderedDict"),
         (storage("0", 6) + b"}b", "sets attributes of Storage"),
-        (tensor(storage("0", 6), (2, 3)) + b"}b", "sets attributes of Tensor"),
         (storage("0", 6) + put(1) + b"a", "appends to Storage"),
         (put((1, 2)) + put(1) + b"a", "appends to tuple"),
     ],
@@ -609,29 +521,25 @@ class bounded:  # noqa: N801  (used as a statement)
         assert peak < 5e6
 
 
-def nested(opcode: bytes, times: int) -> bytes:
-    return b"\x80\x02)" + opcode * times + b"."
-
-
 def doubled(times: int) -> bytes:
     """Return opcodes of a tuple of () twice, a tuple of that tuple twice, and so on."""
     return b")" + b"".join(b"q\x00h\x00\x86" for _ in range(times))
 
 
 BOMBS: dict[str, bytes] = {
-    "tuples in tuples": nested(b"\x85", 50_000),
-    "tuples that double": b"\x80\x02" + doubled(200) + b".",
-    "a name that doubles": b"\x80\x02}" + doubled(200) + put(1) + b"s.",
-    "a value that doubles": b"\x80\x02}" + put("x") + doubled(200) + b"s.",
+    "tuples in tuples": program(b")" + b"\x85" * 20_000),
+    "tuples that double": program(doubled(200)),
+    "a name that doubles": program({doubled(200): 1}),
+    "a value that doubles": program({"x": doubled(200)}),
     "a shape that doubles": program({"x": tensor(storage("0", 6), doubled(200), (1,))}),
     "an argument that doubles": program(name("torch", "Size") + doubled(200) + b"\x85R"),
     "a size that doubles": program({"model": {}, "model_args": {"n_layer": doubled(200)}}),
-    "marks": b"\x80\x02" + b"(" * 50_000 + b".",
-    "lists": b"\x80\x02" + b"]" * 50_000 + b".",
-    "a list in itself": b"\x80\x02]q\x00" + b"h\x00a" * 20_000 + b".",
-    "a dictionary in itself": b"\x80\x02}q\x00" + put("model") + b"h\x00s.",
-    "a memo of 2^32 entries": b"\x80\x02)" + b"r\xff\xff\xff\xff" + b".",
-    "text": b"\x80\x02" + put("x" * 500_000) * 8 + b".",
+    "marks": program(b"(" * 20_000),
+    "lists": program(b"]" * 20_000),
+    "a list in itself": program(b"]q\x00" + b"h\x00a" * 20_000),
+    "a dictionary in itself": program(b"}q\x00" + put("model") + b"h\x00s"),
+    "a memo of 2^32 entries": program(b")r\xff\xff\xff\xff"),
+    "text": program(put("x" * 500_000) * 8),
 }
 
 
@@ -646,11 +554,10 @@ def test_a_bomb_is_refused_in_time(file: Path, bomb: str) -> None:
 
 def test_more_opcodes_than_any_checkpoint_has(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.checkpoints.pickles.MAX_OPCODES", 1000)
-    rejected(file, zipped(nested(b"\x85", 2000)), "at most 1,000 opcodes, got more")
+    rejected(file, zipped(program(b"N" * 2000)), "at most 1,000 opcodes, got more")
     monkeypatch.setattr("gpt2block.checkpoints.pickles.MAX_BYTES", 1000)
-    for content in (zipped(nested(b"X\x64\0\0\0" + b"x" * 100, 99)), legacy(ONE + ONE * 9, {})):
-        rejected(file, content)
-    rejected(file, zipped(nested(b"X\x64\0\0\0" + b"x" * 100, 99)), "at most 1,000 bytes, got more")
+    rejected(file, legacy(ONE * 10, {}))
+    rejected(file, zipped(program(put("x" * 100) * 99)), "at most 1,000 bytes, got more")
 
 
 def test_messages_bound_and_escape_names(tmp_path: Path) -> None:
@@ -666,34 +573,11 @@ def test_messages_bound_and_escape_names(tmp_path: Path) -> None:
 # Damaged files
 
 
-SMALL_FILES = {"zip": zipped(ONE, DATA, byteorder=b"little"), "legacy": legacy(ONE, DATA)}
-
-
 @pytest.mark.parametrize("kind", [*SMALL_FILES, "zip-float16.bin", "nanogpt-legacy.pt"])
 def test_truncated_anywhere(file: Path, kind: str) -> None:
     content = SMALL_FILES.get(kind) or (FIXTURES / kind).read_bytes()
-    for length in range(0, len(content), 1 if kind in SMALL_FILES else 397):
+    for length in range(0, len(content), 5 if kind in SMALL_FILES else 997):
         rejected(file, content[:length])
-
-
-FLIPS = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=4)
-
-
-@settings(max_examples=100)
-@given(
-    fixture=st.sampled_from(["zip-float16.bin", "legacy-float16.bin", "nanogpt-no-bias.pt"]),
-    flips=FLIPS,
-)
-def test_flipped_bytes_result_in_a_checkpoint_or_an_error(
-    tmp_path_factory: pytest.TempPathFactory, fixture: str, flips: list[tuple[int, int]]
-) -> None:
-    content = bytearray((FIXTURES / fixture).read_bytes())
-    for position, mask in flips:
-        content[position % len(content)] ^= mask
-    file = tmp_path_factory.getbasetemp() / fixture
-    file.write_bytes(content)
-    shutil.copy(FIXTURES / "config.json", file.parent)
-    read_or_refused(file)
 
 
 OPCODES = st.one_of(
@@ -753,53 +637,15 @@ def test_the_padding_of_the_vocabulary_is_dropped(file: Path) -> None:
         assert checkpoint.stored["wte"].shape == (vocabulary, 2)
 
 
-def nanogpt_logits(torch: Any, file: Path, ids: NDArray[Any], approximate: str) -> NDArray[Any]:
-    """Compute nanoGPT's logits from a checkpoint, in float64."""
-    loaded = torch.load(file, weights_only=True)
-    w = {name.removeprefix("transformer."): t.double() for name, t in loaded["model"].items()}
-    functional = torch.nn.functional
-
-    def linear(x: Any, name: str) -> Any:
-        return functional.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-
-    def layernorm(x: Any, name: str) -> Any:
-        return functional.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
-
-    def heads(x: Any) -> Any:
-        return x.unflatten(-1, (CONFIG.n_head, -1)).transpose(1, 2)
-
-    x = w["wte.weight"][torch.tensor(ids)] + w["wpe.weight"][: ids.shape[1]]
-    q, k, v = map(heads, linear(layernorm(x, "h.0.ln_1"), "h.0.attn.c_attn").chunk(3, -1))
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + linear(attended.transpose(1, 2).flatten(2), "h.0.attn.c_proj")
-    hidden = linear(layernorm(x, "h.0.ln_2"), "h.0.mlp.c_fc")
-    x = x + linear(functional.gelu(hidden, approximate=approximate), "h.0.mlp.c_proj")
-    logits: NDArray[Any] = (layernorm(x, "ln_f") @ w["lm_head.weight"].T).numpy()
-    return logits
-
-
-def test_logits_equal_those_of_nanogpt_with_either_gelu() -> None:
-    """Older versions use the tanh GELU of GPT-2, later ones the exact GELU, at most 5e-4 apart."""
-    torch = pytest.importorskip("torch")
-    file, ids = FIXTURES / "nanogpt.pt", np.array([[1, 2, 3, 4]])
-    ours = GPT2.from_pretrained(file, device="cpu")(ids)
-    old, new = (nanogpt_logits(torch, file, ids, form) for form in ("tanh", "none"))
-    np.testing.assert_allclose(ours, old, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(ours, new, rtol=0, atol=1e-2)  # logits are up to 10 here
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"n_layer": 2}, "model_args has n_layer 2, the file has 1 blocks"),
-        ({"n_layer": 2**62}, "n_layer: expected at most 10,000"),
         ({"n_layer": 0}, "model_args: n_layer: expected a positive integer, got 0"),
         ({"n_layer": True}, "model_args: n_layer: expected an integer, got True"),
         ({"n_head": "1"}, "model_args: n_head: expected an integer, got '1'"),
         ({"n_head": 3}, "model_args: n_embd 2 is not a multiple of n_head 3"),
-        ({"n_embd": 4}, "tensors misshapen"),
         ({"block_size": 4}, "wpe.weight: expected shape (4, 2), got (3, 2)"),
-        ({"vocab_size": 51}, "wte.weight: expected shape (51, 2), got (50, 2)"),
         ({"vocab_size": 50304}, "wte.weight: expected shape (50257, 2), got (50, 2)"),
         ({"vocab_size": None}, "model_args: vocab_size: expected an integer, got NoneType"),
         ({"n_head": "absent"}, "n_head is missing"),
@@ -809,11 +655,6 @@ def test_logits_equal_those_of_nanogpt_with_either_gelu() -> None:
 )
 def test_wrong_model_args(file: Path, changed: dict[str, Any], words: str) -> None:
     refused(nanogpt(file, **changed), words)
-
-
-def test_a_state_dict_without_config_of_an_unknown_width(file: Path) -> None:
-    file.write_bytes((FIXTURES / "zip-float32.bin").read_bytes())
-    refused(file, "expected config.json next to it", "width 8 is not that of a GPT-2 size")
 
 
 def test_config_json_decides_whether_lm_head_is_read(tmp_path: Path) -> None:

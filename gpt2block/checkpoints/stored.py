@@ -44,6 +44,7 @@ class Stored:
     dtype: str  # in a file that is being opened, also another one, by its name in the file
     layout: str | None = None
     order: str | None = "C"  # "F": transposed in the file; None: not contiguous
+    parts: tuple[Stored, ...] = ()  # tensors in files whose rows follow each other in this one
 
     def transposed(self) -> Stored:
         """Return the transposed matrix, which has the same bytes."""
@@ -53,17 +54,20 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """The size in bytes in the file; for a tensor of zeros that is not stored, the same."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def types(self) -> tuple[str, ...]:
         """The types of its numbers in the file: its dtype, or quantized types of GGUF."""
-        return (self.dtype,)
+        found = dict.fromkeys(name for part in self.parts for name in part.types)
+        return tuple(found) or (self.dtype,)
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
-        """The tensors in files that it consists of: itself, unless it is Joined."""
-        return (self,)
+        """The tensors in files that it consists of: itself, unless it has parts."""
+        return self.parts or (self,)
 
     def read(self) -> NDArray[Any]:
         """Return a new array in the stored dtype; float64 becomes float32.
@@ -105,32 +109,15 @@ class Stored:
             )
 
 
-@dataclass(frozen=True)
-class Joined(Stored):
-    """Several tensors in files, of one dtype, whose rows follow each other in one."""
-
-    parts: tuple[Stored, ...] = ()
-
-    @classmethod
-    def of(cls, parts: Sequence[Stored]) -> Joined:
-        """Join tensors (rows, …) of the same dtype and layout."""
-        first = parts[0]
-        shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-        label = f"{first.label} … {parts[-1].label}"
-        whole = (label, first.file, None, shape, first.dtype, first.layout)
-        return cls(*whole, parts=tuple(parts))
-
-    @property
-    def pieces(self) -> tuple[Stored, ...]:
-        return self.parts
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.types))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+def joined(parts: Sequence[Stored]) -> Stored:
+    """Join tensors (rows, …) of the same dtype and layout; one alone stays as it is."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    label = f"{first.label} … {parts[-1].label}"
+    whole = (label, first.file, None, shape, first.dtype, first.layout)
+    return Stored(*whole, parts=tuple(parts))
 
 
 def equal(a: Stored, b: Stored) -> bool:

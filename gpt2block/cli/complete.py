@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 from gpt2block.checkpoints import BUNDLED_NAMES
-from gpt2block.checkpoints.smollm2 import SMOLLM2
+from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.config import SIZES
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.run.model import DTYPES

@@ -241,12 +241,10 @@ def _to_latin1() -> dict[int, str]:
 
 def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
     """`bytes_of` for many tokens at once; ValueError for a character outside GPT-2's table."""
-    table = np.full(0x110000, 256, np.uint16)
-    table[[ord(char) for char in byte_characters().values()]] = list(byte_characters())
-    data = table[np.frombuffer("".join(tokens).encode("utf-32-le"), "<u4")]
-    if (data > 255).any():
-        raise ValueError("model.vocab: expected tokens of GPT-2's characters for bytes")
-    text = data.astype(np.uint8).tobytes()
+    try:
+        text = "".join(tokens).translate(_to_latin1()).encode("latin-1")
+    except UnicodeEncodeError:
+        raise ValueError("model.vocab: expected tokens of GPT-2's characters for bytes") from None
     ends = list(accumulate(map(len, tokens)))
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 

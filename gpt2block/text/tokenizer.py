@@ -18,7 +18,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
-from gpt2block.checkpoints.files import about, is_file, read_json, read_start
+from gpt2block.checkpoints.files import about, read_json, read_object, read_start
 from gpt2block.checkpoints.gguf import is_gguf
 from gpt2block.checkpoints.tokenizer_files import (
     ADDED,
@@ -138,7 +138,7 @@ def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
     special_tokens_map.json.
     """
     path = directory / SETTINGS
-    settings = {"eos_token": _object(directory / SPECIAL).get("eos_token")} | _object(path)
+    settings = {"eos_token": read_object(directory / SPECIAL).get("eos_token")} | read_object(path)
     for name in ("add_eos_token",) if with_bos else ("add_bos_token", "add_eos_token"):
         if settings.get(name):
             raise CheckpointError(
@@ -146,21 +146,6 @@ def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
                 "into the text or its ids where the model needs it"
             )
     return settings
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if the file does not exist."""
-    found = read_json(path) if is_file(path) else {}
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return found
-
-
-def _checked(path: Path) -> Path:
-    """A file of a tokenizer, which exists. Raises CheckpointError."""
-    if not is_file(path):
-        raise CheckpointError(f"{path}: missing: expected a file of a tokenizer")
-    return path
 
 
 def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
@@ -191,8 +176,8 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     are special tokens. tokenizer_config.json may set add_prefix_space. Raises CheckpointError for
     damaged files and for settings that are not supported.
     """
-    ids, settings = read_json(_checked(vocab)), _settings(vocab.parent)
-    text, added = read_start(_checked(merges)), _object(vocab.with_name(ADDED))
+    ids, settings = read_json(vocab), _settings(vocab.parent)
+    text, added = read_start(merges), read_object(vocab.with_name(ADDED))
     with about(vocab, _DAMAGE, _UNREADABLE):
         kind = settings.get("tokenizer_class")
         if kind not in (None, *_GPT2_CLASSES, *_ANY_CLASS):
@@ -211,16 +196,7 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
             "pre_tokenizer": {**tokenizer_json.BYTE_LEVEL, "add_prefix_space": prefix},
             "model": {"type": "BPE", "vocab": ids, "merges": pairs},
         }
-        return _with_end(tokenizer_json.read(vocab.parent.name, spec), spec, settings)
-
-
-def _with_end(encoding: Any, spec: Any, settings: Mapping[str, Any]) -> Encoding:
-    """The encoding, whose end_id is that of eos_token, a text or an object with `content`."""
-    token = settings.get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
-    found: Encoding = encoding
-    return found
+    return _of_spec(vocab, spec, settings)
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
@@ -248,7 +224,7 @@ def from_llm_c(path: Path) -> Encoding:
     end of text. The file has no merges: their order is taken to be that of the ids, as in GPT-2.
     Raises CheckpointError for a damaged file.
     """
-    data = read_start(_checked(path))
+    data = read_start(path)
     with about(path, (ValueError, IndexError), "not a tokenizer of llm.c ({})"):
         header = np.frombuffer(data, "<i4", 256)
         magic, version, count = header[:3].tolist()
@@ -275,7 +251,7 @@ def from_tokenizer_json(path: Path) -> Encoding:
     CheckpointError for a damaged file, for settings that are not supported, and for a
     tokenizer_config.json that contradicts it.
     """
-    return _of_spec(path, read_json(_checked(path)), _settings(path.parent, with_bos=True))
+    return _of_spec(path, read_json(path), _settings(path.parent, with_bos=True))
 
 
 def from_gguf(path: Path) -> Encoding:
@@ -311,7 +287,10 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
                 f"{SETTINGS} sets add_bos_token to {bos!r}, the post_processor {verb} before every "
                 "text: change one of them"
             )
-        return _with_end(encoding, spec, settings)
+        token = settings.get("eos_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
+        return encoding
 
 
 def prefix_of(encoding: Encoding) -> list[int]:
