@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fuzzing import Rng
+
 T = TypeVar("T")
 
 TEXTS = (
@@ -20,12 +22,12 @@ NUMBERS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def pick(rng: np.random.Generator, *choices: T) -> T:
+def pick(rng: Rng, *choices: T) -> T:
     """Return one of the choices."""
     return choices[int(rng.integers(len(choices)))]
 
 
-def odd_value(rng: np.random.Generator, depth: int = 0) -> Any:
+def odd_value(rng: Rng, depth: int = 0) -> Any:
     """Return a value of JSON's types: numbers, texts, null, lists and objects of these."""
     kind = rng.random()
     if kind < 0.5:
@@ -48,18 +50,23 @@ class Strange:
         return "Strange\x1b[2J" + "!" * 600
 
 
-def odd_argument(rng: np.random.Generator) -> Any:
+def odd_argument(rng: Rng) -> Any:
     """Return an argument passed by mistake: values of JSON, arrays of all kinds, objects."""
     if rng.random() < 0.45:
         return odd_value(rng)
     return pick(rng, *_ARRAYS)(rng)
 
 
-def _shape(rng: np.random.Generator) -> tuple[int, ...]:
+def spoil(rng: Rng, arguments: dict[str, Any], *others: str) -> None:
+    """Replace one of the arguments, or set one of the others, to an odd value."""
+    arguments[str(pick(rng, *arguments, *others))] = odd_argument(rng)
+
+
+def _shape(rng: Rng) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.integers(0, 5, int(rng.integers(0, 5))))
 
 
-_ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
+_ARRAYS: tuple[Callable[[Rng], Any], ...] = (
     lambda rng: rng.standard_normal(_shape(rng)),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float32),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float16),
@@ -88,7 +95,7 @@ _ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
 )
 
 
-def odd_text(rng: np.random.Generator) -> str:
+def odd_text(rng: Rng) -> str:
     """Return some characters of all kinds, without lone surrogates."""
     alphabet = "ab cde'st \n\t.,1290é🎭漢Ω\u0301\xa0\0\r"
     length = int(rng.choice([0, 1, 2, 5, 20, 60]))
