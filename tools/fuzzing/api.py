@@ -23,7 +23,7 @@ from fuzzing import (
     refuses,
 )
 from fuzzing import gpt2 as plain
-from fuzzing.values import NUMBERS, TEXTS, odd_argument, odd_text, pick, spoil
+from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, pick, spoil
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
@@ -47,6 +47,18 @@ def _no_mask(*values: Any) -> None:
     """Raise Difference for masked arrays, which no function may accept."""
     masked = any(isinstance(value, np.ma.MaskedArray) for value in values)
     check(not masked, "accepted a masked array")
+
+
+def _called(
+    rng: Rng, share: float, function: Any, arguments: dict[str, Any], *others: str
+) -> tuple[Any, bool]:
+    """Return a result, and whether one of the arguments is odd, as in this share of the calls."""
+    changed = bool(rng.random() < share)
+    if changed:
+        spoil(rng, arguments, *others)
+    found = attempt(not changed, function, **arguments)
+    _no_mask(*arguments.values())
+    return found, changed
 
 
 # --- blocks and weights
@@ -98,15 +110,11 @@ def _block_weights(rng: Rng, folder: Path) -> None:
     kind = int(rng.integers(3))
     if kind == 0:
         arguments: dict[str, Any] = {**_block_tensors(rng, C, np.float32), "n_head": 1}
-        spoil(rng, arguments, "eps")
-        _no_mask(*attempt(False, BlockWeights, **arguments).tensors().values())
+        _called(rng, 1, BlockWeights, arguments, "eps")
     elif kind == 1:
         packed: Any = rng.standard_normal(12 * C * C + 13 * C).astype(np.float32)
         arguments = {"packed": packed, "n_embd": C, "n_head": 1, "eps": 1e-5}
-        changed = rng.random() < 0.6
-        if changed:
-            spoil(rng, arguments)
-        found = attempt(not changed, BlockWeights.from_packed, **arguments)
+        found, _ = _called(rng, 0.6, BlockWeights.from_packed, arguments)
         check_equal("packed", found.to_packed().tolist(), np.ravel(arguments["packed"]).tolist())
     else:
         seed, config = odd_argument(rng), odd_argument(rng)
@@ -120,14 +128,11 @@ def _model_weights(rng: Rng, folder: Path) -> None:
     weights = _weights(int(rng.integers(4)))
     names = ("config", "wte", "wpe", "blocks", "gamma_f", "beta_f", "lm_head")
     arguments = {name: getattr(weights, name) for name in names}
-    changed = rng.random() < 0.8
-    if changed:
-        spoil(rng, arguments)
     options: dict[str, Any] = {"device": "cpu", "dtype": pick(rng, *DTYPES)}
     options["kv_dtype"] = None if options["dtype"] == "float32" else pick(rng, None, *FP8)
-    if rng.random() < 0.2:
-        spoil(rng, options)
-        changed = True
+    changed = rng.random() < 0.8
+    if changed:
+        spoil(rng, options if rng.random() < 0.2 else arguments)
     model = attempt(not changed, lambda: GPT2(GPT2Weights(**arguments), **options))
     _no_mask(*arguments.values())
     accepted(model, [0])
@@ -408,13 +413,8 @@ def _embed(rng: Rng, folder: Path) -> None:
     model, sizes, tensors = _drawn_model(rng)
     rows: Any = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
     pooling: Any = pick(rng, "mean", "last")
-    changed = rng.random() < 0.3
-    argument = rows
-    if changed:
-        argument, pooling = pick(rng, (odd_argument(rng), pooling), (rows, odd_argument(rng)))
-    got = attempt(not changed, model.embed, argument, pooling)
-    _no_mask(argument)
-    if argument is rows:
+    got, changed = _called(rng, 0.3, model.embed, {"texts": rows, "pooling": pooling})
+    if not changed:
         exact = [plain.states(sizes, tensors, row)[-1] for row in rows]
         pooled = [states[-1] if pooling == "last" else states.mean(0) for states in exact]
         plain.check_close("embed", got, np.stack(pooled))
@@ -444,16 +444,11 @@ def _matrix(rng: Rng, folder: Path) -> None:
     if rng.random() < 0.3:
         w = np.asfortranarray(w)
     arguments = {"w": w, "dtype": pick(rng, *DTYPES), "layout": pick(rng, "KN", "NK")}
-    changed = rng.random() < 0.5
-    if changed and rng.random() < 0.5:
+    if rng.random() < 0.25:
         arguments = {"data": w, "dtype": pick(rng, *DTYPES), "scale": None, "layout": "KN"}
-        spoil(rng, arguments)
-        attempt(False, WeightMatrix, **arguments)
+        _called(rng, 1, WeightMatrix, arguments)
         return
-    if changed:
-        spoil(rng, arguments)
-    found = attempt(not changed, WeightMatrix.quantize, **arguments)
-    _no_mask(arguments["w"])
+    found, _ = _called(rng, 0.33, WeightMatrix.quantize, arguments)
     exact = arguments["w"].astype(np.float64)
     exact = exact.T if arguments["layout"] == "NK" else exact
     got = found.dequantized().astype(np.float64)
@@ -465,9 +460,9 @@ def _matrix(rng: Rng, folder: Path) -> None:
 def _tokens(rng: Rng, folder: Path) -> None:
     """Token files, damaged or not."""
     ids = rng.integers(0, 2**15, int(rng.integers(1, 30)))
-    damaged = bool(rng.random() < 0.6)
-    path, array = pick(rng, _npy, _bin)(rng, folder, ids, damaged)
-    found = attempt(not damaged, load_tokens, path)
+    whole = bool(rng.random() < 0.4)
+    path, array = pick(rng, _npy, _bin)(rng, folder, ids, whole)
+    found = attempt(whole, load_tokens, path)
     check(found.ndim == 1 and found.dtype.kind in "iu", f"{found.dtype} {found.shape}")
     if array is not None:
         check_equal("tokens", found.tolist(), np.asarray(array).tolist())
@@ -475,13 +470,13 @@ def _tokens(rng: Rng, folder: Path) -> None:
         found.sum()  # reads all of it
 
 
-def _npy(rng: Rng, folder: Path, ids: NDArray[Any], damaged: bool) -> tuple[Path, Any]:
+def _npy(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
     """Write a .npy file; return its path, and its content where that is known."""
     path = folder / "tokens.npy"
     dtype: Any = pick(rng, np.uint16, np.int32, np.int64, ">i4")
     array = ids.astype(dtype)
     np.save(path, array)
-    if not damaged:
+    if whole:
         return path, array
     kind = int(rng.integers(5))
     if kind == 0:
@@ -494,30 +489,19 @@ def _npy(rng: Rng, folder: Path, ids: NDArray[Any], damaged: bool) -> tuple[Path
         with path.open("wb") as file:
             np.savez(file, ids)
         return path, None
-    data = bytearray(path.read_bytes())
-    for _ in range(int(rng.integers(1, 4))):
-        end = len(data) if rng.random() < 0.3 else min(len(data), 80)
-        data[int(rng.integers(end))] = pick(rng, int(rng.integers(256)), ord("("), ord("9"))
-    path.write_bytes(data[: int(rng.integers(len(data)))] if kind == 2 else data)
+    path.write_bytes(damaged(rng, path.read_bytes(), 80))
     return path, None
 
 
-def _bin(rng: Rng, folder: Path, ids: NDArray[Any], damaged: bool) -> tuple[Path, Any]:
+def _bin(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
     """The same with a .bin file, with or without llm.c's header."""
     path = folder / "tokens.bin"
     array = ids.astype("<u2")
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(ids)
-    data = bytearray(pick(rng, header.tobytes(), b"") + array.tobytes())
-    kind = int(rng.integers(3)) if damaged else 3
-    if kind == 0:
-        data = data[: int(rng.integers(len(data)))]
-    elif kind == 1:
-        data += rng.bytes(int(rng.integers(1, 5)))
-    elif kind == 2:
-        data[int(rng.integers(min(len(data), 12)))] = int(rng.integers(256))
-    path.write_bytes(data)
-    return path, None if damaged else array
+    data = pick(rng, header.tobytes(), b"") + array.tobytes()
+    path.write_bytes(data if whole else damaged(rng, data, 12))
+    return path, array if whole else None
 
 
 AREA = Area("api", 4, case)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
-from fuzzing.values import NUMBERS, TEXTS, odd_value, pick
+from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, pick, replace
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
@@ -86,9 +85,7 @@ def _hugging_face(rng: Rng, folder: Path) -> None:
     weights.write_bytes(plain.to_safetensors(tensors, prefix))
     damaged = rng.random() < 0.7
     if damaged:
-        pick(rng, _damage_bytes, _damage_header, _damage_header, _replace, _damage_config)(
-            rng, weights
-        )
+        pick(rng, damage, _damage_header, _damage_header, replace, _damage_config)(rng, weights)
     name = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
     _check(rng, folder, name, sizes, tensors, damaged)
 
@@ -110,7 +107,7 @@ def _sharded(rng: Rng, folder: Path) -> None:
     path = folder / "model.safetensors.index.json"
     if damaged and rng.random() < 0.5:
         shard = folder / str(pick(rng, *sorted(set(used.values()))))
-        pick(rng, _damage_bytes, _damage_header, _replace, _damage_config)(rng, shard)
+        pick(rng, damage, _damage_header, replace, _damage_config)(rng, shard)
     elif damaged:
         name, text = str(pick(rng, *tensors)), str(pick(rng, *TEXTS))
         other_file: Any = pick(
@@ -128,7 +125,7 @@ def _sharded(rng: Rng, folder: Path) -> None:
 
 
 def _llm_c(rng: Rng, folder: Path) -> None:
-    sizes = replace(plain.random_sizes(rng), tied=True, eps=1e-5)
+    sizes = dataclasses.replace(plain.random_sizes(rng), tied=True, eps=1e-5)
     half = bool(rng.random() < 0.5)
     tensors = plain.random_tensors(rng, sizes, "bfloat16" if half else "float32")
     padded = sizes.vocab_size + int(rng.choice([0, 0, 3, 100]))
@@ -147,7 +144,7 @@ def _llm_c(rng: Rng, folder: Path) -> None:
         if rng.random() < 0.4 and 0 < claimed < 2**40:  # a sparse file of the size in its header
             os.truncate(path, claimed)
     elif damaged:
-        pick(rng, _damage_bytes, _replace)(rng, path)
+        pick(rng, damage, replace)(rng, path)
     name: Any = pick(rng, path, str(path))
     opened = attempt(not damaged, Checkpoint.open, name)
     if path.stat().st_size > 10**7:  # a sparse file
@@ -170,7 +167,7 @@ def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors]:
     check(fits, "accepted a damaged model of llm.c")
     sizes = plain.Sizes(n_layer, n_head, C, n_ctx, vocab_size)
     numbers = np.frombuffer(data, _DTYPES["BF16" if version == 5 else "F32"], offset=1024)
-    block = plain.shapes(replace(sizes, n_layer=1))
+    block = plain.shapes(dataclasses.replace(sizes, n_layer=1))
     order = ["wte.weight", "wpe.weight"]
     order += [f"h.{i}.{name[4:]}" for name in block if name[0] == "h" for i in range(n_layer)]
     shapes, found = plain.shapes(sizes) | {"wte.weight": (padded, C)}, {}
@@ -185,16 +182,6 @@ def _spoil(rng: Rng, tensors: plain.Tensors) -> None:
     """Set a weight to infinity, NaN, or a number too large to compute with."""
     array = tensors[str(pick(rng, *tensors))].reshape(-1)
     array[int(rng.integers(array.size))] = pick(rng, np.nan, np.inf, -np.inf, 1e38)
-
-
-def _damage_bytes(rng: Rng, file: Path) -> None:
-    data = file.read_bytes()
-    changed = bytearray(data)
-    end = pick(rng, len(data), min(len(data), 400))
-    for _ in range(int(rng.integers(1, 6))):
-        changed[int(rng.integers(end))] = int(rng.integers(256))
-    cut, longer = data[: int(rng.integers(len(data)))], data + rng.bytes(int(rng.integers(1, 9)))
-    file.write_bytes(pick(rng, cut, longer, bytes(changed), bytes(changed)))
 
 
 def _damage_header(rng: Rng, file: Path) -> None:
@@ -253,24 +240,6 @@ def _damage_names(rng: Rng, header: dict[str, Any], name: str) -> None:
         header[str(added) if kind == 2 else renamed] = entry
 
 
-def _replace(rng: Rng, file: Path) -> None:
-    """Replace the file by a folder, a link, other content or nothing."""
-    file.unlink()
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    replacements: list[Callable[[], object]] = [
-        file.mkdir,
-        lambda: os.mkfifo(file),
-        lambda: file.symlink_to(file),
-        lambda: file.symlink_to(file.with_name("nothing")),
-        lambda: file.symlink_to("/dev/zero"),
-        lambda: file.write_bytes(pointer),
-        file.touch,
-        lambda: file.write_bytes(rng.bytes(int(rng.integers(1, 2000)))),
-        lambda: None,
-    ]
-    pick(rng, *replacements)()
-
-
 def _damage_config(rng: Rng, file: Path) -> None:
     config = file.parent / "config.json"
     values = json.loads(config.read_text())
@@ -279,7 +248,7 @@ def _damage_config(rng: Rng, file: Path) -> None:
     changed = json.dumps(values).encode()
     config.write_bytes(pick(rng, *contents, changed, changed))
     if rng.random() < 0.3:
-        _replace(rng, config)
+        replace(rng, config)
 
 
 # --- checking the results
@@ -298,7 +267,7 @@ def _check(
         wte, head = stored.get("wte.weight"), stored.get("lm_head.weight")
         if sizes.tied and wte is not None and head is not None:
             both = wte.astype(np.float64), head.astype(np.float64)
-            sizes = replace(sizes, tied=np.array_equal(*both, equal_nan=True))
+            sizes = dataclasses.replace(sizes, tied=np.array_equal(*both, equal_nan=True))
         shapes = plain.shapes(sizes)
         check(set(shapes) <= set(stored), f"accepted without {sorted(set(shapes) - set(stored))}")
         tensors = {label: stored[label] for label in shapes}
@@ -400,7 +369,7 @@ def _pickle(rng: Rng, folder: Path) -> None:
     (folder / "config.json").write_bytes((PICKLES / "config.json").read_bytes())
     damaged = bool(rng.random() < 0.7)
     if damaged:
-        pick(rng, _damage_bytes, _damage_bytes, _replace)(rng, file)
+        pick(rng, damage, damage, replace)(rng, file)
     opened = attempt(not damaged, Checkpoint.open, file)
     if damaged:  # damage may change only numbers, so only reading is checked
         attempt(False, lambda: sum(array.size for _, array, _ in opened.tensors()))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from fuzzing import Area, Difference, Refused, Rng, check, check_equal, check_message
 from fuzzing.bulk import model, model_folder
-from fuzzing.values import TEXTS, odd_text, pick
+from fuzzing.values import TEXTS, odd_text, pick, replace
 from gpt2block import cli
 
 EXIT_CODES = (0, 1, 2, 130, 141)
@@ -202,22 +201,15 @@ def _input(rng: Rng, folder: Path, text: str) -> tuple[str, bool]:
     path = folder / pick(rng, "text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
     plain = path.suffix not in (".bin", ".npy")
     path.write_bytes(text.encode())
-    kind = int(rng.choice([0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]))
-    if kind == 0:
+    kind = rng.random()
+    if kind < 0.4:
         return str(path), plain
-    path.unlink()
-    if kind == 5:
+    if kind < 0.5:
         return "-", True
-    if kind == 6:
+    if kind < 0.6:
         names = "/dev/zero", "/dev/null", "/proc/self/mem", "x" * 300, *_texts()
         return str(pick(rng, *names)), False
-    others: dict[int, Callable[[], object]] = {
-        1: lambda: path.write_bytes(rng.bytes(int(rng.integers(0, 99)))),
-        2: path.mkdir,
-        3: lambda: os.mkfifo(path),
-        4: lambda: path.symlink_to(path),
-    }
-    others.get(kind, lambda: None)()
+    replace(rng, path)
     return str(path), False
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from fuzzing import Area, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import odd_value, pick
+from fuzzing.values import odd_value, pick, replace
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.config import GPT2Config, ModelConfig
@@ -140,9 +138,9 @@ def rename(rng: Rng, config: dict[str, Any]) -> None:
 
 def _model(rng: Rng, folder: Path) -> None:
     """A tiny model whose config.json uses other names or a variant: opened and computed."""
-    sizes = replace(plain.random_sizes(rng), tied=True)
+    sizes = dataclasses.replace(plain.random_sizes(rng), tied=True)
     if rng.random() < 0.4:
-        sizes = replace(
+        sizes = dataclasses.replace(
             sizes,
             exact_gelu=bool(rng.random() < 0.4),
             n_inner=int(rng.integers(1, 20)) if rng.random() < 0.4 else None,
@@ -166,7 +164,9 @@ def _model(rng: Rng, folder: Path) -> None:
     opened = attempt(valid, Checkpoint.open, folder)
     check_config(opened.config, expected)
     model = attempt(valid, GPT2.from_pretrained, opened, device="cpu")
-    meant = replace(sizes, n_head=expected.fields["n_head"], eps=float(expected.fields["eps"]))
+    meant = dataclasses.replace(
+        sizes, n_head=expected.fields["n_head"], eps=float(expected.fields["eps"])
+    )
     check_logits(rng, model, meant, tensors)
 
 
@@ -182,19 +182,10 @@ def _wide(rng: Rng, folder: Path) -> None:
     """A file of width 768 needs no config.json; a config.json that is not a file is refused."""
     sizes = plain.Sizes(int(rng.integers(1, 3)), 12, 768, int(rng.integers(1, 9)), 5)
     plain.write_sparse(folder / "model.safetensors", plain.shapes(sizes))
-    path = folder / "config.json"
-    kinds: dict[str, Callable[[], object]] = {
-        "none": lambda: None,
-        "link": lambda: path.symlink_to(folder / "nothing"),
-        "loop": lambda: path.symlink_to(path),
-        "dir": path.mkdir,
-        "fifo": lambda: os.mkfifo(path),
-        "empty": path.touch,
-    }
-    kind = str(rng.choice([*kinds]))
-    kinds[kind]()
-    opened = attempt(kind == "none", Checkpoint.open, folder)
-    check(kind == "none", f"accepted a config.json that is a {kind}")
+    missing = bool(rng.random() < 0.2)
+    kind = "nothing" if missing else replace(rng, folder / "config.json")
+    opened = attempt(kind == "nothing", Checkpoint.open, folder)
+    check(kind == "nothing", f"accepted a config.json that is a {kind}")
     check_config(opened.config, rules(plain.config_json(sizes)))
 
 

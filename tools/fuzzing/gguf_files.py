@@ -10,7 +10,7 @@ from gguf import TokenType
 
 from fuzzing import Area, Rng, attempt, check, refuses
 from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
-from fuzzing.values import pick
+from fuzzing.values import damaged, pick
 from gpt2block import LlamaConfig, LlamaWeights
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.text import tokenizer
@@ -23,14 +23,14 @@ def case(rng: Rng, folder: Path) -> None:
     file = folder / "model.gguf"
     kind = pick(rng, "F32", "F16")
     weights = _write(rng, file, kind)
-    damaged = rng.random() < 0.8
-    if damaged:
-        damage = pick(rng, _overwrite, _overwrite, _overwrite, _cut, _insert)
-        file.write_bytes(damage(rng, file.read_bytes()))
+    changed = rng.random() < 0.8
+    if changed:
+        change = pick(rng, _overwrite, _overwrite, _overwrite, damaged, _insert)
+        file.write_bytes(change(rng, file.read_bytes()))
     refused = refuses(tokenizer.from_path, file, 2**20)
-    check(damaged or not refused, "refused the tokenizer")
-    opened = attempt(not damaged, Checkpoint.open, file)
-    if damaged:
+    check(changed or not refused, "refused the tokenizer")
+    opened = attempt(not changed, Checkpoint.open, file)
+    if changed:
         for stored in opened.stored.values():
             refuses(stored.read)
         return
@@ -63,17 +63,13 @@ def _write(rng: Rng, file: Path, kind: str) -> LlamaWeights:
 
 def _overwrite(rng: Rng, data: bytes) -> bytes:
     """Other numbers at one to three places, most of them in the header."""
-    changed = bytearray(data)
+    other = bytearray(data)
     for _ in range(int(rng.integers(1, 4))):
         at = int(rng.integers(min(len(data), pick(rng, 32, 400, 8000, len(data))) - 8))
         width = pick(rng, 1, 4, 8)
         value = pick(rng, *_SPECIAL, int(rng.integers(256)))
-        changed[at : at + width] = struct.pack("<Q", value)[:width]
-    return bytes(changed)
-
-
-def _cut(rng: Rng, data: bytes) -> bytes:
-    return data[: int(rng.integers(len(data)))]
+        other[at : at + width] = struct.pack("<Q", value)[:width]
+    return bytes(other)
 
 
 def _insert(rng: Rng, data: bytes) -> bytes:

@@ -12,7 +12,7 @@ import tokenizers as hugging_face
 
 from fuzzing import Area, Refused, Rng, accepted, attempt, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import odd_text, odd_value, pick
+from fuzzing.values import damaged, odd_text, odd_value, pick
 from fuzzing.vocabularies import (
     BYTES,
     CHARACTERS,
@@ -118,16 +118,16 @@ def _json(rng: Rng, folder: Path) -> None:
     changes = int(rng.choice([0, 1, 1, 2, 3]))
     for _ in range(changes):
         _change(rng, spec, vocabulary)
-    damaged = rng.random() < 0.25
-    if damaged:
+    harmed = rng.random() < 0.25
+    if harmed:
         _damage(rng, spec)
     text = json.dumps(spec)
-    if damaged and rng.random() < 0.2:
+    if harmed and rng.random() < 0.2:
         text = text[: int(rng.integers(len(text)))]
     path = folder / "tokenizer.json"
     path.write_text(text)
     size = len(vocabulary.ids) + 1 + 3 * bool(changes)
-    _check(rng, folder, size, text, exact=not (changes or damaged) and vocabulary.proper)
+    _check(rng, folder, size, text, exact=not (changes or harmed) and vocabulary.proper)
 
 
 def _pair(rng: Rng, folder: Path) -> None:
@@ -218,26 +218,19 @@ def _llm_c(rng: Rng, folder: Path) -> None:
     version = int(rng.integers(1, 3))
     header = np.zeros(256, "<i4")
     header[:4] = 20240328, version, len(tokens) + 1, len(tokens) if version == 2 else 0
-    data = bytearray(header.tobytes())
-    for token in [*tokens, END.encode()]:
-        data += bytes([len(token)]) + token
-    damaged = rng.random() < 0.5
-    if damaged:
-        for _ in range(int(rng.integers(1, 4))):
-            data[int(rng.integers(16 if rng.random() < 0.5 else len(data)))] = int(
-                rng.integers(256)
-            )
-        data = data[: int(rng.integers(len(data)))] if rng.random() < 0.3 else data
+    entries = (bytes([len(token)]) + token for token in [*tokens, END.encode()])
+    data = b"".join((header.tobytes(), *entries))
+    whole = rng.random() < 0.5
     path = folder / "gpt2_tokenizer.bin"
-    path.write_bytes(data)
+    path.write_bytes(data if whole else damaged(rng, data, 16))
     source = pick(rng, folder, path)
-    encoding = attempt(not damaged, tokenizer.from_path, source, len(tokens) + 1)
+    encoding = attempt(whole, tokenizer.from_path, source, len(tokens) + 1)
     splitter = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     for _ in range(6):
         text = odd_text(rng) or "a"
         ids = [*map(int, accepted(tokenizer.encode, encoding, text))]
         check_equal(f"decoded {text!r:.40}", _decoded(encoding, ids), text)
-        if not damaged:
+        if whole:
             words = [word for word, _ in splitter.pre_tokenize_str(text)]
             ranks = vocabulary.ids
             expected = [ranks[part] for word in words for part in by_rank(list(word), ranks)]

@@ -1,9 +1,11 @@
-"""Random values that a program does not expect."""
+"""Random values, bytes and files that a program does not expect."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,3 +102,37 @@ def odd_text(rng: Rng) -> str:
     alphabet = "ab cde'st \n\t.,1290é🎭漢Ω\u0301\xa0\0\r"
     length = int(rng.choice([0, 1, 2, 5, 20, 60]))
     return "".join(alphabet[i] for i in rng.integers(0, len(alphabet), length))
+
+
+def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
+    """Return the bytes cut, continued, or with other values, half of the time among the first."""
+    changed = bytearray(data)
+    end = pick(rng, len(data), min(len(data), head))
+    for _ in range(int(rng.integers(1, 6))):
+        changed[int(rng.integers(end))] = pick(rng, int(rng.integers(256)), *b"(9")
+    cut, longer = data[: int(rng.integers(len(data)))], data + rng.bytes(int(rng.integers(1, 9)))
+    return pick(rng, cut, longer, bytes(changed), bytes(changed))
+
+
+def damage(rng: Rng, file: Path) -> None:
+    file.write_bytes(damaged(rng, file.read_bytes()))
+
+
+def replace(rng: Rng, file: Path) -> str:
+    """Replace a file by a folder, a link, other content or nothing; return by what."""
+    file.unlink(missing_ok=True)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    replacements: dict[str, Callable[[], object]] = {
+        "folder": file.mkdir,
+        "pipe": lambda: os.mkfifo(file),
+        "link to itself": lambda: file.symlink_to(file),
+        "link to nothing": lambda: file.symlink_to(file.with_name("nothing")),
+        "link to zeros": lambda: file.symlink_to("/dev/zero"),
+        "pointer": lambda: file.write_bytes(pointer),
+        "empty file": file.touch,
+        "other file": lambda: file.write_bytes(rng.bytes(int(rng.integers(1, 2000)))),
+        "nothing": lambda: None,
+    }
+    name = pick(rng, *replacements)
+    replacements[name]()
+    return name
