@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
-from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, pick, replace
+from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, pick, replace, spoil_json
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
@@ -29,6 +29,14 @@ PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     "nanogpt.pt": "float32", "nanogpt-legacy.pt": "float32", "nanogpt-no-bias.pt": "no-bias",
 }  # fmt: skip
 PICKLES = Path(__file__).parents[2] / "tests" / "data" / "pytorch"
+_ENTRIES: tuple[Any, ...] = (  # values of an entry in the header of safetensors
+    "F32", "F16", "BF16", "F64", "I8", "F8_E4M3", [], [0], [-1, -1], [2**62, 4], [1.5], [True],
+    [[1]], [0, 4], [-4, 0], [0, 2**63], [0, 1.5],
+)  # fmt: skip
+_NAMES = (
+    "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", "lm_head.weight", "h.0.attn.bias",
+    "\x1b]0;x\x07", "y" * 10**5,
+)  # fmt: skip
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 
@@ -195,9 +203,13 @@ def _damage_header(rng: Rng, file: Path) -> None:
     name = str(pick(rng, *names))
     kind, claim = int(rng.integers(8)), None
     if kind < 3:
-        _damage_entry(rng, header[name])
+        entry = header[name]
+        swapped = entry["shape"][::-1], entry["data_offsets"][::-1]
+        spoil_json(rng, pick(rng, entry, entry, header), *_ENTRIES, *swapped)
     elif kind == 3:
-        _damage_names(rng, header, name)
+        entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        new = str(pick(rng, *_NAMES, *TEXTS))
+        header[new] = entry if rng.random() < 0.3 else header.pop(name)
     elif kind == 4:
         header = pick(rng, odd_value(rng), {**header, "__metadata__": odd_value(rng)})
     elif kind == 5:
@@ -209,35 +221,6 @@ def _damage_header(rng: Rng, file: Path) -> None:
         text = pick(rng, b'{"a":' + b"[" * 10**5, b"\xff\xfe" + text)
     claim = len(text) if claim is None else claim
     file.write_bytes(claim.to_bytes(8, "little") + text + data[8 + length :])
-
-
-def _damage_entry(rng: Rng, spec: dict[str, Any]) -> None:
-    """Change a tensor's entry in the header."""
-    values: dict[str, tuple[Any, ...]] = {
-        "dtype": ("F32", "F16", "BF16", "F64", "I8", "F8_E4M3", "x\x1b[2J", 3, None),
-        "shape": (
-            [], [0], [-1, -1], [2**62, 4], [1.5], [True], "ab", None, [[1]], spec["shape"][::-1],
-        ),
-        "data_offsets": (
-            [0, 4], spec["data_offsets"][::-1], [-4, 0], [0, 2**63], [0], None, [0, 1.5], [], "ab",
-        ),
-    }  # fmt: skip
-    name = str(pick(rng, *values))
-    spec[name] = pick(rng, *values[name])
-    if rng.random() < 0.1:
-        del spec[name]
-
-
-def _damage_names(rng: Rng, header: dict[str, Any], name: str) -> None:
-    """Remove or rename a tensor, or add one."""
-    renamed = str(pick(rng, "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", *TEXTS))
-    added = pick(rng, "lm_head.weight", "h.0.attn.bias", "\x1b]0;x\x07", "y" * 10**5, *TEXTS)
-    kind = int(rng.integers(3))
-    entry = (
-        {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} if kind == 2 else header.pop(name)
-    )
-    if kind:
-        header[str(added) if kind == 2 else renamed] = entry
 
 
 def _damage_config(rng: Rng, file: Path) -> None:

@@ -12,7 +12,7 @@ import tokenizers as hugging_face
 
 from fuzzing import Area, Refused, Rng, accepted, attempt, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import damaged, odd_text, odd_value, pick
+from fuzzing.values import damaged, odd_text, odd_value, pick, spoil_json
 from fuzzing.vocabularies import (
     BYTES,
     CHARACTERS,
@@ -94,21 +94,6 @@ def _change_model(rng: Rng, model: dict[str, Any]) -> None:
     )
 
 
-def _damage(rng: Rng, spec: dict[str, Any]) -> None:
-    """Remove a field at any depth, or change its value."""
-    parent: Any = spec
-    for _ in range(int(rng.integers(1, 4))):
-        key = pick(rng, *parent)
-        if not isinstance(parent[key], dict) or not parent[key]:
-            break
-        parent = parent[key]
-    key = pick(rng, *parent)
-    if rng.random() < 0.3:
-        del parent[key]
-    else:
-        parent[key] = pick(rng, odd_value(rng), 2**32, 2**63, -1, 10**30)
-
-
 def _json(rng: Rng, folder: Path) -> None:
     """tokenizer.json: GPT-2's pipeline must be accepted; others must be obeyed or refused."""
     vocabulary = random_vocabulary(rng, proper=rng.random() < 0.5)
@@ -120,7 +105,7 @@ def _json(rng: Rng, folder: Path) -> None:
         _change(rng, spec, vocabulary)
     harmed = rng.random() < 0.25
     if harmed:
-        _damage(rng, spec)
+        spoil_json(rng, spec, 2**32, 2**63, -1, 10**30)
     text = json.dumps(spec)
     if harmed and rng.random() < 0.2:
         text = text[: int(rng.integers(len(text)))]

@@ -64,6 +64,21 @@ def spoil(rng: Rng, arguments: dict[str, Any], *others: str) -> None:
     arguments[str(pick(rng, *arguments, *others))] = odd_argument(rng)
 
 
+def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
+    """Remove a field at any depth, or set it to an odd value or one of the others."""
+    parent = value
+    for _ in range(int(rng.integers(1, 4))):
+        key = pick(rng, *parent)
+        if not isinstance(parent[key], dict) or not parent[key]:
+            break
+        parent = parent[key]
+    key = pick(rng, *parent)
+    if rng.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = pick(rng, odd_value(rng), *others)
+
+
 def _shape(rng: Rng) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.integers(0, 5, int(rng.integers(0, 5))))
 
