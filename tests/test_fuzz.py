@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,12 +14,12 @@ from typing import Any
 import fuzz
 import numpy as np
 import pytest
-from fuzzing import NUMPY_AREAS, Area, Difference, Outcome, area, generator, op_calls, refused_or
+from fuzzing import NUMPY_AREAS, Area, Difference, Refused, area, attempt, generator, op_calls
 
 from gpt2block import InputError, TwoPartMatrix, emulator
 
 TOOL = Path(__file__).parent.parent / "tools" / "fuzz.py"
-CALLS = 1500
+CALLS = 700
 AREAS = [name for name in NUMPY_AREAS if name != "tokenizers" or find_spec("tokenizers")]
 
 
@@ -45,8 +46,8 @@ def test_a_short_run_of_every_area_finds_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", op_calls.RULES, ids=lambda rule: rule.op)
 def test_drawn_calls_of_an_operation_are_valid(rule: op_calls.Rule) -> None:
     with emulator.emulated():
-        calls = [op_calls.drawn_call(generator(0, rule.op, n), rule) for n in range(5)]
-        for call in calls:
+        for number in range(5):
+            call = op_calls.drawn_call(op_calls.Draw(generator(0, rule.op, number)), rule)
             host = {
                 name: value.joined() if isinstance(value, TwoPartMatrix) else value
                 for name, value in call.arrays.items()
@@ -60,27 +61,26 @@ def failing(case: Any) -> Area:
 
 
 def test_a_case_that_fails_is_reported_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(rng: np.random.Generator, folder: Path) -> Outcome:
+    def wrong(rng: np.random.Generator, folder: Path) -> None:
         raise Difference("1 is not 2")
 
-    def broken(rng: np.random.Generator, folder: Path) -> Outcome:
+    def broken(rng: np.random.Generator, folder: Path) -> None:
         raise KeyError("text")
 
-    def slow(rng: np.random.Generator, folder: Path) -> Outcome:
+    def slow(rng: np.random.Generator, folder: Path) -> None:
         while True:
             try:
                 time.sleep(9)
             except BaseException:  # as in code that catches everything
-                return "right"
+                return
 
     monkeypatch.setattr(fuzz, "SECONDS", 0.2)
     found = [fuzz.judged(failing(case), 7, 3) for case in (wrong, broken, slow)]
-    assert all(isinstance(failure, fuzz.Failure) for failure in found)
-    kinds = [failure.kind for failure in found if isinstance(failure, fuzz.Failure)]
+    failures = [failure for failure in found if isinstance(failure, fuzz.Failure)]
+    kinds = [failure.kind for failure in failures]
     assert kinds == ["silent difference", "traceback", "hang"]
-    assert isinstance(found[1], fuzz.Failure)
-    assert "KeyError: 'text' at test_fuzz.py" in found[1].message
-    assert found[1].command == "tools/fuzz.py --area failing --seed 7 --case 3"
+    assert "KeyError: 'text' at test_fuzz.py" in failures[1].message
+    assert failures[1].command == "tools/fuzz.py --area failing --seed 7 --case 3"
 
 
 @pytest.mark.parametrize("message", ["two\nlines", "x" * 501, "\x1b[2J", ""])
@@ -93,16 +93,19 @@ def test_a_refusal_must_be_one_printable_line(
         raise error
 
     with pytest.raises(Difference, match="message of"):
-        refused_or(refuse)
+        attempt(False, refuse)
 
 
-def test_only_allowed_errors_are_refusals() -> None:
-    def fail() -> None:
-        raise KeyError("x")
+def test_only_errors_of_the_package_are_refusals() -> None:
+    def fail(error: Exception) -> None:
+        raise error
 
     with pytest.raises(KeyError):
-        refused_or(fail)
-    assert refused_or(fail, KeyError) == "refused"
+        attempt(False, fail, KeyError("x"))
+    with pytest.raises(Refused):
+        attempt(False, fail, InputError("x"))
+    with pytest.raises(Difference, match="a valid input: x"):
+        attempt(True, fail, InputError("x"))
 
 
 def test_a_case_depends_only_on_seed_area_and_number(tmp_path: Path) -> None:
@@ -110,44 +113,29 @@ def test_a_case_depends_only_on_seed_area_and_number(tmp_path: Path) -> None:
     assert draws[0] == draws[1]
     others = [generator(2, "api", 5), generator(1, "bulk", 5), generator(1, "api", 6)]
     assert all(rng.random() != draws[0] for rng in others)
-    chunks = fuzz.chunks_of([area("configs"), area("api")], 100, 3)
-    cases = [(chunk.area, n) for chunk in chunks for n in range(chunk.first, chunk.end)]
-    assert len(set(cases)) == len(cases) == 100
+    cases = [*fuzz.cases_of([area("configs"), area("api")], 100)]
+    assert len({*cases}) == len(cases) == 100
 
 
-def test_a_process_that_dies_is_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dead:
-        exitcode = -11
+def test_a_process_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 1 ends the process, case 2 does not end."""
+    monkeypatch.setattr(fuzz, "GRACE", 2 - fuzz.SECONDS)
+    monkeypatch.setattr(fuzz, "work", stubborn)
+    worker = fuzz.Worker(["api"])
+    first = worker._process
+    outcomes = [worker.run("api", 0, case) for case in range(4)]
+    assert worker._process is not first
+    worker.close()
+    assert [outcome == "right" for outcome in outcomes] == [True, False, False, True]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, fuzz.Failure)]
+    assert [(failure.case, failure.kind) for failure in failures] == [(1, "traceback"), (2, "hang")]
+    assert "exit code 3" in failures[0].message
 
-        def is_alive(self) -> bool:
-            return False
 
-        def join(self, timeout: float | None = None) -> None: ...
-
-        def kill(self) -> None: ...
-
-    class Line:
-        def __init__(self, worker: fuzz.Worker) -> None:
-            self.worker = worker
-
-        def send(self, chunk: Any) -> None:
-            self.chunk = chunk
-
-        def poll(self, timeout: float = 0) -> bool:
-            if self.chunk.first <= 2 < self.chunk.end:  # case 2 ends the process
-                self.worker._current.value = 2
-                return False
-            return True
-
-        def recv(self) -> fuzz.Tally:
-            calls = self.chunk.end - self.chunk.first
-            return fuzz.Tally(self.chunk.area, calls=calls, right=calls)
-
-    def start(worker: Any) -> None:
-        worker._process, worker._connection = Dead(), Line(worker)
-
-    monkeypatch.setattr(fuzz.Worker, "_start", start)
-    found = fuzz.Worker(["api"]).run(fuzz.Chunk("api", 0, 0, 6))
-    assert (found.calls, found.right) == (6, 5)
-    assert [(failure.case, failure.kind) for failure in found.failures] == [(2, "traceback")]
-    assert "exit code -11" in found.failures[0].message
+def stubborn(connection: Any, names: Any) -> None:
+    connection.send("ready")
+    while (case := connection.recv()) is not None:
+        if case[2] == 1:
+            os._exit(3)
+        time.sleep(60 * (case[2] == 2))
+        connection.send("right")

@@ -1,4 +1,4 @@
-"""Tiny Llamas against what `transformers` computed with them once (tools/make_golden_llama.py).
+"""Tiny Llamas against what `transformers` computed with them once (tools/make_golden.py).
 
 What it computed, in float64, is stored as float32: NumPy in float64 may differ by that rounding,
 half a unit in the last place of the largest value, and no more.

@@ -75,14 +75,15 @@ def bars(
 
 def block() -> Picture:
     """A block compared with PyTorch in the same dtype, in the table of blocks."""
-    found = []
-    for row in table("The GPT-2 block"):
-        ours, peer = float(row["bfloat16"]), float(row["PyTorch"])
-        name = row["B × T, mask"]
-        found.append(Bar(name, peer / ours, f"{peer / ours:.2f}"))
-    least, most = min(bar.value for bar in found), max(bar.value for bar in found)
+    rows = table("The GPT-2 block")
+    ratios = [float(row["PyTorch"]) / float(row["bfloat16"]) for row in rows]
+    found = [
+        Bar(row["B × T, mask"], ratio, f"{ratio:.2f}")
+        for row, ratio in zip(rows, ratios, strict=True)
+    ]
     return bars(
-        f"A GPT-2 block is {least:.1f} to {most:.2f} times as fast as compiled PyTorch",
+        f"A GPT-2 block is {min(ratios):.1f} to {max(ratios):.2f} times as fast as compiled "
+        "PyTorch",
         f"{H200}, bfloat16; PyTorch's time divided by gpt2block's, by B × T",
         found,
         (1.0, "PyTorch 2.11, compiled"),
@@ -91,25 +92,23 @@ def block() -> Picture:
 
 def layernorm() -> Picture:
     rows = transposed(table("layernorm"))
-    found = [
-        Bar(f"LayerNorm {row['variant']}", float(row["GB/s"]), f"{row['GB/s']} GB/s")
-        for row in rows
-    ]
     return bars(
         f"LayerNorm: six kernels, from {rows[0]['GB/s']} to {rows[-1]['GB/s']} GB/s",
         f"{H200}, float32, 8192 rows of 768, each at its best block size",
-        found,
+        [
+            Bar(f"LayerNorm {row['variant']}", float(row["GB/s"]), f"{row['GB/s']} GB/s")
+            for row in rows
+        ],
         (4239.0, "a copy, 4239 GB/s"),
     )
 
 
 def trimat() -> Picture:
     rows = transposed(table("trimat"))
-    found = [Bar(row["variant"], 1 / float(row["µs"]), f"{row['µs']} µs") for row in rows]
     return bars(
         f"Trimat: six kernels, from {rows[0]['µs']} to {rows[-1]['µs']} µs",
         f"{H200}, float32, B = 8, T = 1024, 12 heads of 64; bars: calls per second",
-        found,
+        [Bar(row["variant"], 1 / float(row["µs"]), f"{row['µs']} µs") for row in rows],
     )
 
 
@@ -120,7 +119,7 @@ def matmul() -> Picture:
         found.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
     (row,) = (row for row in table("matmul_bias") if row["M"] == "1024")
     us = row["768, 3072"].split(" / ")[1]
-    rate = f"{tflop_s(1024, 3072, 768, us):.1f}"
+    rate = f"{2e-6 * 1024 * 3072 * 768 / float(us):.1f}"
     found.append(Bar("cuBLAS", float(rate), f"{rate} TFLOP/s, {float(us):.0f} µs", PAIR[1]))
     return bars(
         "A product in float32: fewer loads for each multiply-add",
@@ -129,20 +128,24 @@ def matmul() -> Picture:
     )
 
 
+def pair(name: str, peer: str, mflop: float, times: Sequence[str]) -> list[Bar]:
+    """The rates of gpt2block and of a peer at the same work, from their times in µs."""
+    found = []
+    for who, us, color in zip(("gpt2block", peer), times, PAIR, strict=True):
+        rate = mflop / float(us)
+        shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
+        found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return found
+
+
 def products() -> Picture:
     """Products of 8192 rows by gpt2block and by cuBLAS."""
-    rows = table("gemm")
-    at = next(i for i, row in enumerate(rows) if row["M"] == "8192")
+    (row,) = (row for row in table("gemm") if row["M"] == "8192")
     found = []
-    for name, text in rows[at].items():
-        sizes = re.search(r"(\d+) → (\d+)", name)
-        if sizes is None:
-            continue
-        K, N = map(int, sizes.groups())
-        for who, us, color in zip(("gpt2block", "cuBLAS"), text.split(" / "), PAIR, strict=True):
-            rate = tflop_s(8192, N, K, us)
-            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
-            found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    for name, text in row.items():
+        if sizes := re.search(r"(\d+) → (\d+)", name):
+            work = 2e-6 * 8192 * int(sizes[1]) * int(sizes[2])
+            found += pair(name, "cuBLAS", work, text.split(" / "))
     return bars(
         "Products of 8192 rows: closer to the limit than cuBLAS",
         f"{H200}, bfloat16, with bias, K → N",
@@ -156,15 +159,9 @@ def attention() -> Picture:
     found, ratios = [], []
     for row in table("attention", 1):
         B, T = (int(size) for size in row["B, T"].split(", "))
-        ours, peer = (float(row[column].split(" / ")[1]) for column in ("hopper", "cuDNN"))
-        ratios.append(peer / ours)
-        for who, column, color in zip(
-            ("gpt2block", "cuDNN"), ("hopper", "cuDNN"), PAIR, strict=True
-        ):
-            us = row[column].split(" / ")[1]
-            rate = 4e-6 * B * T * (T + 1) / 2 * 768 / float(us)
-            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
-            found.append(Bar(f"{B} × {T}" if color == BLUE else "", rate, shown, color))
+        times = [row[column].split(" / ")[1] for column in ("hopper", "cuDNN")]
+        ratios.append(float(times[1]) / float(times[0]))
+        found += pair(f"{B} × {T}", "cuDNN", 4e-6 * B * T * (T + 1) / 2 * 768, times)
     return bars(
         f"Causal attention: from {max(ratios) - 1:.0%} faster than cuDNN to "
         f"{1 / min(ratios) - 1:.0%} slower".replace("%", " %"),
@@ -188,19 +185,9 @@ def decoding() -> Picture:
     )
 
 
-def tflop_s(M: int, N: int, K: int, us: str) -> float:
-    """The rate of a product."""
-    return 2e-6 * M * N * K / float(us)
-
-
 CHARTS: Mapping[str, Callable[[], Picture]] = {
-    "chart-block": block,
-    "chart-layernorm": layernorm,
-    "chart-trimat": trimat,
-    "chart-matmul": matmul,
-    "chart-products": products,
-    "chart-attention": attention,
-    "chart-decoding": decoding,
+    f"chart-{draw.__name__}": draw
+    for draw in (block, layernorm, trimat, matmul, products, attention, decoding)
 }
 
 

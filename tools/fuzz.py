@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import queue
 import resource
 import shutil
 import signal
@@ -24,21 +23,20 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from fuzzing import NUMPY_AREAS, Area, Difference, Outcome, area, generator
+from fuzzing import NUMPY_AREAS, Area, Difference, Refused, area, generator
 
 from gpt2block.errors import printable
 
 SECONDS = 20  # time limit of a case; a longer one counts as a hang
 GRACE = 10  # further seconds until the process of a case that cannot be interrupted is killed
-CHUNK = 25  # cases that a process runs before it reports
 SHOWN = 60  # failures printed at most
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync is fast in memory
 ENVIRONMENT = {  # of the worker processes: no network, one thread each
@@ -70,13 +68,7 @@ class Failure:
         return f"tools/fuzz.py --area {self.area} --seed {self.seed} --case {self.case}"
 
 
-class Chunk(NamedTuple):
-    """Cases `first` … `end` - 1 of an area."""
-
-    area: str
-    seed: int
-    first: int
-    end: int
+Outcome = Failure | Literal["right", "refused"]
 
 
 @dataclass
@@ -90,12 +82,12 @@ class Tally:
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
-        self.calls += other.calls
-        self.right += other.right
-        self.refused += other.refused
-        self.seconds += other.seconds
-        self.failures += other.failures
+    def add(self, outcome: Outcome, seconds: float) -> None:
+        self.calls += 1
+        self.right += outcome == "right"
+        self.refused += outcome == "refused"
+        self.seconds += seconds
+        self.failures += [outcome] if isinstance(outcome, Failure) else []
 
 
 @contextmanager
@@ -118,18 +110,21 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def run_case(tested: Area, seed: int, case: int) -> Outcome:
-    """Run one case in a new folder. Raises whatever the case raises."""
+    """Run one case in a new folder. Raises whatever the case raises, except Refused."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=SCRATCH))
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"), time_limit(SECONDS):
             warnings.simplefilter("ignore")
-            return tested.case(generator(seed, tested.name, case), folder)
+            tested.case(generator(seed, tested.name, case), folder)
+    except Refused:
+        return "refused"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return "right"
 
 
-def judged(tested: Area, seed: int, case: int) -> Outcome | Failure:
-    """Run a case; return its outcome, or its failure."""
+def judged(tested: Area, seed: int, case: int) -> Outcome:
+    """Run a case; return its outcome."""
     try:
         return run_case(tested, seed, case)
     except KeyboardInterrupt:
@@ -153,24 +148,6 @@ def _source_line(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
-def run_chunk(chunk: Chunk, current: Any) -> Tally:
-    """Run the cases of a chunk; `current.value` is set to the number of the running one."""
-    tested, found = area(chunk.area), Tally(chunk.area)
-    begun = time.perf_counter()
-    for case in range(chunk.first, chunk.end):
-        current.value = case
-        outcome = judged(tested, chunk.seed, case)
-        found.calls += 1
-        if isinstance(outcome, Failure):
-            found.failures.append(outcome)
-        elif outcome == "right":
-            found.right += 1
-        else:
-            found.refused += 1
-    found.seconds = time.perf_counter() - begun
-    return found
-
-
 def limit_memory(more: int) -> None:
     """Limit this process to `more` bytes of address space in addition to the present size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -178,79 +155,53 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def work(connection: Any, current: Any, names: Sequence[str]) -> None:
-    """Main function of a process: receive chunks and send tallies, until None is received."""
+def work(connection: Any, names: Sequence[str]) -> None:
+    """Main function of a process: send that it is ready, then the outcome of each case received."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints every panic
     limits = [tested.memory for tested in map(area, names)]  # imported before the limit is set
-    if all(limit is not None for limit in limits):
-        limit_memory(max(limit for limit in limits if limit is not None))
-    while (chunk := connection.recv()) is not None:
-        connection.send(run_chunk(chunk, current))
+    if None not in limits:
+        limit_memory(max(filter(None, limits)))
+    connection.send("ready")
+    while (case := connection.recv()) is not None:
+        name, seed, number = case
+        connection.send(judged(area(name), seed, number))
 
 
 class Worker:
-    """A process, which is replaced when it dies or hangs."""
+    """A process that runs one case at a time, and is replaced when it dies or hangs."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._context = multiprocessing.get_context("spawn")
-        self._current = self._context.Value("q", -1, lock=False)
         self._start()
 
     def _start(self) -> None:
-        self._connection, other = self._context.Pipe()
-        self._process = self._context.Process(
-            target=work, args=(other, self._current, self._names), daemon=False
-        )
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=work, args=(other, self._names))
         self._process.start()
         other.close()
-
-    def run(self, chunk: Chunk) -> Tally:
-        """Run a chunk. A case that ends its process is a failure; the other cases still run."""
-        found = Tally(chunk.area)
-        while chunk.first < chunk.end:
-            self._current.value = -1
-            try:
-                self._connection.send(chunk)
-            except OSError:
-                self._process.join(GRACE)
-            problem = self._answer()
-            if isinstance(problem, Tally):
-                found.add(problem)
-                return found
-            case = self._current.value
-            if case < 0:
-                raise RuntimeError(f"a process ended before its first case: {problem}")
-            self._process.kill()
-            self._process.join()
-            kind: Kind = "hang" if problem == "hang" else "traceback"
-            # The tally of the cases before the failing one is lost, so they run again.
-            chunk_before = chunk._replace(end=case)
-            self._start()
-            failure = Failure(chunk.area, chunk.seed, case, kind, f"the process: {problem}")
-            found.add(Tally(chunk.area, calls=1, failures=[failure]))
-            if chunk_before.first < chunk_before.end:
-                found.add(self.run(chunk_before))
-            chunk = chunk._replace(first=case + 1)
-        return found
-
-    def _answer(self) -> Tally | str:
-        """Return the process's tally, or a message on how the process ended."""
-        last, since = self._current.value, time.monotonic()
-        while not self._connection.poll(0.5):
-            if not self._process.is_alive():
-                return f"ended with exit code {self._process.exitcode}"
-            if self._current.value != last:
-                last, since = self._current.value, time.monotonic()
-            elif last >= 0 and time.monotonic() - since > SECONDS + GRACE:
-                return "hang"
         try:
-            found: Tally = self._connection.recv()
-            return found
+            self._connection.recv()
+        except EOFError:
+            raise RuntimeError("a process ended before its first case") from None
+
+    def run(self, name: str, seed: int, case: int) -> Outcome:
+        """Run a case. One that ends its process, or does not end, is a failure."""
+        kind: Kind = "traceback"
+        try:
+            self._connection.send((name, seed, case))
+            if self._connection.poll(SECONDS + GRACE):
+                found: Outcome = self._connection.recv()
+                return found
+            kind, problem = "hang", "hang"
         except (EOFError, OSError):
             self._process.join(GRACE)
-            return f"ended with exit code {self._process.exitcode}"
+            problem = f"ended with exit code {self._process.exitcode}"
+        self._process.kill()
+        self._process.join()
+        self._start()
+        return Failure(name, seed, case, kind, f"the process: {problem}")
 
     def close(self) -> None:
         self._connection.send(None)
@@ -259,86 +210,66 @@ class Worker:
             self._process.kill()
 
 
-def chunks_of(areas: Sequence[Area], calls: int, seed: int) -> list[Chunk]:
-    """Divide the calls by the areas' shares, at least one each, into chunks."""
+def cases_of(areas: Sequence[Area], calls: int) -> Iterator[tuple[str, int]]:
+    """Divide the calls by the areas' shares, at least one each: the area and number of each."""
     total = sum(tested.share for tested in areas)
-    found = []
     for tested in areas:
-        count = max(1, round(calls * tested.share / total))
-        found += [
-            Chunk(tested.name, seed, first, min(first + CHUNK, count))
-            for first in range(0, count, CHUNK)
-        ]
-    return found
+        for case in range(max(1, round(calls * tested.share / total))):
+            yield tested.name, case
 
 
 def run_all(areas: Sequence[Area], calls: int, seed: int, jobs: int) -> list[Tally]:
-    """Run all cases in `jobs` processes, with progress on stderr."""
-    todo: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-    chunks = chunks_of(areas, calls, seed)
-    for chunk in chunks:
-        todo.put(chunk)
-    total = sum(chunk.end - chunk.first for chunk in chunks)
-    tallies = {tested.name: Tally(tested.name) for tested in areas}
-    lock, printed, errors = threading.Lock(), [time.monotonic()], []
+    """Run all cases in `jobs` processes, with progress on stderr every five seconds."""
+    names = [tested.name for tested in areas]
+    tallies = {name: Tally(name) for name in names}
+    cases = [*cases_of(areas, calls)]
+    todo, lock, printed = iter(cases), threading.Lock(), time.monotonic()
 
     def drive() -> None:
-        worker = Worker([tested.name for tested in areas])
+        nonlocal printed
+        worker = Worker(names)
         try:
             while True:
-                try:
-                    chunk = todo.get_nowait()
-                except queue.Empty:
-                    return
-                found = worker.run(chunk)
                 with lock:
-                    tallies[chunk.area].add(found)
-                    _progress(tallies, total, printed)
-        except Exception as error:
-            errors.append(error)
+                    name, case = next(todo, ("", 0))
+                if not name:
+                    return
+                begun = time.monotonic()
+                outcome = worker.run(name, seed, case)
+                with lock:
+                    now = time.monotonic()
+                    tallies[name].add(outcome, now - begun)
+                    if now - printed >= 5:
+                        printed = now
+                        done = sum(tally.calls for tally in tallies.values())
+                        failures = sum(len(tally.failures) for tally in tallies.values())
+                        progress = f"{done:,} of {len(cases):,} calls, {failures:,} failures"
+                        print(progress, file=sys.stderr, flush=True)
         finally:
             worker.close()
 
-    threads = [threading.Thread(target=drive) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(jobs) as pool:
+        for ended in [pool.submit(drive) for _ in range(jobs)]:
+            ended.result()
     return list(tallies.values())
-
-
-def _progress(tallies: dict[str, Tally], total: int, printed: list[float]) -> None:
-    """Print a line every five seconds. printed: the time of the last one, updated."""
-    if time.monotonic() - printed[0] < 5:
-        return
-    printed[0] = time.monotonic()
-    calls = sum(tally.calls for tally in tallies.values())
-    failures = sum(len(tally.failures) for tally in tallies.values())
-    print(f"{calls:,} of {total:,} calls, {failures:,} failures", file=sys.stderr, flush=True)
 
 
 def table(tallies: Sequence[Tally]) -> str:
     """Return the summary as text."""
     kinds: tuple[Kind, ...] = ("traceback", "silent difference", "hang")
     heads = ("area", "calls", "right", "refused", "tracebacks", "differences", "hangs", "seconds")
-    total = Tally("total")
-    for tally in tallies:
-        total.add(tally)
-    rows = [heads]
-    for tally in (*tallies, total):
-        counts = Counter(failure.kind for failure in tally.failures)
-        numbers = (tally.calls, tally.right, tally.refused, *(counts[kind] for kind in kinds))
-        rows.append((tally.area, *(f"{n:,}" for n in numbers), f"{tally.seconds:.1f}"))  # type: ignore[arg-type]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    numbers = [
+        [tally.calls, tally.right, tally.refused]
+        + [[failure.kind for failure in tally.failures].count(kind) for kind in kinds]
+        + [tally.seconds]
+        for tally in tallies
+    ]
+    names = [*(tally.area for tally in tallies), "total"]
+    lines = ["{:<12}  {:>7}  {:>7}  {:>7}  {:>10}  {:>11}  {:>5}  {:>7}".format(*heads)]
+    for name, row in zip(names, [*numbers, map(sum, zip(*numbers, strict=True))], strict=True):
+        form = "{:<12}  {:>7,}  {:>7,}  {:>7,}  {:>10,}  {:>11,}  {:>5,}  {:>7,.1f}"
+        lines.append(form.format(name, *row))
+    return "\n".join(lines)
 
 
 def main() -> None:

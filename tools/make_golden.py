@@ -1,23 +1,28 @@
-"""Make tests/golden/tiny: a tiny GPT-2 and the results of `transformers` for it.
+"""Make tests/golden/tiny and tests/golden/llama-*: tiny models and the results of `transformers`.
 
     python tools/make_golden.py
 
-`config.json` and `model.safetensors` are an ordinary checkpoint: 3 layers, 4 heads of size 12. The
-random weights are large enough that every part of a block affects the logits, and float16, so that
-the file is small and is read without rounding.
+Each folder is an ordinary checkpoint with random float16 weights, which are large enough that every
+part of a block affects the logits; the file is small and is read without rounding. "llama-shards"
+was written by `transformers` itself, in several files.
 
-`expected.safetensors`: ids (2, 23); stream (4, 2, 23, 48), the residual stream before and after
-each block; hidden (2, 23, 48), after the final LayerNorm; logits (2, 23, 101) with the tied
-lm_head; lm_head (101, 48), float16, and untied_logits with it. All results were computed in float64
-and rounded to float32 once.
+`expected.safetensors`: ids (2, 23); stream (layers + 1, 2, 23, C), the residual stream before and
+after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). In "tiny", with the
+tied lm_head; also lm_head (101, 48), float16, and untied_logits with it. In the others, greedy
+(200,), the most likely continuation of the first 8 ids of the first row. All were computed in
+float64 and rounded to float32 once. `transformers` converts a Llama's angles, norms and softmax to
+float32 by name, so that these names stand for float64 while it computes.
 
-The committed files were made with torch 2.13.0 and transformers 5.23.0. The package itself needs
-neither.
+The committed files were made with torch 2.13.0 (tiny) and 2.15.0, and transformers 5.23.0. The
+package itself needs neither.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +30,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "tiny"
-SHAPE = {
+FOLDER = Path(__file__).parent.parent / "tests" / "golden"
+BATCH, TOKENS, PROMPT, NEW = 2, 23, 8, 200
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+GPT2_SHAPE = {
     "n_layer": 3,
     "n_head": 4,
     "n_embd": 48,
@@ -36,56 +43,124 @@ SHAPE = {
     "n_ctx": 40,
     "vocab_size": 101,
 }
-BATCH, TOKENS = 2, 23
-CONFIG = {
+GPT2_CONFIG = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
-    **SHAPE,
+    **GPT2_SHAPE,
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **NO_IDS,
     "torch_dtype": "float16",
 }
+LLAMA_SHAPE: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "vocab_size": 89,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    **NO_IDS,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LLAMAS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "scaled": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "tied": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "shards": {"rope_scaling": LLAMA3, "num_key_value_heads": 1},
+}
+Arrays = dict[str, NDArray[Any]]
 
 
 def main() -> None:
+    make_gpt2(FOLDER / "tiny")
+    for name, changed in LLAMAS.items():
+        make_llama(
+            FOLDER / f"llama-{name}", {"tie_word_embeddings": False, **LLAMA_SHAPE, **changed}
+        )
+    made = [file for at in ("tiny", "llama-*") for file in FOLDER.glob(f"{at}/*") if file.is_file()]
+    print(f"{len(made)} files, {sum(file.stat().st_size for file in made):,} bytes")
+
+
+def make_gpt2(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    tied, untied = model(tie_word_embeddings=True), model(tie_word_embeddings=False)
-    weights = {
-        name: drawn(rng, name, tuple(tensor.shape)) for name, tensor in untied.state_dict().items()
-    }
-    ids = rng.integers(0, SHAPE["vocab_size"], (BATCH, TOKENS))
-    untied.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    weights_of_tied = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}
-    tied.load_state_dict({name: torch.tensor(array) for name, array in weights_of_tied.items()})
-    stream, hidden, logits = evaluated(tied, ids)
-    expected: dict[str, Any] = {
-        "ids": ids.astype(np.int32),
-        "stream": stream,
-        "hidden": hidden,
-        "logits": logits,
-        "lm_head": weights.pop("lm_head.weight"),
-        "untied_logits": evaluated(untied, ids)[2],
-    }
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    save_file(weights, FOLDER / "model.safetensors", {"format": "pt"})
-    save_file(expected, FOLDER / "expected.safetensors")
-    (FOLDER / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
-    print(f"{FOLDER}: {sum(file.stat().st_size for file in FOLDER.iterdir()):,} bytes")
-
-
-def model(tie_word_embeddings: bool) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        **SHAPE, bos_token_id=None, eos_token_id=None, tie_word_embeddings=tie_word_embeddings
+    tied, untied = (
+        GPT2LMHeadModel._from_config(
+            GPT2Config(**GPT2_SHAPE, **NO_IDS, tie_word_embeddings=tie), attn_implementation="eager"
+        )
+        for tie in (True, False)
     )
-    return GPT2LMHeadModel._from_config(config, attn_implementation="eager").double().eval()
+    weights = {name: gpt2_weight(rng, name, t.shape) for name, t in untied.state_dict().items()}
+    ids = rng.integers(0, GPT2_SHAPE["vocab_size"], (BATCH, TOKENS))
+    load(untied, weights)
+    load(tied, {**weights, "lm_head.weight": weights["transformer.wte.weight"]})
+    blocks, norm = tied.transformer.h, tied.transformer.ln_f
+    expected = evaluated(tied, [*blocks, norm], ids)
+    expected["lm_head"] = weights.pop("lm_head.weight")
+    with torch.no_grad():
+        expected["untied_logits"] = rounded(untied(torch.tensor(ids), use_cache=False).logits)
+    write(folder, weights, GPT2_CONFIG, expected)
 
 
-def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float16]:
+def make_llama(folder: Path, settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+
+    def model() -> Any:
+        config = LlamaConfig(**deepcopy(settings))
+        return LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+
+    stored = model()
+    weights = {name: llama_weight(rng, name, t.shape) for name, t in stored.state_dict().items()}
+    if settings["tie_word_embeddings"]:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    ids = rng.integers(0, settings["vocab_size"], (BATCH, TOKENS))
+    with in_float64():
+        llama = model()
+        load(llama, weights)
+        expected = evaluated(llama, [*llama.model.layers, llama.model.norm], ids)
+        expected["greedy"] = continued(llama, ids[:1, :PROMPT])
+    if settings["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **settings}
+    write(folder, weights, config, expected)
+    if folder.name == "llama-shards":
+        (folder / "model.safetensors").unlink()
+        stored.half().save_pretrained(folder, max_shard_size="20KB")
+        (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def write(folder: Path, weights: Arrays, config: dict[str, Any], expected: Arrays) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_file(expected, folder / "expected.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def gpt2_weight(rng: np.random.Generator, name: str, shape: Any) -> NDArray[np.float16]:
     """Draw γ around 1 and all else around 0; matrices of blocks preserve the input's magnitude."""
-    array = rng.standard_normal(shape)
+    array = rng.standard_normal(tuple(shape))
     if len(shape) == 1:
         array = 0.3 * array + (".ln_" in name and name.endswith("weight"))
     elif "wte" not in name and "lm_head" not in name:
@@ -93,22 +168,72 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArra
     return array.astype(np.float16)
 
 
-def evaluated(
-    gpt2: GPT2LMHeadModel, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Compute residual stream, hidden and logits in float64."""
+def llama_weight(rng: np.random.Generator, name: str, shape: Any) -> NDArray[np.float16]:
+    """The same for a Llama, whose matrices are (outputs, inputs)."""
+    array = rng.standard_normal(tuple(shape))
+    if len(shape) == 1:
+        array = 0.3 * array + ("norm" in name)
+    else:
+        array = array / np.sqrt(shape[1] if ".layers." in name else 4)
+    return array.astype(np.float16)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let `torch.float32`, `torch.float` and `Tensor.float` stand for float64."""
+    names, method = ("float32", "float"), torch.Tensor.float
+    kept = {name: getattr(torch, name) for name in names}
+    for name in names:
+        setattr(torch, name, torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.Tensor.float = method
+        for name, dtype in kept.items():
+            setattr(torch, name, dtype)
+
+
+def load(model: Any, weights: Arrays) -> None:
+    """Load weights in float64."""
+    doubles = {name: torch.tensor(np.float64(array)) for name, array in weights.items()}
+    model.double().eval().load_state_dict(doubles)
+
+
+def evaluated(model: Any, stages: list[Any], ids: NDArray[np.int64]) -> Arrays:
+    """Compute residual stream, hidden and logits. stages: the blocks and the final norm."""
     stream: list[torch.Tensor] = []
-    for block in gpt2.transformer.h:
-        block.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0]))
-    gpt2.transformer.ln_f.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0]))
     hidden: list[torch.Tensor] = []
-    gpt2.transformer.ln_f.register_forward_hook(lambda _, inputs, output: hidden.append(output))
+    hooks = [
+        stage.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0]))
+        for stage in stages
+    ]
+    hooks.append(stages[-1].register_forward_hook(lambda _, inputs, out: hidden.append(out)))
     with torch.no_grad():
-        logits = gpt2(torch.tensor(ids), use_cache=False).logits
-    assert logits.dtype == torch.float64
-    found = torch.stack(stream), hidden[0], logits
-    states, last, scores = (tensor.numpy().astype(np.float32) for tensor in found)
-    return states, last, scores
+        logits = model(torch.tensor(ids), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    assert logits.dtype == hidden[0].dtype == torch.float64
+    found = {"stream": torch.stack(stream), "hidden": hidden[0], "logits": logits}
+    return {"ids": ids.astype(np.int32), **{name: rounded(t) for name, t in found.items()}}
+
+
+def rounded(tensor: torch.Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = tensor.numpy().astype(np.float32)
+    return found
+
+
+def continued(model: Any, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The most likely tokens that follow."""
+    text, gaps = torch.tensor(ids), []
+    with torch.no_grad():
+        for _ in range(NEW):
+            best = model(text, use_cache=False).logits[0, -1].topk(2)
+            gaps.append(float(best.values[0] - best.values[1]))
+            text = torch.cat([text, best.indices[None, :1]], 1)
+    print(f"the smallest lead of a greedy token: {min(gaps):.1e}")
+    found: NDArray[np.int32] = text[0, ids.shape[1] :].numpy().astype(np.int32)
+    return found
 
 
 if __name__ == "__main__":

@@ -209,13 +209,11 @@ def favicon() -> Picture:
 
 
 PICTURES: Mapping[str, Callable[[], Picture]] = {
-    "one-thread-per-row": one_thread_per_row,
-    "reductions": reductions,
-    "registers": registers,
-    "shared-memory": shared_memory,
-    "coarsening": coarsening,
-    "tensor-cores": tensor_cores,
-    "favicon": favicon,
+    draw.__name__.replace("_", "-"): draw
+    for draw in (
+        *(one_thread_per_row, reductions, registers, shared_memory, coarsening, tensor_cores),
+        favicon,
+    )
 }
 
 

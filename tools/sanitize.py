@@ -11,8 +11,10 @@ of the copy engine (TMA), and reports every read of them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from typing import Any
+from unittest.mock import patch
 
 import cupy
 import numpy as np
@@ -39,14 +41,34 @@ from gpt2block.bench import measure
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.run.model import DTYPES, Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
-HEADS = {"H": 3, "D": 34}
+SIZES |= {"H": 3, "D": 34}
+TWO_PART = "two_part"
+
+
+def checked(
+    label: str, truth: Any, limit: float, function: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """Compare the function's result with the exact one, where a kernel takes such a call."""
+    try:
+        result = function(*args, **options)
+    except InputError as refusal:
+        print(f"not for {label}: {refusal}")
+        return
+    got = (result if isinstance(result, np.ndarray) else result.get()).astype(np.float64)
+    finite = np.isfinite(truth)
+    error = float(np.abs(got - truth)[finite].max() / np.abs(truth)[finite].max())
+    assert error <= limit, (label, error)
+    print(f"checked {label}: error {error:.1e}")
+
+
+def bound_and_run(found: Operation, inputs: Any, out: Any = None, **options: Any) -> Any:
+    return found.bind(inputs, out, **options).run()
 
 
 def block() -> None:
@@ -56,146 +78,106 @@ def block() -> None:
         for causal, batch in ((False, 1), (True, 1), (True, 3)):
             x = random_input(1, (batch, 30, config.n_embd))
             block = Block(weights, causal, "cuda", kernels="skeleton", graph=False)
-            got = block(x)
             truth = reference.block_forward(x.astype(np.float64), weights, causal)
-            error = float(np.abs(got - truth).max())
-            assert error < 1e-5, error
-            print(f"checked C {config.n_embd} causal {causal} B {batch}: error {error:.1e}")
+            limit = 1e-5 / float(np.abs(truth).max())
+            checked(f"C {config.n_embd} causal {causal} B {batch}", truth, limit, block, x)
 
 
 def fused_block() -> None:
     """The fused block in every dtype, as direct launches and as a graph of overlapping kernels."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=128))
-    for dtype in ("float32", *SIXTEEN_BITS):
-        for causal, shape in ((False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))):
-            x = random_input(1, shape).astype(FLOATS[dtype])
-            for graph in (False, True):
-                block = Block(weights, causal, "cuda", dtype, "fused", graph)
-                on_device, out = cupy.asarray(x), cupy.empty(shape, dtype)
-                for _ in range(3 if graph else 1):
-                    block(on_device, out=out)
-                truth = reference.block_forward(x.astype(np.float64), block.weights, causal)
-                off = float(np.abs(out.get().astype(np.float64) - truth).max())
-                error = off / float(np.abs(truth).max())
-                assert error <= 2 * measure.tolerance(dtype), error
-                print(f"checked fused {dtype} causal {causal} {shape} graph {graph}: {error:.1e}")
+    shapes = (False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))
+    for dtype, (causal, shape), graph in product(FLOATS, shapes, (False, True)):
+        x = random_input(1, shape).astype(FLOATS[dtype])
+        block = Block(weights, causal, "cuda", dtype, "fused", graph)
+        on_device, out = cupy.asarray(x), cupy.empty(shape, dtype)
+        for _ in range(3 if graph else 1):
+            block(on_device, out=out)
+        truth = reference.block_forward(x.astype(np.float64), block.weights, causal)
+        label = f"fused {dtype} causal {causal} {shape} graph {graph}"
+        checked(label, truth, 2 * measure.tolerance(dtype), out.get)
 
 
 def operation(found: Operation) -> None:
     """Every variant in every dtype, with weights in both layouts."""
-    sizes = {name: (SIZES | HEADS)[name] for name in found.sizes}
+    sizes = {name: SIZES[name] for name in found.sizes}
     if found.matrices:
         sizes["N"] = 256  # a multiple of the head size
     options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
-    for dtype in found.dtypes:
-        for layout in ("KN", "NK") if found.matrices else ("KN",):
-            host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
-            finite = np.isfinite(truth)
-            arrays = tuple(map(measure.uploaded, host))
-            for variant in found.variants:
-                chosen = options | measure.options_for(found, variant)
-                try:
-                    bound = found.bind(arrays, **chosen)
-                except InputError as error:
-                    print(f"not for {found.name} {variant.name} {dtype} {layout}: {error}")
-                    continue
-                got = bound.run().get().astype(np.float64)
-                off = float(np.abs(got - truth)[finite].max() / np.abs(truth)[finite].max())
-                assert off <= measure.tolerance(dtype), (found.name, variant.name, dtype, off)
-                print(f"checked {found.name} {variant.name} {dtype} {layout}: error {off:.1e}")
+    for dtype, layout in product(found.dtypes, ("KN", "NK") if found.matrices else ("KN",)):
+        host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
+        arrays = tuple(map(measure.uploaded, host))
+        for variant in found.variants:
+            chosen = options | measure.options_for(found, variant)
+            label = f"{found.name} {variant.name} {dtype} {layout}"
+            checked(label, truth, measure.tolerance(dtype), bound_and_run, found, arrays, **chosen)
 
 
 def gemm() -> None:
-    """Each epilogue of each variant at odd sizes, the residual in place."""
-    rng = np.random.default_rng(0)
-    sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
-    wide = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
-    for dtype in OPERATIONS["gemm"].dtypes:
-        a, w = (cupy.asarray(array.astype(np.dtype(dtype))) for array in wide[:2])
-        matrix = WeightMatrix(w, dtype, None, "NK")
-        exact_a, exact_w = (array.get().astype(np.float64) for array in (a, w.T))
-        for variant in OPERATIONS["gemm"].variants:
-            for gelu, added, kind in product((False, True), (False, True), (dtype, "float32")):
-                residual = cupy.asarray(wide[3].astype(np.dtype(kind))) if added else None
-                old = None if residual is None else residual.get().astype(np.float64)
-                bias = wide[2].astype(np.float64)
-                truth = reference.gemm(exact_a, exact_w, bias, old, gelu=gelu)
-                out = cupy.empty((70, 72), kind) if residual is None else residual
-                inputs = (a, matrix, cupy.asarray(wide[2]), residual)
-                try:
-                    bound = OPERATIONS["gemm"].bind(inputs, out, gelu=gelu, variant=variant.name)
-                except InputError as error:
-                    print(f"not for gemm {variant.name} {dtype}: {error}")
-                    break
-                got = bound.run().get().astype(np.float64)
-                off = float(np.abs(got - truth).max() / np.abs(truth).max())
-                assert off <= measure.tolerance(kind), (variant.name, dtype, kind, off)
-                epilogue = f"gelu {gelu} residual {added} to {kind}"
-                print(f"checked gemm {variant.name} {dtype} {epilogue}: error {off:.1e}")
-
-
-def two_part_matrices() -> None:
-    """Two-part matrices: each epilogue of each variant of gemm; attention, also ragged batches."""
-    rng = np.random.default_rng(0)
+    """Each epilogue of each variant at odd sizes; the residual in place, except two-part."""
+    found, rng = OPERATIONS["gemm"], np.random.default_rng(0)
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
-    exact = [each.astype(np.float64) for each in host]
-    a, w, bias, residual = map(cupy.asarray, host)
-    matrix = TwoPartMatrix.from_float32(w)
-    for variant in OPERATIONS["gemm"].variants:
-        for gelu, (added, parts) in product((False, True), ((0, 0), (0, 1), (1, 0))):
-            inputs = (a, matrix, bias, residual if added else None)
-            options: dict[str, Any] = {"dtype": "two_part", "bound": 100.0} if parts else {}
-            try:
-                bound = OPERATIONS["gemm"].bind(inputs, gelu=gelu, variant=variant.name, **options)
-            except InputError as error:
-                print(f"not for two-part {variant.name}: {error}")
-                break
-            old = exact[3] if added else None
-            truth = reference.gemm(exact[0], exact[1].T, exact[2], old, gelu=gelu)
-            off = float(np.abs(bound.run().get() - truth).max() / np.abs(truth).max())
-            assert off <= measure.tolerance("float32"), (variant.name, off)
-            epilogue = f"gelu {gelu} residual {bool(added)} two-part output {bool(parts)}"
-            print(f"checked two-part {variant.name} {epilogue}: error {off:.1e}")
-    for causal, lengths in product((False, True), ([70], [70, 0, 1, 131])):
-        starts = np.cumsum([0, *lengths], dtype=np.int32)
-        qkv = rng.standard_normal((starts[-1], 3 * 128)).astype(np.float32)
-        rows = (qkv[first:last].astype(np.float64) for first, last in pairwise(starts))
-        truth = np.concatenate([reference.attention(x, 2, causal) for x in rows if len(x)])
-        matrix, ends = TwoPartMatrix.from_float32(cupy.asarray(qkv)), cupy.asarray(starts)
-        got = ops.attention(matrix, 2, causal, cu_seqlens=ends, max_seqlen=max(lengths)).get()
-        off = float(np.abs(got - truth).max() / np.abs(truth).max())
-        assert off <= measure.tolerance("float32"), off
-        print(f"checked two-part attention {causal} {lengths}: error {off:.1e}")
+    wide_bias, bias = host[2].astype(np.float64), cupy.asarray(host[2])
+    for dtype in (*found.dtypes, TWO_PART):
+        own = dtype == TWO_PART
+        a, w = (cupy.asarray(array.astype("float32" if own else dtype)) for array in host[:2])
+        matrix = TwoPartMatrix.from_float32(w) if own else WeightMatrix(w, dtype, None, "NK")
+        exact_a, exact_w = (array.get().astype(np.float64) for array in (a, w.T))
+        for variant, gelu, added, kind in product(
+            found.variants, (False, True), (False, True), (dtype, "float32")
+        ):
+            residual = old = None
+            if added:
+                residual = cupy.asarray(host[3].astype("float32" if own else kind))
+                old = residual.get().astype(np.float64)
+            truth = reference.gemm(exact_a, exact_w, wide_bias, old, gelu=gelu)
+            out = None if own else cupy.empty((70, 72), kind) if residual is None else residual
+            options = {"dtype": TWO_PART, "bound": 100.0} if kind == TWO_PART else {}
+            checked(
+                f"gemm {variant.name} {dtype} gelu {gelu} residual {added} to {kind}",
+                truth, measure.tolerance("float32" if own else kind), bound_and_run, found,
+                (a, matrix, bias, residual), out, gelu=gelu,
+                variant=variant.name, **options,
+            )  # fmt: skip
 
 
 def attention() -> None:
-    """The 16-bit variants: one sequence, and a ragged batch with an empty sequence."""
+    """On tensor cores: one sequence, and a ragged batch with an empty sequence."""
     rng = np.random.default_rng(0)
-    found = OPERATIONS["attention"]
-    for variant in (v for v in found.variants if "float16" in v.dtypes):
-        for dtype in variant.dtypes:
-            for causal, lengths in product((False, True), ([70], [70, 0, 1, 131])):
-                starts = np.cumsum([0, *lengths], dtype=np.int32)
-                host = rng.standard_normal((starts[-1], 3 * 128)).astype(FLOATS[dtype])
-                wide = host.astype(np.float64)
-                truth = np.concatenate(
-                    [
-                        reference.attention(wide[a:b], 2, causal)
-                        for a, b in pairwise(starts)
-                        if b > a
-                    ]
-                )
-                options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
-                try:
-                    got = ops.attention(cupy.asarray(host), 2, causal, variant.name, **options)
-                except InputError as problem:
-                    print(f"not for attention {variant.name} {dtype}: {problem}")
-                    continue
-                off = float(np.abs(got.get().astype(np.float64) - truth).max())
-                error = off / float(np.abs(truth).max())
-                assert error <= measure.tolerance(dtype), error
-                print(f"checked attention {variant.name} {dtype} {causal} {lengths}: {error:.1e}")
+    cases: list[tuple[str, str | None]] = [(TWO_PART, None)]
+    for variant in OPERATIONS["attention"].variants:
+        cases += [(dtype, variant.name) for dtype in variant.dtypes if "float16" in variant.dtypes]
+    for (dtype, name), causal, lengths in product(cases, (False, True), ([70], [70, 0, 1, 131])):
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        host = rng.standard_normal((starts[-1], 3 * 128)).astype(FLOATS.get(dtype, np.float32))
+        rows = (host[first:last].astype(np.float64) for first, last in pairwise(starts))
+        truth = np.concatenate([reference.attention(x, 2, causal) for x in rows if len(x)])
+        qkv: Any = cupy.asarray(host)
+        qkv = TwoPartMatrix.from_float32(qkv) if dtype == TWO_PART else qkv
+        options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
+        label = f"attention {name} {dtype} causal {causal} {lengths}"
+        limit = measure.tolerance("float32" if dtype == TWO_PART else dtype)
+        checked(label, truth, limit, ops.attention, qkv, 2, causal, name, **options)
+
+
+def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:
+    """Decode rows that take the prompts in turn; those of the same prompt draw the same tokens."""
+    chosen = [prompts[row % len(prompts)] for row in range(rows)]
+    decoding = start_all(ours.engine, chosen, [Sampling(temperature=0)] * rows, steps)
+    drawn = np.array([decoding.next().tokens for _ in range(steps)])
+    assert (drawn == drawn[:, np.arange(rows) % len(prompts)]).all()
+
+
+def in_chunks(ours: Any, ids: list[Ids], middle: int) -> Any:
+    """The last logits of rows in a kv_cache: new rows, and rows that continue."""
+    kv_cache = ours.new_cache(3)
+    first, rest = [ids[0][:middle], ids[0][:0], ids[2][:9]], [ids[0][middle:], ids[1], ids[2][9:]]
+    assert np.isfinite(np.concatenate(ours.engine.forward(first, "last", kv_cache))).all()
+    last = ours.engine.forward(rest, "last", kv_cache)
+    assert np.isfinite(np.concatenate(last)).all()
+    assert np.isfinite(np.concatenate(ours.engine.log_likelihood(ids))).all()
+    return last
 
 
 def model() -> None:
@@ -213,41 +195,28 @@ def model() -> None:
     cases = [*((dtype, narrow) for dtype in DTYPES), ("float16", on_tensor_cores)]
     for dtype, weights in (*cases, ("bfloat16", on_tensor_cores)):
         ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
-        error = 0.0
-        for got, exact in zip(ours(ids), truth(ids), strict=True):
-            error = max(error, float(np.abs(got - exact).max() / np.abs(exact).max()))
+        pairs = zip(ours(ids), truth(ids), strict=True)
+        error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
         assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
             prompts = [row[:131] for row in ids[rows]]
             decoding = start_all(ours.engine, prompts, samplings[rows], 5)
             drawn = np.array([decoding.next().tokens for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
-        many_rows(ours, ids)
+        many_rows(ours, [row[:9] for row in ids])
         if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
                 assert len(one.tokens) == 12
-        kv_cache = ours.new_cache(3)  # new rows, and rows that continue
-        for chunk in ([ids[0][:70], ids[0][:0], ids[2][:9]], [ids[0][70:], ids[1], ids[2][9:]]):
-            assert np.isfinite(np.concatenate(ours.engine.forward(chunk, "last", kv_cache))).all()
-        likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
-        assert np.isfinite(likelihoods).all()
+        in_chunks(ours, ids, 70)
         print(f"checked GPT-2 {dtype}: error {error:.1e}")
 
 
-def many_rows(ours: GPT2, ids: list[Ids]) -> None:
-    """Greedy decoding of so many rows that x is handed over as terms, with both kinds of products.
-
-    Rows with the same prompt draw the same tokens.
-    """
+def many_rows(ours: GPT2, prompts: list[Ids]) -> None:
+    """So many rows that x is handed over as terms, with both kinds of products."""
     linear = sys.modules[bind_linear.__module__]
-    few = linear.FEW_PRODUCTS
-    for rows, most in ((MORE_ROWS + 3, few), (MORE_ROWS + 10, 0)):  # 0: tiles, however small
-        linear.FEW_PRODUCTS = most  # type: ignore[attr-defined]
-        prompts = [ids[row % 3][:9] for row in range(rows)]
-        decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 3)
-        drawn = np.array([decoding.next().tokens for _ in range(3)])
-        assert (drawn == drawn[:, np.arange(rows) % 3]).all()
-    linear.FEW_PRODUCTS = few  # type: ignore[attr-defined]
+    for rows, most in ((MORE_ROWS + 3, linear.FEW_PRODUCTS), (MORE_ROWS + 10, 0)):
+        with patch.object(linear, "FEW_PRODUCTS", most):  # 0: tiles, however small
+            greedy(ours, prompts, rows, 3)
 
 
 def fp8_caches() -> None:
@@ -264,59 +233,38 @@ def fp8_caches() -> None:
     ids = [rng.integers(101, size=n).astype(np.int32) for n in (70, 1, 33)]
     for (kind, weights), kv_dtype in product(cases, FP8):
         ours = kind(weights, "cuda", "float16", kv_dtype=kv_dtype)
-        whole = ours(ids)
-        kv_cache = ours.new_cache(3)
-        for chunk in ([ids[0][:40], ids[0][:0], ids[2][:9]], [ids[0][40:], ids[1], ids[2][9:]]):
-            last = ours.engine.forward(chunk, "last", kv_cache)
-        error = max(
-            float(np.abs(a - b[-1]).max() / np.abs(b).max())
-            for a, b in zip(last, whole, strict=True)
-        )
+        pairs = zip(in_chunks(ours, ids, 40), ours(ids), strict=True)
+        error = max(float(np.abs(a - b[-1]).max() / np.abs(b).max()) for a, b in pairs)
         assert error <= 0.1, error  # keys near a tie are rounded to either side
         for rows in (3, 20):
-            prompts = [ids[row % 3][:30] for row in range(rows)]
-            decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 5)
-            drawn = np.array([decoding.next().tokens for _ in range(5)])
-            assert (drawn == drawn[:, np.arange(rows) % 3]).all()
-        assert np.isfinite(np.concatenate(ours.engine.log_likelihood(ids))).all()
+            greedy(ours, [row[:30] for row in ids], rows, 5)
         print(f"checked {kind.__name__} with a kv_cache of {kv_dtype}: error {error:.1e}")
 
 
 def large_matrices() -> None:
     """Decoding by wgmma, which is otherwise for larger models: rows of one tile and of two."""
-    limits = ("MEDIUM_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS")
-    linear = sys.modules[bind_linear.__module__]
-    before = {name: getattr(linear, name) for name in limits}
-    vars(linear).update(dict.fromkeys(limits, 1))
+    limits: Any = dict.fromkeys(("MEDIUM_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS"), 1)
     gpt2 = GPT2Weights.random(0, GPT2Config(1, 2, 128, 20, 101))
     config = LlamaConfig(
         n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=384, vocab_size=101, n_ctx=20
     )
     llama = LlamaWeights.random(0, config)
-    for weights, dtype in product((gpt2, llama), ("bfloat16", "float8_e4m3fn")):
-        kind: Any = GPT2 if weights is gpt2 else Llama
-        ours = kind(weights, "cuda", dtype)
-        for rows in (1, 7, 66):
-            prompts = [np.array([row % 5, 3], np.int32) for row in range(rows)]
-            decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 3)
-            drawn = np.array([decoding.next().tokens for _ in range(3)])
-            assert (drawn == drawn[:, np.arange(rows) % 5]).all()
-        print(f"checked decoding of large matrices {type(ours).__name__} {dtype}")
-    vars(linear).update(before)
+    prompts = [np.array([row, 3], np.int32) for row in range(5)]
+    with patch.multiple(bind_linear.__module__, **limits):
+        for weights, dtype in product((gpt2, llama), ("bfloat16", "float8_e4m3fn")):
+            kind: Any = GPT2 if weights is gpt2 else Llama
+            ours = kind(weights, "cuda", dtype)
+            for rows in (1, 7, 66):
+                greedy(ours, prompts, rows, 3)
+            print(f"checked decoding of large matrices {kind.__name__} {dtype}")
 
 
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
         own = _arrays.compute_capability()
         _arrays._capability = lambda _: min(own, HOPPER_CAPABILITY - 1)  # type: ignore[assignment]
-    block()
-    attention()
-    fused_block()
-    two_part_matrices()
-    model()
-    fp8_caches()
-    large_matrices()
-    gemm()
+    for part in (block, attention, fused_block, model, fp8_caches, large_matrices, gemm):
+        part()
     for found in OPERATIONS.values():
         operation(found)
     print("all done")

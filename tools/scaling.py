@@ -158,8 +158,7 @@ class Measurement:
         write_records(self._lines, self._count, (shortest, longest), config.vocab_size, words)
         options: dict[str, Any] = {}
         if args.what == "generate":
-            options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8}
-            options |= {"seed": 0}
+            options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8, "seed": 0}
         self._job = Job(
             args.what, model, args.device, args.dtype, args.tokenizer, options=options,
             output="", shard_size=size, batch_tokens=args.batch_tokens,
@@ -177,7 +176,8 @@ class Measurement:
         spec |= {"threads": threads, "seconds": seconds, "result": f"{output}.json"}
         Path(f"{output}.spec").write_text(json.dumps(spec))
         command = [sys.executable, "-m", "tools.scaling", "--loop", f"{output}.spec"]
-        self._run(part, command, seconds, {"CUDA_VISIBLE_DEVICES": _first_gpu()} | ONE_THREAD)
+        first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        self._run(part, command, seconds, {"CUDA_VISIBLE_DEVICES": first_gpu} | ONE_THREAD)
         result = Path(f"{output}.json")
         if result.exists():
             found = json.loads(result.read_text())
@@ -193,30 +193,18 @@ class Measurement:
         edges = 5 * workers * part.threads * job.shard_size
         needed = MARGIN * rate * workers * args.seconds + edges
         files = [str(self._lines)] * math.ceil(needed / self._count)
-        command = [sys.executable, "-m", "gpt2block", "map", args.what, *files]
-        command += ["--output", str(output), "--workers", str(workers), "--model", job.model]
-        command += ["--dtype", job.dtype, "--shard-size", str(job.shard_size)]
+        options = {"output": output, "workers": workers, "model": job.model, "dtype": job.dtype}
+        options |= {"shard-size": job.shard_size, "device": job.device, "tokenizer": job.tokenizer}
+        options |= {name.replace("_", "-"): value for name, value in job.options.items()}
         if args.what != "generate":
-            command += ["--batch-tokens", str(job.batch_tokens)]
-        command += ["--device", job.device] if job.device else []
-        command += ["--tokenizer", job.tokenizer] if job.tokenizer else []
-        if args.what == "generate":
-            for name, value in job.options.items():
-                command += [f"--{name.replace('_', '-')}", str(value)]
+            options["batch-tokens"] = job.batch_tokens
+        command = [sys.executable, "-m", "gpt2block", "map", args.what, *files]
+        for name, value in options.items():
+            command += [] if value in (None, "") else [f"--{name}", str(value)]
         begun = time.time()
         self._run(part, command, args.seconds)
         part.take(begun, ends_of(output))
         return part
-
-    def equal(self, one: Path, other: Path) -> int:
-        """Return the number of files in both folders. Raises SystemExit where two differ."""
-        names = sorted(
-            {p.name for p in one.glob("part-*")} & {p.name for p in other.glob("part-*")}
-        )
-        _, different, unread = filecmp.cmpfiles(one, other, names, shallow=False)
-        if different or unread:
-            raise SystemExit(f"{one} and {other} differ: {', '.join((different + unread)[:10])}")
-        return len(names)
 
     def all(self) -> Iterator[Part]:
         """Yield each part when it is finished."""
@@ -232,7 +220,7 @@ class Measurement:
         for workers in args.workers:
             part = self.map(workers, rate)
             output = self._folder / f"map{workers}"
-            part.compared = self.equal(before, output)
+            part.compared = equal_files(before, output)
             yield part
             before = output
 
@@ -273,6 +261,15 @@ class Measurement:
             part.problem = f"exit code {process.returncode}: {' '.join(part.said)}"
 
 
+def equal_files(one: Path, other: Path) -> int:
+    """Return the number of results in both folders. Raises SystemExit where two differ."""
+    names = sorted({p.name for p in one.glob("part-*")} & {p.name for p in other.glob("part-*")})
+    _, different, unread = filecmp.cmpfiles(one, other, names, shallow=False)
+    if different or unread:
+        raise SystemExit(f"{one} and {other} differ: {', '.join((different + unread)[:10])}")
+    return len(names)
+
+
 def _end(process: subprocess.Popen[str]) -> str:
     """Interrupt the process and its children; return what it printed."""
     for number in (signal.SIGINT, signal.SIGKILL):
@@ -281,10 +278,6 @@ def _end(process: subprocess.Popen[str]) -> str:
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=GRACE)[0]
     return ""
-
-
-def _first_gpu() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def run_loop(spec: dict[str, Any]) -> None:
@@ -320,59 +313,52 @@ def run_loop(spec: dict[str, Any]) -> None:
         Path(spec["result"]).write_text(json.dumps(found))
 
 
-def table(parts: Sequence[Part]) -> list[str]:
-    """Return a Markdown table. Efficiency is relative to one worker; overhead, to the loop."""
+def figures(parts: Sequence[Part]) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the figures of each part, and Dask's overhead.
+
+    The efficiency is relative to one worker; the overhead, to the loop. None where unknown.
+    """
     one = next((part for part in parts if part.name == "map, 1"), None)
-    loop = [part for part in parts if part.name.startswith("loop")]
+    loops = [part for part in parts if part.name.startswith("loop")]
+    rows = []
+    for part in parts:
+        efficiency = math.nan
+        if one is not None and part not in loops:
+            efficiency = part.rate / (part.workers * one.rate)
+        row = asdict(part) | {"records_per_s": part.rate, "tokens_per_s": part.token_rate}
+        row["efficiency"] = efficiency
+        rows.append({key: _known(value) for key, value in row.items()})
+    return rows, _known(1 - one.rate / loops[-1].rate) if one and loops else None
+
+
+def _known(value: Any) -> Any:
+    """Replace NaN, which JSON does not have, by None."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def table(parts: Sequence[Part]) -> list[str]:
+    """Return a Markdown table of the figures."""
     lines = [
         "| | workers | threads | start-up, s | steady, s | records/s | tokens/s | efficiency |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for part in parts:
-        efficient = "" if one is None or part in loop else f"{_efficiency(part, one):.3f}"
+    rows, overhead = figures(parts)
+    for part, row in zip(parts, rows, strict=True):
+        efficient = "" if row["efficiency"] is None else f"{row['efficiency']:.3f}"
         lines.append(
             f"| {part.name} | {part.workers} | {part.threads} | {part.start_up:.1f} | "
             f"{part.seconds:.1f} | {part.rate:,.1f} | {part.token_rate:,.0f} | {efficient} |"
         )
-    if one and loop:
-        lines.append(f"Dask's overhead with one worker: {100 * _overhead(one, loop[-1]):.1f} %")
+    if overhead is not None:
+        lines.append(f"Dask's overhead with one worker: {100 * overhead:.1f} %")
     return lines + [f"{part.name}: {part.problem}" for part in parts if part.problem]
 
 
-def _efficiency(part: Part, one: Part) -> float:
-    return part.rate / (part.workers * one.rate) if one.rate else math.nan
-
-
-def _overhead(one: Part, loop: Part) -> float:
-    return 1 - one.rate / loop.rate if loop.rate else math.nan
-
-
 def report(measurement: Measurement, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the table's figures, the device and the arguments."""
-    parts = measurement.parts
-    one = next((part for part in parts if part.name == "map, 1"), None)
-    loop = [part for part in parts if part.name.startswith("loop")]
-    rows = [
-        {
-            **asdict(part),
-            "start_up": _number(part.start_up),
-            "records_per_s": _number(part.rate),
-            "tokens_per_s": _number(part.token_rate),
-            "efficiency": None if not one or part in loop else _number(_efficiency(part, one)),
-        }
-        for part in parts
-    ]
-    return {
-        "device": measurement.device,
-        "asked": {key: str(value) for key, value in vars(args).items()},
-        "parts": rows,
-        "overhead": _number(_overhead(one, loop[-1])) if one and loop else None,
-    }
-
-
-def _number(value: float) -> float | None:
-    """Replace NaN, which JSON does not have, by None."""
-    return None if math.isnan(value) else value
+    """Return the figures, the device and the arguments."""
+    rows, overhead = figures(measurement.parts)
+    asked = {key: str(value) for key, value in vars(args).items()}
+    return {"device": measurement.device, "asked": asked, "parts": rows, "overhead": overhead}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuzzing.vocabularies import BYTES, byte_level, spec_of
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
@@ -73,45 +74,10 @@ def gpt2_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def byte_characters() -> list[str]:
-    """Return GPT-2's printable character for every byte value, in the order of the values."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    substitutes = {value: 256 + index for index, value in enumerate(others)}
-    return [chr(substitutes.get(value, value)) for value in range(256)]
-
-
 def byte_tokenizer() -> dict[str, Any]:
     """Return a byte-level BPE without merges, which maps every byte to its value."""
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {character: value for value, character in enumerate(byte_characters())},
-        "merges": [],
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+    level = byte_level(use_regex=False)
+    return spec_of(BYTES.ids, []) | {"pre_tokenizer": level, "decoder": level}
 
 
 def draw_curves(report: dict[str, Any], logs: list[dict[str, Any]], path: Path) -> None:

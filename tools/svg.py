@@ -21,17 +21,9 @@ class Picture:
         self.text(24, 34, title, size=18, bold=True)
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        color: str = INK,
-        size: int = SIZE,
-        at: str = "start",
-        bold: bool = False,
-        mono: bool = False,
-    ) -> None:
+        self, x: float, y: float, text: str, *, color: str = INK, size: int = SIZE,
+        at: str = "start", bold: bool = False, mono: bool = False,
+    ) -> None:  # fmt: skip
         weight = ' font-weight="600"' if bold else ""
         family = ' font-family="ui-monospace, Menlo, Consolas, monospace"' if mono else ""
         self.parts.append(
@@ -40,15 +32,9 @@ class Picture:
         )
 
     def box(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        fill: str = "none",
-        edge: str = GREY,
-        stroke: float = 1,
-    ) -> None:
+        self, x: float, y: float, width: float, height: float, fill: str = "none",
+        edge: str = GREY, stroke: float = 1,
+    ) -> None:  # fmt: skip
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" '
             f'fill="{fill}" stroke="{edge}" stroke-width="{stroke:g}"/>'

@@ -33,15 +33,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from shakespeare_card import (
-    INITIAL_DEVIATION,
-    LAYER_NORM_EPSILON,
-    byte_tokenizer,
-    draw_curves,
-    model_card,
-    model_config,
-)
-from shakespeare_llama import Llama
+from shakespeare_card import byte_tokenizer, draw_curves, model_card, model_config
+from shakespeare_models import GPT2, Llama
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,6 +47,8 @@ DEVELOPMENT_EVERY = 20
 EVALUATION_BATCH = 128
 MAX_WEIGHT_FILE = 10_000_000
 PASSAGE_SIZE = 256
+Model = GPT2 | Llama
+MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
 
 
 def flag(default: Any, text: str) -> Any:
@@ -84,112 +79,6 @@ class Settings:
     clip: float = flag(1.0, "largest gradient norm")
     ema: float = flag(0.999, "decay of the averaged weights that are stored; 0 turns it off")
     seed: int = flag(1337, "random seed")
-
-
-# --- The model ---------------------------------------------------------------------------------
-
-
-class Projection(nn.Module):
-    """An affine map whose matrix is stored (in, out), as in GPT-2 checkpoints."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_in, n_out) * INITIAL_DEVIATION)
-        self.bias = nn.Parameter(torch.zeros(n_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias)
-
-
-class Attention(nn.Module):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.n_head = settings.n_head
-        self.dropout = settings.dropout
-        self.c_attn = Projection(settings.n_embd, 3 * settings.n_embd)
-        self.c_proj = Projection(settings.n_embd, settings.n_embd)
-        self.resid_dropout = nn.Dropout(settings.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        shape = (batch, length, self.n_head, width // self.n_head)
-        query, key, value = (
-            part.view(shape).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2)
-        )
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        merged = mixed.transpose(1, 2).reshape(batch, length, width)
-        out: Tensor = self.resid_dropout(self.c_proj(merged))
-        return out
-
-
-class Mlp(nn.Module):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.c_fc = Projection(settings.n_embd, 4 * settings.n_embd)
-        self.c_proj = Projection(4 * settings.n_embd, settings.n_embd)
-        self.dropout = nn.Dropout(settings.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(settings.n_embd, eps=LAYER_NORM_EPSILON)
-        self.attn = Attention(settings)
-        self.ln_2 = nn.LayerNorm(settings.n_embd, eps=LAYER_NORM_EPSILON)
-        self.mlp = Mlp(settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
-
-
-class Transformer(nn.Module):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(settings.vocab_size, settings.n_embd)
-        self.wpe = nn.Embedding(settings.n_ctx, settings.n_embd)
-        self.drop = nn.Dropout(settings.dropout)
-        self.h = nn.ModuleList(Block(settings) for _ in range(settings.n_layer))
-        self.ln_f = nn.LayerNorm(settings.n_embd, eps=LAYER_NORM_EPSILON)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        x = self.drop(self.wte(ids) + self.wpe(positions))
-        for block in self.h:
-            x = block(x)
-        out: Tensor = self.ln_f(x)
-        return out
-
-
-class GPT2(nn.Module):
-    """GPT-2 with its output layer tied to ``wte``; parameters carry the checkpoint's names."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.transformer = Transformer(settings)
-        residual_scale = (2 * settings.n_layer) ** -0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith(("wte.weight", "wpe.weight")):
-                nn.init.normal_(parameter, std=INITIAL_DEVIATION)
-            elif name.endswith("c_proj.weight"):
-                parameter.data.mul_(residual_scale)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.transformer(ids), self.transformer.wte.weight)
-
-
-Model = GPT2 | Llama
-MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
-
-
-def new_model(settings: Settings) -> Model:
-    return MODELS[settings.architecture](settings)
 
 
 # --- The text ----------------------------------------------------------------------------------
@@ -268,12 +157,6 @@ def scored_targets(first: int, count: int, size: int, n_ctx: int, stride: int) -
     column = torch.arange(1, n_ctx)[None, :]
     is_new = (window == 0) | (column >= n_ctx - stride)
     return is_new & (window * stride + column < size)
-
-
-def evaluate_spans(model: Model, text: Tensor, spans: list[Span], n_ctx: int, stride: int) -> float:
-    """Return the mean loss over spans of equal length, each scored as a separate text."""
-    losses: list[float] = [evaluate(model, text[a:b], n_ctx, stride) for a, b in spans]
-    return sum(losses) / len(losses)
 
 
 # --- Training ----------------------------------------------------------------------------------
@@ -357,7 +240,7 @@ def train(
     """Train on ``spans`` of ``text``; ``observe`` receives each step's averaged model."""
     started = time.perf_counter()
     torch.manual_seed(settings.seed)
-    model = new_model(settings).to(text.device).train()
+    model = MODELS[settings.architecture](settings).to(text.device).train()
     average = copy.deepcopy(model).requires_grad_(False).eval()
     forward = model if args.no_compile else try_to_compile(model, settings)
     torch.manual_seed(settings.seed)  # so that dropout does not depend on the compiler's trial
@@ -393,7 +276,9 @@ def choose(settings: Settings, text: bytes, args: argparse.Namespace) -> None:
 
     def observe(step: int, model: Model, train_loss: float) -> None:
         if is_due(step, args.eval_every, settings):
-            loss = evaluate_spans(model, data, held_out, settings.n_ctx, args.stride)
+            parts = (data[a:b] for a, b in held_out)  # of equal length, each a text of its own
+            losses = [evaluate(model, part, settings.n_ctx, args.stride) for part in parts]
+            loss = sum(losses) / len(losses)
             curve.append((step, round(loss, 5)))
             print(f"step {step:5d}  train {train_loss:.4f}  development {loss:.4f}", flush=True)
 
@@ -429,7 +314,7 @@ def store_weights(model: Model, path: Path) -> None:
 
 
 def load_weights(path: Path, settings: Settings, device: torch.device) -> Model:
-    model = new_model(settings)
+    model = MODELS[settings.architecture](settings)
     model.load_state_dict({name: weight.float() for name, weight in load_file(path).items()})
     model.to(device)
     return model
@@ -551,7 +436,12 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     if args.n_embd % args.n_head:
         parser.error("--n-embd must be a multiple of --n-head")
     if args.architecture == "llama":
-        check_heads(parser, args)
+        if args.n_kv_head < 1 or args.n_head % args.n_kv_head:
+            parser.error("--n-kv-head must divide --n-head")
+        if args.n_embd // args.n_head % 2:
+            parser.error(
+                "RoPE turns pairs of channels: --n-embd must be an even multiple of --n-head"
+            )
     if args.vocab_size < 256:
         parser.error("--vocab-size must hold every byte")
     if args.steps < args.log_every:
@@ -560,20 +450,10 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--stride must be positive and smaller than --n-ctx")
 
 
-def check_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.n_kv_head < 1 or args.n_head % args.n_kv_head:
-        parser.error("--n-kv-head must divide --n-head")
-    if args.n_embd // args.n_head % 2:
-        parser.error("--n-embd must be an even multiple of --n-head: RoPE turns pairs of channels")
-
-
 def main() -> None:
     settings, args = parse_arguments()
-    text = args.text.read_bytes()
-    if args.mode == "choose":
-        choose(settings, text, args)
-    else:
-        final(settings, text, args)
+    run = choose if args.mode == "choose" else final
+    run(settings, args.text.read_bytes(), args)
 
 
 if __name__ == "__main__":

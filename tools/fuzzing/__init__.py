@@ -1,7 +1,7 @@
 """Random calls of gpt2block, area by area, each compared with an independent result.
 
-A case is a function of a random generator and an empty folder. It returns "right" when gpt2block's
-result agrees with an independent computation, and "refused" when gpt2block raised one of its own
+A case is a function of a random generator and an empty folder. It returns when gpt2block's result
+agrees with an independent computation, and raises `Refused` when gpt2block raised one of its own
 errors where that is allowed. Everything else is a failure: `Difference` for a wrong result without
 an error, any other exception, and a case that exceeds the time limit.
 """
@@ -12,15 +12,14 @@ import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.errors import LONGEST, CheckpointError, DeviceError, InputError
 
-Outcome = Literal["right", "refused"]
-Case = Callable[[np.random.Generator, Path], Outcome]
-T = TypeVar("T")
+Rng = np.random.Generator
+Case = Callable[[Rng, Path], None]
 
 OURS = (InputError, CheckpointError, DeviceError)
 NUMPY_AREAS = ("checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line")
@@ -39,47 +38,62 @@ class Difference(AssertionError):  # noqa: N818  (a finding, not an error of the
     """gpt2block accepted the input and returned something wrong, or refused a valid input."""
 
 
+class Refused(Exception):  # noqa: N818  (an outcome of a case)
+    """gpt2block refused an input that it may refuse, which ends the case."""
+
+
 def area(name: str) -> Area:
     """Import and return the area of that name. Only the areas of a run are imported."""
     found: Area = import_module(f"fuzzing.{name}").AREA
     return found
 
 
-def generator(seed: int, name: str, number: int) -> np.random.Generator:
+def generator(seed: int, name: str, number: int) -> Rng:
     """Return a case's random generator, which depends only on these three arguments."""
     return np.random.default_rng([seed, zlib.crc32(name.encode()), number])
 
 
-def refused_or(call: Callable[[], T], *errors: type[Exception]) -> T | Literal["refused"]:
-    """Return the result of `call`, or "refused" when it raises one of gpt2block's errors.
+def attempt(valid: bool, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the function's result.
 
-    errors: the allowed types; by default InputError, CheckpointError and DeviceError, whose message
-    must be one printable line of at most 500 characters.
+    Raises Refused when gpt2block refuses the arguments by one of its errors, or Difference when
+    they are valid, or when the error's message is not one printable line of at most 500 characters.
     """
-    allowed = errors or OURS
     try:
-        return call()
-    except allowed as error:
-        if isinstance(error, OURS):
-            check_message(str(error))
-        return "refused"
-
-
-def accepted(call: Callable[[], T]) -> T:
-    """Return the result of `call`. Raises Difference when gpt2block refuses this valid input."""
-    try:
-        return call()
+        return function(*args, **kwargs)
     except OURS as error:
-        raise Difference(f"refused a valid input: {error}") from error
+        if valid:
+            raise Difference(f"refused a valid input: {error}") from error
+        check_message(str(error))
+        raise Refused from error
+
+
+def accepted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the function's result; the arguments are valid."""
+    return attempt(True, function, *args, **kwargs)
+
+
+def refuses(function: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether gpt2block refuses the arguments, in a case that goes on."""
+    try:
+        attempt(False, function, *args, **kwargs)
+    except Refused:
+        return True
+    return False
+
+
+def check(right: Any, problem: str) -> None:
+    """Raise Difference, with what is wrong, unless it is right."""
+    if not right:
+        raise Difference(problem[:300])
 
 
 def check_message(message: str) -> None:
     """Raise Difference unless an error's message is one printable line."""
-    if not message or len(message) > LONGEST or not message.isprintable():
-        raise Difference(f"message of {len(message)} characters: {message[:60]!r}")
+    printable = message and len(message) <= LONGEST and message.isprintable()
+    check(printable, f"message of {len(message)} characters: {message[:60]!r}")
 
 
 def check_equal(name: str, got: object, expected: object) -> None:
     """Raise Difference unless the two are equal."""
-    if got != expected:
-        raise Difference(f"{name}: expected {expected!r:.120}, got {got!r:.120}")
+    check(got == expected, f"{name}: expected {expected!r:.120}, got {got!r:.120}")

@@ -10,58 +10,71 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fuzzing import Area, Difference, Outcome, accepted, check_equal, formulas, refused_or
-from fuzzing import gpt2 as plain
-from fuzzing.values import NUMBERS, TEXTS, odd_argument, odd_text, pick
-from gpt2block import (
-    GPT2,
-    Block,
-    BlockWeights,
-    CheckpointError,
-    GPT2Config,
-    GPT2Weights,
-    InputError,
-    Sampling,
-    WeightMatrix,
+from fuzzing import (
+    Area,
+    Difference,
+    Refused,
+    Rng,
+    accepted,
+    attempt,
+    check,
+    check_equal,
+    formulas,
+    refuses,
 )
+from fuzzing import gpt2 as plain
+from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, pick, spoil
+from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
 from gpt2block.text.scoring import load_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
-_ROUNDING = {
-    "float32": 1e-6,
-    "float16": 1e-3,
-    "bfloat16": 8e-3,
-    "float8_e4m3fn": 0.07,
-    "float8_e5m2": 0.13,
-}
+_ROUNDING = dict(zip(DTYPES, (1e-6, 8e-3, 1e-3, 0.13, 0.07), strict=True))
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
-    chosen = rng.random()
-    if chosen < 0.4:
-        return formulas.case(rng, folder)
-    return pick(
+def case(rng: Rng, folder: Path) -> None:
+    if rng.random() < 0.4:
+        formulas.case(rng, folder)
+        return
+    pick(
         rng, _block, _block_weights, _model_weights, _logits, _logits, _cache, _generate, _generate,
         _generate_text, _score, _embed, _sampling, _matrix, _tokens, _tokens, _config, _layer,
     )(rng, folder)  # fmt: skip
 
 
+def _no_mask(*values: Any) -> None:
+    """Raise Difference for masked arrays, which no function may accept."""
+    masked = any(isinstance(value, np.ma.MaskedArray) for value in values)
+    check(not masked, "accepted a masked array")
+
+
+def _called(
+    rng: Rng, share: float, function: Any, arguments: dict[str, Any], *others: str
+) -> tuple[Any, bool]:
+    """Return a result, and whether one of the arguments is odd, as in this share of the calls."""
+    changed = bool(rng.random() < share)
+    if changed:
+        spoil(rng, arguments, *others)
+    found = attempt(not changed, function, **arguments)
+    _no_mask(*arguments.values())
+    return found, changed
+
+
 # --- blocks and weights
 
 
-def _block_tensors(rng: np.random.Generator, C: int, dtype: Any) -> dict[str, Any]:
+def _block_tensors(rng: Rng, C: int, dtype: Any) -> dict[str, Any]:
     return {n: rng.standard_normal(s).astype(dtype) * 0.5 for n, s in block_shapes(C).items()}
 
 
-def _block(rng: np.random.Generator, folder: Path) -> Outcome:
+def _block(rng: Rng, folder: Path) -> None:
     """`Block` on the CPU."""
     n_head = int(rng.integers(1, 4))
     C = n_head * int(rng.integers(1, 5))
     eps = pick(rng, 1e-5, 0.1)
     tensors = _block_tensors(rng, C, pick(rng, np.float32, np.float64))
-    weights = accepted(lambda: BlockWeights(**tensors, n_head=n_head, eps=eps))
+    weights = accepted(BlockWeights, **tensors, n_head=n_head, eps=eps)
     dtype = pick(rng, "float32", "float32", "bfloat16", "float16")
     options: dict[str, Any] = {
         "causal": bool(rng.random() < 0.5), "device": "cpu", "dtype": dtype,
@@ -74,111 +87,69 @@ def _block(rng: np.random.Generator, folder: Path) -> Outcome:
     changed = rng.random() < 0.4
     out = None
     if changed and rng.random() < 0.4:
-        options[str(pick(rng, *options))] = odd_argument(rng)
+        spoil(rng, options)
     elif changed and rng.random() < 0.5:
         out = odd_argument(rng)
     elif changed:
         x = odd_argument(rng)
     elif rng.random() < 0.3:
         out = np.empty(shape, plain.DTYPES[dtype])
-    attempt = refused_or if changed else accepted
-    got = attempt(lambda: (Block(weights, **options)(x, out),))
-    if isinstance(got, str):
-        return "refused"
-    if isinstance(x, np.ma.MaskedArray) or not isinstance(x, np.ndarray):
-        raise Difference(f"accepted x of {type(x).__name__}")
+    got = attempt(not changed, lambda: Block(weights, **options)(x, out))
+    _no_mask(x)
+    check(isinstance(x, np.ndarray), f"accepted x of {type(x).__name__}")
     rows = x.astype(np.float64).reshape(-1, *x.shape[-2:])
-    w = {name: array.astype(np.float64) for name, array in tensors.items()}
-    truth = np.stack([_plain_block(row, w, n_head, eps, bool(options["causal"])) for row in rows])
-    plain.check_close("block", got[0], truth.reshape(x.shape), 2e-3 if dtype == "float32" else 0.1)
-    return "right"
+    w = {plain.label_of(name): array for name, array in tensors.items()}
+    causal = bool(options["causal"])
+    truth = np.stack([plain.block(row, w, n_head, eps, causal) for row in rows])
+    plain.check_close("block", got, truth.reshape(x.shape), 2e-3 if dtype == "float32" else 0.1)
 
 
-def _plain_block(
-    x: NDArray[Any], w: dict[str, NDArray[Any]], n_head: int, eps: float, causal: bool
-) -> NDArray[Any]:
-    size = x.shape[-1] // n_head
-    n = plain.layernorm(x, w["gamma1"], w["beta1"], eps)
-    q, k, v = np.split(n @ w["w_qkv"] + w["b_qkv"], 3, -1)
-    heads = [slice(a, a + size) for a in range(0, x.shape[-1], size)]
-    a = np.concatenate([plain.attention(q[:, s], k[:, s], v[:, s], causal) for s in heads], -1)
-    x = x + a @ w["w_attn"] + w["b_attn"]
-    f = plain.gelu(plain.layernorm(x, w["gamma2"], w["beta2"], eps) @ w["w_fc"] + w["b_fc"])
-    result: NDArray[Any] = x + f @ w["w_proj"] + w["b_proj"]
-    return result
-
-
-def _block_weights(rng: np.random.Generator, folder: Path) -> Outcome:
+def _block_weights(rng: Rng, folder: Path) -> None:
     """`BlockWeights`, `from_packed`, `random`."""
     C = int(rng.integers(1, 6))
     kind = int(rng.integers(3))
     if kind == 0:
         arguments: dict[str, Any] = {**_block_tensors(rng, C, np.float32), "n_head": 1}
-        arguments[str(pick(rng, *arguments, "eps"))] = odd_argument(rng)
-        weights = refused_or(lambda: BlockWeights(**arguments))
-        if isinstance(weights, str):
-            return "refused"
-        if any(isinstance(array, np.ma.MaskedArray) for array in weights.tensors().values()):
-            raise Difference("accepted a masked array")
-        return "right"
-    if kind == 1:
+        _called(rng, 1, BlockWeights, arguments, "eps")
+    elif kind == 1:
         packed: Any = rng.standard_normal(12 * C * C + 13 * C).astype(np.float32)
         arguments = {"packed": packed, "n_embd": C, "n_head": 1, "eps": 1e-5}
-        changed = rng.random() < 0.6
-        if changed:
-            arguments[str(pick(rng, *arguments))] = odd_argument(rng)
-        attempt = refused_or if changed else accepted
-        found = attempt(lambda: BlockWeights.from_packed(**arguments))
-        if isinstance(found, str):
-            return "refused"
+        found, _ = _called(rng, 0.6, BlockWeights.from_packed, arguments)
         check_equal("packed", found.to_packed().tolist(), np.ravel(arguments["packed"]).tolist())
-        return "right"
-    seed, config = odd_argument(rng), odd_argument(rng)
-    config = formulas.plain_config(rng) if rng.random() < 0.7 else config
-    made: Any = pick(rng, BlockWeights.random, GPT2Weights.random)
-    result = refused_or(lambda: made(seed, config))
-    return "refused" if isinstance(result, str) else "right"
+    else:
+        seed, config = odd_argument(rng), odd_argument(rng)
+        config = plain.random_config(rng) if rng.random() < 0.7 else config
+        made: Any = pick(rng, BlockWeights.random, GPT2Weights.random)
+        attempt(False, made, seed, config)
 
 
-def _model_weights(rng: np.random.Generator, folder: Path) -> Outcome:
+def _model_weights(rng: Rng, folder: Path) -> None:
     """`GPT2Weights`, and `GPT2` with them; one argument may be wrong."""
     weights = _weights(int(rng.integers(4)))
     names = ("config", "wte", "wpe", "blocks", "gamma_f", "beta_f", "lm_head")
     arguments = {name: getattr(weights, name) for name in names}
-    changed = rng.random() < 0.8
-    if changed:
-        arguments[str(pick(rng, *names))] = odd_argument(rng)
     options: dict[str, Any] = {"device": "cpu", "dtype": pick(rng, *DTYPES)}
     options["kv_dtype"] = None if options["dtype"] == "float32" else pick(rng, None, *FP8)
-    if rng.random() < 0.2:
-        options[str(pick(rng, *options))] = odd_argument(rng)
-        changed = True
-    attempt = refused_or if changed else accepted
-    model = attempt(lambda: GPT2(GPT2Weights(**arguments), **options))
-    if isinstance(model, str):
-        return "refused"
-    if any(isinstance(value, np.ma.MaskedArray) for value in arguments.values()):
-        raise Difference("accepted a masked array")
-    accepted(lambda: model([0]))
-    return "right"
+    changed = rng.random() < 0.8
+    if changed:
+        spoil(rng, options if rng.random() < 0.2 else arguments)
+    model = attempt(not changed, lambda: GPT2(GPT2Weights(**arguments), **options))
+    _no_mask(*arguments.values())
+    accepted(model, [0])
 
 
-def _layer(rng: np.random.Generator, folder: Path) -> Outcome:
+def _layer(rng: Rng, folder: Path) -> None:
     """One block of the bundled model; the layer may be odd."""
     layer = pick(rng, 0, 1, odd_argument(rng))
-    found = refused_or(lambda: BlockWeights.from_pretrained("shakespeare", layer))
-    if isinstance(found, str):
-        return "refused"
-    if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
-        raise Difference(f"accepted layer {layer!a:.60}")
-    return "right"
+    attempt(False, BlockWeights.from_pretrained, "shakespeare", layer)
+    integer = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+    check(integer, f"accepted layer {layer!a:.60}")
 
 
-def _config(rng: np.random.Generator, folder: Path) -> Outcome:
+def _config(rng: Rng, folder: Path) -> None:
     names = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
     arguments = {str(pick(rng, *names)): odd_argument(rng)}
-    result = refused_or(lambda: GPT2Config(**arguments))
-    return "refused" if isinstance(result, str) else "right"
+    attempt(False, GPT2Config, **arguments)
 
 
 # --- whole models
@@ -206,8 +177,11 @@ def _weights(key: int) -> GPT2Weights:
     return GPT2Weights(config, wte, matrix(config.n_ctx, C), blocks, matrix(C), matrix(C), lm_head)
 
 
+Known = tuple[GPT2, plain.Sizes, plain.Tensors]
+
+
 @lru_cache
-def _model(key: int) -> tuple[GPT2, plain.Sizes, plain.Tensors]:
+def _model(key: int) -> Known:
     """Return the model, its sizes, and its tensors by Hugging Face's names."""
     weights = _weights(key)
     tensors = {plain.label_of(name): array for name, array, _ in weights.tensors()}
@@ -219,14 +193,18 @@ def _bundled() -> GPT2:
     return GPT2.from_pretrained(device="cpu")
 
 
-def _random_ids(rng: np.random.Generator, sizes: plain.Sizes, most: int | None = None) -> Any:
+def _drawn_model(rng: Rng) -> Known:
+    return _model(int(rng.integers(4)))
+
+
+def _random_ids(rng: Rng, sizes: plain.Sizes, most: int | None = None) -> Any:
     length = int(rng.integers(1, (most or sizes.n_ctx) + 1))
     return rng.integers(0, sizes.vocab_size, length)
 
 
-def _logits(rng: np.random.Generator, folder: Path) -> Outcome:
+def _logits(rng: Rng, folder: Path) -> None:
     """`model(ids)` and `hidden_states`."""
-    model, sizes, tensors = _model(int(rng.integers(4)))
+    model, sizes, tensors = _drawn_model(rng)
     kind = int(rng.integers(5))
     changed, T = kind == 4, int(rng.integers(1, sizes.n_ctx + 1))
     ids: Any = [_random_ids(rng, sizes) for _ in range(3 if kind == 2 else 1)]
@@ -243,46 +221,33 @@ def _logits(rng: np.random.Generator, folder: Path) -> Outcome:
             rng, odd_argument(rng), [ids[0], odd_argument(rng)], ids[0] - 1, ids[0] + 8, [True],
             np.ma.masked_array(ids[0], ids[0] > 3), np.zeros(sizes.n_ctx + 1, int), [[0], []],
         )  # fmt: skip
-    attempt = refused_or if changed else accepted
     if rng.random() < 0.3:
-        got = attempt(lambda: (model.hidden_states(argument),))
-        if isinstance(got, str):
-            return "refused"
+        states = attempt(not changed, model.hidden_states, argument)
         if not changed:
-            truth = [np.stack(plain.states(sizes, tensors, row)) for row in ids]
-            plain.check_close("states", _first_row(got[0]), truth[0])
-        return "right"
+            truth = np.stack(plain.states(sizes, tensors, ids[0]))
+            plain.check_close("states", _first_row(states), truth)
+        return
     last = bool(rng.random() < 0.3)
-    got = attempt(lambda: (model(argument, last=last),))
-    if isinstance(got, str):
-        return "refused"
+    got = attempt(not changed, model, argument, last=last)
     if changed:
-        return _check_odd_ids(got[0], argument, sizes, tensors, last)
-    for index, tokens in enumerate(ids):
-        exact = plain.logits(sizes, tensors, tokens)
-        found = got[0] if kind in (0, 3) and np.ndim(argument) == 1 else got[0][index]
+        ids = _checked_rows(argument)
+    one = np.ndim(argument[0]) == 0
+    for tokens, found in zip(ids, [got] if one else got, strict=True):
+        exact = plain.logits(sizes, tensors, np.asarray(tokens))
         plain.check_close("logits", found, exact[-1] if last else exact)
-    return "right"
 
 
-def _check_odd_ids(
-    got: Any, argument: Any, sizes: plain.Sizes, tensors: plain.Tensors, last: bool
-) -> Outcome:
-    """Check that an accepted argument is one row, or rows, of ids of this model."""
-    if isinstance(argument, np.ma.MaskedArray):
-        raise Difference("accepted a masked array")
+def _checked_rows(argument: Any) -> Any:
+    """Return the rows of an accepted argument. Raises Difference for what cannot be ids."""
+    _no_mask(argument)
     try:
         rows = argument if np.ndim(argument[0]) else [argument]
     except Exception as error:
         raise Difference(f"accepted {type(argument).__name__}") from error
-    for row, tokens in enumerate(rows):
-        array = np.asarray(tokens)
-        if array.dtype.kind not in "iu" or array.ndim != 1:
-            raise Difference(f"accepted a row of {array.dtype} {array.shape}")
-        exact = plain.logits(sizes, tensors, array)
-        found = got if rows[0] is argument else got[row]
-        plain.check_close("logits", found, exact[-1] if last else exact)
-    return "right"
+    for array in map(np.asarray, rows):
+        integers = array.dtype.kind in "iu" and array.ndim == 1
+        check(integers, f"accepted a row of {array.dtype} {array.shape}")
+    return rows
 
 
 def _first_row(states: Any) -> Any:
@@ -292,33 +257,32 @@ def _first_row(states: Any) -> Any:
     return states if states.ndim == 3 else states[:, 0]
 
 
-def _cache(rng: np.random.Generator, folder: Path) -> Outcome:
+def _cache(rng: Rng, folder: Path) -> None:
     """Tokens in parts with a KV cache, or odd arguments of `new_cache`."""
-    model, sizes, tensors = _model(int(rng.integers(4)))
+    model, sizes, tensors = _drawn_model(rng)
     if rng.random() < 0.4:
-        arguments = {"batch": 1, "n_ctx": 3}
-        arguments[str(pick(rng, *arguments))] = odd_argument(rng)
-        made = refused_or(lambda: model.new_cache(**arguments), InputError, MemoryError)
-        return "refused" if isinstance(made, str) else "right"
+        arguments: dict[str, Any] = {"batch": 1, "n_ctx": 3}
+        spoil(rng, arguments)
+        try:
+            attempt(False, model.new_cache, **arguments)
+        except MemoryError as error:
+            raise Refused from error
+        return
     ids = rng.integers(0, sizes.vocab_size, sizes.n_ctx)
-    cache = accepted(lambda: model.new_cache(1, sizes.n_ctx))
+    cache = accepted(model.new_cache, 1, sizes.n_ctx)
     exact = plain.logits(sizes, tensors, ids)
     at = 0
     while at < len(ids):
         part = ids[at : at + int(rng.integers(1, 4))]
-        got = accepted(lambda part=part: model(part[None], cache))  # type: ignore[misc]
+        got = accepted(model, part[None], cache)
         plain.check_close("cached", got[0], exact[at : at + len(part)])
         at += len(part)
-        if rng.random() < 0.2:
-            odd = odd_argument(rng)
-            refused_or(lambda odd=odd: (model([0], odd),) if odd is not None else None)  # type: ignore[misc]
-    full = refused_or(lambda: (model([[0]], cache),))
-    if not isinstance(full, str):
-        raise Difference("a full cache accepted another token")
-    return "right"
+        if rng.random() < 0.2 and (odd := odd_argument(rng)) is not None:
+            refuses(model, [0], odd)
+    check(refuses(model, [[0]], cache), "a full cache accepted another token")
 
 
-def _options(rng: np.random.Generator) -> dict[str, Any]:
+def _options(rng: Rng) -> dict[str, Any]:
     """Return valid options of `generate`."""
     every = {
         "temperature": pick(rng, 0, 0.7, 1.0, 3), "top_k": pick(rng, 0, 1, 3, 1000),
@@ -330,9 +294,9 @@ def _options(rng: np.random.Generator) -> dict[str, Any]:
     return {"max_new_tokens": int(rng.integers(1, 7)), "seed": 5, **chosen}
 
 
-def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
+def _generate(rng: Rng, folder: Path) -> None:
     """Continuations of ids, the same alone and in a batch, with the right log-probabilities."""
-    model, sizes, tensors = _model(int(rng.integers(4)))
+    model, sizes, tensors = _drawn_model(rng)
     prompts: list[Any] = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
     options = _options(rng)
     truncate = rng.random() < 0.3
@@ -340,20 +304,19 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
         options["overflow"] = "truncate"
         prompts[0] = _random_ids(rng, sizes, 2 * sizes.n_ctx)
     if rng.random() < 0.4:
-        return _generate_odd(rng, model, prompts, options)
-    rows = accepted(lambda: model.generate(prompts, **options))
+        _generate_odd(rng, model, prompts, options)
+        return
+    rows = accepted(model.generate, prompts, **options)
     for prompt, row in zip(prompts, rows, strict=True):
-        alone = accepted(lambda prompt=prompt: model.generate(prompt, **options))  # type: ignore[misc]
+        alone = accepted(model.generate, prompt, **options)
         check_equal("alone", (alone.tokens, alone.finish_reason), (row.tokens, row.finish_reason))
-        if len(row.tokens) > options["max_new_tokens"]:
-            raise Difference(f"{len(row.tokens)} tokens")
+        check(len(row.tokens) <= options["max_new_tokens"], f"{len(row.tokens)} tokens")
         if len(prompt) + len(row.tokens) - 1 <= sizes.n_ctx:
             _check_row(sizes, tensors, prompt, row, options)
     samples = int(rng.integers(2, 4))
-    several = accepted(lambda: model.generate(prompts[0], samples=samples, **options))
+    several = accepted(model.generate, prompts[0], samples=samples, **options)
     check_equal("samples", len(several), samples)
     check_equal("first sample", several[0].tokens, rows[0].tokens)
-    return "right"
 
 
 def _check_row(
@@ -364,18 +327,16 @@ def _check_row(
     logp = plain.log_softmax(plain.logits(sizes, tensors, ids[: sizes.n_ctx]))
     for step, (token, logprob) in enumerate(zip(row.tokens, row.logprobs, strict=True)):
         exact = logp[len(prompt) - 1 + step]
-        if not abs(exact[token] - logprob) < 2e-3 * max(1, abs(exact[token])):
-            raise Difference(f"log-probability {logprob}, exactly {exact[token]}")
+        near = abs(exact[token] - logprob) < 2e-3 * max(1, abs(exact[token]))
+        check(near, f"log-probability {logprob}, exactly {exact[token]}")
         if options.get("repetition_penalty", 1.0) != 1:
             continue
         k = 1 if options.get("temperature", 1) == 0 else options.get("top_k", 0)
-        if k and exact[token] < np.sort(exact)[-min(k, len(exact))] - 1e-3:
-            raise Difference(f"token {token} is not among the {k} most likely")
+        likely = not k or exact[token] >= np.sort(exact)[-min(k, len(exact))] - 1e-3
+        check(likely, f"token {token} is not among the {k} most likely")
 
 
-def _generate_odd(
-    rng: np.random.Generator, model: GPT2, prompts: list[Any], options: dict[str, Any]
-) -> Outcome:
+def _generate_odd(rng: Rng, model: GPT2, prompts: list[Any], options: dict[str, Any]) -> None:
     """One odd argument. Combinations that validly request an endless continuation are excluded."""
     name = str(
         pick(rng, *options, "stop", "overflow", "samples", "sampling", "max_tokens", "prompts")
@@ -390,41 +351,38 @@ def _generate_odd(
     streamed = bool(rng.random() < 0.5 and name not in ("samples", "rows_at_once"))
     if streamed:
         options.pop("rows_at_once", None)
-    errors = (InputError, CheckpointError, TypeError)[: 3 if name == "max_tokens" else 2]
-    result = refused_or(
-        lambda: (
-            [*model.stream(one, **options)] if streamed else model.generate(prompts, **options),
-        ),
-        *errors,
-    )
-    if isinstance(result, str):
-        return "refused"
-    if name == "max_tokens":
-        raise Difference("accepted an unknown option")
-    return "right"
+    try:
+        if streamed:
+            attempt(False, lambda: [*model.stream(one, **options)])
+        else:
+            attempt(False, model.generate, prompts, **options)
+    except TypeError as error:
+        if name == "max_tokens":
+            raise Refused from error
+        raise
+    check(name != "max_tokens", "accepted an unknown option")
 
 
-def _generate_text(rng: np.random.Generator, folder: Path) -> Outcome:
+def _generate_text(rng: Rng, folder: Path) -> None:
     """The bundled model with text: `stream` equals `generate`, and stop strings end it."""
     model, options = _bundled(), _options(rng)
     options.pop("stop_ids", None)
     if rng.random() < 0.5:
         options["stop"] = pick(rng, "e", ["th", " "], "\n", ("xyz",))
     prompt = odd_text(rng) or "a"
-    whole = accepted(lambda: model.generate(prompt, **options))
+    whole = accepted(model.generate, prompt, **options)
     options.pop("rows_at_once", None)
-    stream = accepted(lambda: model.stream(prompt, **options))
+    stream = accepted(model.stream, prompt, **options)
     check_equal("streamed", "".join(stream), whole.text)
     stops = options.get("stop", ())
-    if any(stop in whole.text for stop in ([stops] if isinstance(stops, str) else stops)):
-        raise Difference(f"a stop string in {whole.text!r}")
-    result = refused_or(lambda: (model.generate(pick(rng, *TEXTS), max_new_tokens=1),))
-    return "right" if isinstance(result, tuple) else "refused"
+    ended = any(stop in whole.text for stop in ([stops] if isinstance(stops, str) else stops))
+    check(not ended, f"a stop string in {whole.text!r}")
+    attempt(False, model.generate, pick(rng, *TEXTS), max_new_tokens=1)
 
 
-def _score(rng: np.random.Generator, folder: Path) -> Outcome:
+def _score(rng: Rng, folder: Path) -> None:
     """The sum of log-probabilities over sliding windows."""
-    model, sizes, tensors = _model(int(rng.integers(4)))
+    model, sizes, tensors = _drawn_model(rng)
     ids: Any = _random_ids(rng, sizes, 25)
     stride: Any = pick(rng, None, int(rng.integers(1, sizes.n_ctx)))
     changed = rng.random() < 0.3 or len(ids) < 2
@@ -432,15 +390,12 @@ def _score(rng: np.random.Generator, folder: Path) -> Outcome:
         stride = odd_argument(rng)
     elif changed:
         ids = odd_argument(rng)
-    attempt = refused_or if changed else accepted
-    found = attempt(lambda: model.score(ids, stride))
-    if isinstance(found, str):
-        return "refused"
-    if isinstance(ids, np.ma.MaskedArray) or type(stride) is bool:
-        raise Difference("accepted a masked array or a boolean")
+    found: Any = attempt(not changed, model.score, ids, stride)
+    _no_mask(ids)
+    check(type(stride) is not bool, "accepted a boolean")
     if isinstance(found, list):  # ids was a list of texts
         check_equal("scores", found, [model.score(text, stride) for text in ids])
-        return "right"
+        return
     tokens = np.asarray(ids)
     total, scored_to, step = 0.0, 1, sizes.n_ctx // 2 if stride is None else int(stride)
     for first in range(0, len(tokens), step):
@@ -452,114 +407,76 @@ def _score(rng: np.random.Generator, folder: Path) -> Outcome:
             break
     plain.check_close("score", [found.log_likelihood], np.array([total]))
     check_equal("tokens", [token.id for token in found.tokens], tokens[1:].tolist())
-    return "right"
 
 
-def _embed(rng: np.random.Generator, folder: Path) -> Outcome:
-    model, sizes, tensors = _model(int(rng.integers(4)))
+def _embed(rng: Rng, folder: Path) -> None:
+    model, sizes, tensors = _drawn_model(rng)
     rows: Any = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
     pooling: Any = pick(rng, "mean", "last")
-    changed = rng.random() < 0.3
-    argument = rows
-    if changed:
-        argument, pooling = pick(rng, (odd_argument(rng), pooling), (rows, odd_argument(rng)))
-    attempt = refused_or if changed else accepted
-    got = attempt(lambda: (model.embed(argument, pooling),))
-    if isinstance(got, str):
-        return "refused"
-    if isinstance(argument, np.ma.MaskedArray):
-        raise Difference("accepted a masked array")
-    if argument is rows:
+    got, changed = _called(rng, 0.3, model.embed, {"texts": rows, "pooling": pooling})
+    if not changed:
         exact = [plain.states(sizes, tensors, row)[-1] for row in rows]
         pooled = [states[-1] if pooling == "last" else states.mean(0) for states in exact]
-        plain.check_close("embed", got[0], np.stack(pooled))
-    return "right"
+        plain.check_close("embed", got, np.stack(pooled))
 
 
 # --- sampling, matrices, token files
 
 
-def _sampling(rng: np.random.Generator, folder: Path) -> Outcome:
-    valid: dict[str, Any] = {
+def _sampling(rng: Rng, folder: Path) -> None:
+    values: dict[str, Any] = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 2.0,
         "seed": 3, "sample": 2,
     }  # fmt: skip
     changed = rng.random() < 0.8
     if changed:
-        valid[str(pick(rng, *valid))] = pick(rng, odd_argument(rng), pick(rng, *NUMBERS))
-    attempt = refused_or if changed else accepted
-    found = attempt(lambda: Sampling(**valid))
-    if isinstance(found, str):
-        return "refused"
-    for name, value in valid.items():
-        if type(value) is bool or not math.isfinite(value) or value < 0:
-            raise Difference(f"{name} = {value!r}")
-    return "right"
+        values[str(pick(rng, *values))] = pick(rng, odd_argument(rng), pick(rng, *NUMBERS))
+    attempt(not changed, Sampling, **values)
+    for name, value in values.items():
+        positive = type(value) is not bool and math.isfinite(value) and value >= 0
+        check(positive, f"{name} = {value!r}")
 
 
-def _matrix(rng: np.random.Generator, folder: Path) -> Outcome:
+def _matrix(rng: Rng, folder: Path) -> None:
     """`WeightMatrix.quantize` and its constructor."""
     w: Any = rng.standard_normal((int(rng.integers(1, 9)), int(rng.integers(1, 9))))
     w = w.astype(plain.DTYPES[pick(rng, "float32", "float16", "bfloat16")])
     if rng.random() < 0.3:
         w = np.asfortranarray(w)
-    arguments: dict[str, Any] = {
-        "w": w,
-        "dtype": pick(rng, *DTYPES),
-        "layout": pick(rng, "KN", "NK"),
-    }
-    changed = rng.random() < 0.5
-    if changed and rng.random() < 0.5:
+    arguments = {"w": w, "dtype": pick(rng, *DTYPES), "layout": pick(rng, "KN", "NK")}
+    if rng.random() < 0.25:
         arguments = {"data": w, "dtype": pick(rng, *DTYPES), "scale": None, "layout": "KN"}
-        arguments[str(pick(rng, *arguments))] = odd_argument(rng)
-        made = refused_or(lambda: WeightMatrix(**arguments))
-        return "refused" if isinstance(made, str) else "right"
-    if changed:
-        arguments[str(pick(rng, *arguments))] = odd_argument(rng)
-    attempt = refused_or if changed else accepted
-    found = attempt(lambda: WeightMatrix.quantize(**arguments))
-    if isinstance(found, str):
-        return "refused"
-    if isinstance(arguments["w"], np.ma.MaskedArray):
-        raise Difference("accepted a masked array")
+        _called(rng, 1, WeightMatrix, arguments)
+        return
+    found, _ = _called(rng, 0.33, WeightMatrix.quantize, arguments)
     exact = arguments["w"].astype(np.float64)
     exact = exact.T if arguments["layout"] == "NK" else exact
     got = found.dequantized().astype(np.float64)
-    if got.shape != exact.shape:
-        raise Difference(f"shape {got.shape}, not {exact.shape}")
+    check_equal("shape", got.shape, exact.shape)
     allowed = _ROUNDING[arguments["dtype"]] * np.abs(exact) + 2.0**-9 * np.abs(exact).max()
-    if not (np.abs(got - exact) <= allowed).all():
-        raise Difference(f"{arguments['dtype']}: other numbers")
-    return "right"
+    check((np.abs(got - exact) <= allowed).all(), f"{arguments['dtype']}: other numbers")
 
 
-def _tokens(rng: np.random.Generator, folder: Path) -> Outcome:
+def _tokens(rng: Rng, folder: Path) -> None:
     """Token files, damaged or not."""
     ids = rng.integers(0, 2**15, int(rng.integers(1, 30)))
-    damaged = bool(rng.random() < 0.6)
-    path, array = pick(rng, _npy, _bin)(rng, folder, ids, damaged)
-    attempt = refused_or if damaged else accepted
-    found = attempt(lambda: load_tokens(path))
-    if isinstance(found, str):
-        return "refused"
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise Difference(f"{found.dtype} {found.shape}")
+    whole = bool(rng.random() < 0.4)
+    path, array = pick(rng, _npy, _bin)(rng, folder, ids, whole)
+    found = attempt(whole, load_tokens, path)
+    check(found.ndim == 1 and found.dtype.kind in "iu", f"{found.dtype} {found.shape}")
     if array is not None:
         check_equal("tokens", found.tolist(), np.asarray(array).tolist())
     else:
         found.sum()  # reads all of it
-    return "right"
 
 
-def _npy(
-    rng: np.random.Generator, folder: Path, ids: NDArray[Any], damaged: bool
-) -> tuple[Path, Any]:
+def _npy(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
     """Write a .npy file; return its path, and its content where that is known."""
     path = folder / "tokens.npy"
     dtype: Any = pick(rng, np.uint16, np.int32, np.int64, ">i4")
     array = ids.astype(dtype)
     np.save(path, array)
-    if not damaged:
+    if whole:
         return path, array
     kind = int(rng.integers(5))
     if kind == 0:
@@ -572,32 +489,19 @@ def _npy(
         with path.open("wb") as file:
             np.savez(file, ids)
         return path, None
-    data = bytearray(path.read_bytes())
-    for _ in range(int(rng.integers(1, 4))):
-        end = len(data) if rng.random() < 0.3 else min(len(data), 80)
-        data[int(rng.integers(end))] = pick(rng, int(rng.integers(256)), ord("("), ord("9"))
-    path.write_bytes(data[: int(rng.integers(len(data)))] if kind == 2 else data)
+    path.write_bytes(damaged(rng, path.read_bytes(), 80))
     return path, None
 
 
-def _bin(
-    rng: np.random.Generator, folder: Path, ids: NDArray[Any], damaged: bool
-) -> tuple[Path, Any]:
+def _bin(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
     """The same with a .bin file, with or without llm.c's header."""
     path = folder / "tokens.bin"
     array = ids.astype("<u2")
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(ids)
-    data = bytearray(pick(rng, header.tobytes(), b"") + array.tobytes())
-    kind = int(rng.integers(3)) if damaged else 3
-    if kind == 0:
-        data = data[: int(rng.integers(len(data)))]
-    elif kind == 1:
-        data += rng.bytes(int(rng.integers(1, 5)))
-    elif kind == 2:
-        data[int(rng.integers(min(len(data), 12)))] = int(rng.integers(256))
-    path.write_bytes(data)
-    return path, None if damaged else array
+    data = pick(rng, header.tobytes(), b"") + array.tobytes()
+    path.write_bytes(data if whole else damaged(rng, data, 12))
+    return path, array if whole else None
 
 
 AREA = Area("api", 4, case)

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
 from fuzzing.values import odd_argument, odd_text, odd_value, pick
-from fuzzing.vocabularies import CHARACTERS, Vocabulary, plain_spec
+from fuzzing.vocabularies import BYTES, plain_spec
 from gpt2block import GPT2
 from gpt2block.bulk import records, shards
 from gpt2block.bulk.job import Job, run_shard
@@ -36,11 +36,11 @@ Expected = list[tuple[int, dict[str, Any] | None]]  # index, fields; None: it is
 _folders: list[TemporaryDirectory[str]] = []
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
+def case(rng: Rng, folder: Path) -> None:
     kinds = [_lines, _lines, _lines, _batch, _manifest, _manifest]
     if find_spec("pyarrow"):
         kinds.append(_parquet)
-    return pick(rng, *kinds)(rng, folder)
+    pick(rng, *kinds)(rng, folder)
 
 
 @lru_cache
@@ -50,8 +50,7 @@ def model_folder() -> Path:
     folder = Path(_folders[-1].name)
     sizes = plain.Sizes(1, 2, 4, N_CTX, 257)
     plain.write(folder, sizes, plain.random_tensors(np.random.default_rng(0), sizes, "float32"))
-    vocabulary = Vocabulary({char: i for i, char in enumerate(CHARACTERS)}, [], True)
-    (folder / "tokenizer.json").write_text(json.dumps(plain_spec(vocabulary)))
+    (folder / "tokenizer.json").write_text(json.dumps(plain_spec(BYTES)))
     return folder
 
 
@@ -63,7 +62,7 @@ def model() -> GPT2:
 # --- records
 
 
-def _record(rng: np.random.Generator) -> Any:
+def _record(rng: Rng) -> Any:
     """Return a valid or an odd record."""
     kind = rng.random()
     if kind < 0.5:
@@ -75,7 +74,7 @@ def _record(rng: np.random.Generator) -> Any:
     return odd_value(rng)
 
 
-def _line(rng: np.random.Generator, keep: Sequence[str]) -> bytes:
+def _line(rng: Rng, keep: Sequence[str]) -> bytes:
     """Return a line of JSON, or of almost JSON."""
     kind = rng.random()
     if kind < 0.35:
@@ -126,12 +125,12 @@ def _simple(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float)
 
 
-def _task(rng: np.random.Generator) -> tuple[Any, dict[str, Any]]:
+def _task(rng: Rng) -> tuple[Any, dict[str, Any]]:
     name = str(pick(rng, *TASKS))
     return name, dict(pick(rng, *TASKS[name]))
 
 
-def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
+def _lines(rng: Rng, folder: Path) -> None:
     """Files of lines in a whole job, without Dask."""
     inputs = folder / "in"
     inputs.mkdir()
@@ -156,7 +155,7 @@ def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
         for at, piece in enumerate(pieces):
             expected += _expected(first + at, piece, at == 0, suffix == ".txt")
         first += len(pieces)
-    return _job(rng, folder, [inputs], expected, keep)
+    _job(rng, folder, [inputs], expected, keep)
 
 
 def _expected(index: int, line: bytes, start: bool, text: bool) -> Expected:
@@ -173,25 +172,20 @@ def _expected(index: int, line: bytes, start: bool, text: bool) -> Expected:
 
 
 def _job(
-    rng: np.random.Generator,
-    folder: Path,
-    inputs: list[Path],
-    expected: Expected,
-    keep: tuple[str, ...],
+    rng: Rng, folder: Path, inputs: list[Path], expected: Expected, keep: tuple[str, ...],
     form: str | None = None,
-) -> Outcome:
+) -> None:  # fmt: skip
     """Check that each record appears once, in order, as a row or an error; valid ones as rows."""
     task, options = _task(rng)
-    job = accepted(
-        lambda: Job(
-            task=task, output=str(folder / "out"), model=str(model_folder()), device="cpu",
-            options=options, keep=keep, shard_size=int(rng.integers(1, 9)),
-            form=form or pick(rng, "jsonl", "parquet") if find_spec("pyarrow") else "jsonl",
-            batch_tokens=int(pick(rng, 1, 100, 16384)),
-        ).checked()
+    job = Job(
+        task=task, output=str(folder / "out"), model=str(model_folder()), device="cpu",
+        options=options, keep=keep, shard_size=int(rng.integers(1, 9)),
+        form=form or pick(rng, "jsonl", "parquet") if find_spec("pyarrow") else "jsonl",
+        batch_tokens=int(pick(rng, 1, 100, 16384)),
     )  # fmt: skip
-    files = accepted(lambda: records.find_files([str(path) for path in inputs]))
-    cut = accepted(lambda: records.cut(files, job.shard_size, [job.column, *job.keep]))
+    job = accepted(job.checked)
+    files = accepted(records.find_files, [str(path) for path in inputs])
+    cut = accepted(records.cut, files, job.shard_size, [job.column, *job.keep])
     out, token = folder / "out", "a token"
     rows: dict[int, Any] = {}
     errors: dict[int, str] = {}
@@ -213,7 +207,6 @@ def _job(
         check_equal("order", order, sorted(order))
         check_equal("indices", sorted([*order, *errors]), [index for index, _ in expected])
     _check_rows(rng, job, expected, rows, errors)
-    return "right"
 
 
 def _read_part(path: Path) -> list[Any]:
@@ -226,18 +219,14 @@ def _read_part(path: Path) -> list[Any]:
 
 
 def _check_rows(
-    rng: np.random.Generator,
-    job: Job,
-    expected: Expected,
-    rows: dict[int, Any],
-    errors: dict[int, str],
+    rng: Rng, job: Job, expected: Expected, rows: dict[int, Any], errors: dict[int, str]
 ) -> None:
     right = []
     for index, entry in expected:
         if index in errors:
             kept = [entry.get(name) for name in job.keep] if entry else []
-            if entry and _valid(entry["text"], job.task) and all(map(_simple, kept)):
-                raise Difference(f"record {index} refused: {errors[index]}")
+            valid = entry and _valid(entry["text"], job.task) and all(map(_simple, kept))
+            check(not valid, f"record {index} refused: {errors[index]}")
             continue
         if entry is None:
             raise Difference(f"record {index}: a result for a line that is not a record")
@@ -249,17 +238,17 @@ def _check_rows(
     if right and job.task == "score":
         index, entry = right[int(rng.integers(len(right)))]
         stride = job.options.get("stride")
-        truth = accepted(lambda: model().score(entry["text"], stride))
+        truth: Any = accepted(model().score, entry["text"], stride)
         got = rows[index]["log_likelihood"]
-        if not math.isclose(got, truth.log_likelihood, rel_tol=1e-4):
-            raise Difference(f"record {index}: {got}, not {truth.log_likelihood}")
+        near = math.isclose(got, truth.log_likelihood, rel_tol=1e-4)
+        check(near, f"record {index}: {got}, not {truth.log_likelihood}")
         check_equal("n_tokens", rows[index]["n_tokens"], truth.n_tokens)
 
 
 # --- Parquet
 
 
-def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
+def _parquet(rng: Rng, folder: Path) -> None:
     """Parquet columns of all kinds."""
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet  # noqa: PLC0415
@@ -280,22 +269,22 @@ def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
     damaged = rng.random() < 0.1
     try:
         pyarrow.parquet.write_table(table, path, row_group_size=3)
-    except pa.ArrowException:  # a type that Parquet does not have
-        return "refused"
+    except pa.ArrowException as error:  # a type that Parquet does not have
+        raise Refused from error
     keep = pick(rng, (), ("id",))
     if damaged:
         data = path.read_bytes()
         path.write_bytes(data[: int(rng.integers(len(data)))])
-        cut = refused_or(lambda: records.cut([path], 3, ["text", *keep]))
-        return "refused" if isinstance(cut, str) else "right"
+        attempt(False, records.cut, [path], 3, ["text", *keep])
+        return
     values = column.to_pylist()
     ids = numbers if kept.type == pa.int64() else [object()] * count
     entries = zip(values, ids, strict=True)
     expected: Expected = [(i, {"text": text, "id": own}) for i, (text, own) in enumerate(entries)]
-    return _job(rng, folder, [path], expected, keep, "parquet" if keep else None)
+    _job(rng, folder, [path], expected, keep, "parquet" if keep else None)
 
 
-def _arrow_column(rng: np.random.Generator, pa: Any, numbers: list[int | None]) -> Any:
+def _arrow_column(rng: Rng, pa: Any, numbers: list[int | None]) -> Any:
     """Return a column to keep."""
     large = [None if n is None else n * 2**20 for n in numbers]
     kind = pick(
@@ -317,7 +306,7 @@ def _arrow_column(rng: np.random.Generator, pa: Any, numbers: list[int | None]) 
 # --- Predictor and manifest
 
 
-def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
+def _batch(rng: Rng, folder: Path) -> None:
     """A batch with wrong records, wrong seeds, or wrong columns."""
     task, options = _task(rng)
     predictor = Predictor(task, model_folder(), device="cpu", **options)
@@ -332,23 +321,19 @@ def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
             rng, odd_argument(rng), {}, {"text": odd_argument(rng)}, {"other": values},
             {**batch, "seed": odd_argument(rng)}, {"text": [odd_argument(rng), "ab"]},
         )  # fmt: skip
-    attempt = refused_or if changed else accepted
-    found = attempt(lambda: predictor(batch))
-    if isinstance(found, str):
-        return "refused"
+    found = attempt(not changed, predictor, batch)
     if changed:
-        return "right"
+        return
     check_equal("rows", len(found["error"]), len(values))
     for index, (value, seed) in enumerate(
         zip(values, batch.get("seed", [0] * len(values)), strict=True)
     ):
         reason, good_seed = found["error"][index], type(seed) is int and 0 <= seed < 2**64
-        if reason and _valid(value, task) and good_seed:
-            raise Difference(f"record {index} refused: {reason}")
-    return "right"
+        wrong = reason and _valid(value, task) and good_seed
+        check(not wrong, f"record {index} refused: {reason}")
 
 
-def _manifest(rng: np.random.Generator, folder: Path) -> Outcome:
+def _manifest(rng: Rng, folder: Path) -> None:
     """A manifest.ndjson that was changed by hand."""
     digest = "0123456789abcdef" * 4
     wrong_counts = [int(rng.integers(0, 3)) for _ in range(int(rng.integers(0, 5)))]
@@ -375,16 +360,11 @@ def _manifest(rng: np.random.Generator, folder: Path) -> Outcome:
         )
         wrong = False
     (folder / shards.MANIFEST).write_bytes(data)
-    attempt = refused_or if changed else accepted
-    found = attempt(lambda: shards.Manifest(folder))
-    if isinstance(found, str):
-        return "refused"
-    if wrong:
-        raise Difference(f"accepted a manifest with {name} = {value!r}"[:200])
+    found = attempt(not changed, shards.Manifest, folder)
+    check(not wrong, f"accepted a manifest with a wrong value: {lines}")
     if not changed:
         check_equal("entries", [asdict(found.done[i]) for i in sorted(found.done)], entries)
-    accepted(lambda: found.forget_damaged("jsonl"))
-    return "right"
+    accepted(found.forget_damaged, "jsonl")
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
-from fuzzing.configs import Rules, rules
-from fuzzing.values import NUMBERS, TEXTS, odd_value, pick
+from fuzzing.configs import Rules, check_logits, rules
+from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, pick, replace, spoil_json
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
@@ -31,33 +29,39 @@ PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     "nanogpt.pt": "float32", "nanogpt-legacy.pt": "float32", "nanogpt-no-bias.pt": "no-bias",
 }  # fmt: skip
 PICKLES = Path(__file__).parents[2] / "tests" / "data" / "pytorch"
+_ENTRIES: tuple[Any, ...] = (  # values of an entry in the header of safetensors
+    "F32", "F16", "BF16", "F64", "I8", "F8_E4M3", [], [0], [-1, -1], [2**62, 4], [1.5], [True],
+    [[1]], [0, 4], [-4, 0], [0, 2**63], [0, 1.5],
+)  # fmt: skip
+_NAMES = (
+    "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", "lm_head.weight", "h.0.attn.bias",
+    "\x1b]0;x\x07", "y" * 10**5,
+)  # fmt: skip
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
+def case(rng: Rng, folder: Path) -> None:
     kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_odd_name, _odd_target, _hostile]
     if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
         kinds += [_pickle] * 2
-    return pick(rng, *kinds)(rng, folder)
+    pick(rng, *kinds)(rng, folder)
 
 
-def _odd_name(rng: np.random.Generator, folder: Path) -> Outcome:
+def _odd_name(rng: Rng, folder: Path) -> None:
     """A name that is not a checkpoint's."""
     name = pick(rng, *TEXTS, odd_value(rng), b"bytes", folder, folder / "none", "x/y", "a/b/c", "é")
     if rng.random() < 0.3:
         (folder / "model.bin").write_bytes(rng.bytes(int(rng.integers(40))))
         name = folder / "model.bin"
-    result = refused_or(lambda: Checkpoint.open(name))
-    if not isinstance(result, str):
-        raise Difference(f"opened {name!a:.100}")
-    return "refused"
+    attempt(False, Checkpoint.open, name)
+    raise Difference(f"opened {name!a:.100}")
 
 
-def _odd_target(rng: np.random.Generator, folder: Path) -> Outcome:
+def _odd_target(rng: Rng, folder: Path) -> None:
     """save_pretrained to a path that cannot be written."""
     sizes = plain.random_sizes(rng)
     plain.write(folder / "model", sizes, plain.random_tensors(rng, sizes))
-    opened = accepted(lambda: Checkpoint.open(folder / "model"))
+    opened = accepted(Checkpoint.open, folder / "model")
     (folder / "file").touch()
     (folder / "loop").symlink_to(folder / "loop")
     target = pick(
@@ -67,19 +71,18 @@ def _odd_target(rng: np.random.Generator, folder: Path) -> Outcome:
     working_directory, before = Path.cwd(), sorted(folder.rglob("*"))
     os.chdir(folder)  # the target "" would be written there
     try:
-        result = refused_or(lambda: save_pretrained(target, opened))  # type: ignore[arg-type]
+        refused = refuses(save_pretrained, target, opened)
     finally:
         os.chdir(working_directory)
     written = [path for path in sorted(folder.rglob("*")) if path not in before]
-    if not isinstance(result, str) or written:
-        raise Difference(f"saved to {target!a:.60}: {[path.name for path in written][:3]}")
-    return "refused"
+    check(refused and not written, f"saved to {target!a:.60}: {[path.name for path in written]}")
+    raise Refused
 
 
 # --- writing and damaging checkpoints
 
 
-def _hugging_face(rng: np.random.Generator, folder: Path) -> Outcome:
+def _hugging_face(rng: Rng, folder: Path) -> None:
     sizes = plain.random_sizes(rng)
     tensors = plain.random_tensors(rng, sizes, None if rng.random() < 0.5 else "float32")
     if rng.random() < 0.15:
@@ -90,14 +93,12 @@ def _hugging_face(rng: np.random.Generator, folder: Path) -> Outcome:
     weights.write_bytes(plain.to_safetensors(tensors, prefix))
     damaged = rng.random() < 0.7
     if damaged:
-        pick(rng, _damage_bytes, _damage_header, _damage_header, _replace, _damage_config)(
-            rng, weights
-        )
+        pick(rng, damage, _damage_header, _damage_header, replace, _damage_config)(rng, weights)
     name = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
-    return _check(rng, folder, name, sizes, tensors, damaged)
+    _check(rng, folder, name, sizes, tensors, damaged)
 
 
-def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
+def _sharded(rng: Rng, folder: Path) -> None:
     sizes = plain.random_sizes(rng)
     tensors = plain.random_tensors(rng, sizes)
     plain.write(folder, sizes, tensors)
@@ -114,7 +115,7 @@ def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
     path = folder / "model.safetensors.index.json"
     if damaged and rng.random() < 0.5:
         shard = folder / str(pick(rng, *sorted(set(used.values()))))
-        pick(rng, _damage_bytes, _damage_header, _replace, _damage_config)(rng, shard)
+        pick(rng, damage, _damage_header, replace, _damage_config)(rng, shard)
     elif damaged:
         name, text = str(pick(rng, *tensors)), str(pick(rng, *TEXTS))
         other_file: Any = pick(
@@ -128,11 +129,11 @@ def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
         index = pick(rng, index, index, index, odd_value(rng))
     path.write_text(json.dumps(index))
     opened_as = pick(rng, folder, path, str(folder), str(path))
-    return _check(rng, folder, opened_as, sizes, tensors, damaged)
+    _check(rng, folder, opened_as, sizes, tensors, damaged)
 
 
-def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
-    sizes = replace(plain.random_sizes(rng), tied=True, eps=1e-5)
+def _llm_c(rng: Rng, folder: Path) -> None:
+    sizes = dataclasses.replace(plain.random_sizes(rng), tied=True, eps=1e-5)
     half = bool(rng.random() < 0.5)
     tensors = plain.random_tensors(rng, sizes, "bfloat16" if half else "float32")
     padded = sizes.vocab_size + int(rng.choice([0, 0, 3, 100]))
@@ -151,19 +152,12 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
         if rng.random() < 0.4 and 0 < claimed < 2**40:  # a sparse file of the size in its header
             os.truncate(path, claimed)
     elif damaged:
-        pick(rng, _damage_bytes, _replace)(rng, path)
+        pick(rng, damage, replace)(rng, path)
     name: Any = pick(rng, path, str(path))
-    attempt = refused_or if damaged else accepted
-    opened = attempt(lambda: Checkpoint.open(name))
-    if isinstance(opened, str):
-        return "refused"
+    opened = attempt(not damaged, Checkpoint.open, name)
     if path.stat().st_size > 10**7:  # a sparse file
-        return "right"
-    expected = _read_llm_c(path.read_bytes())
-    if expected is None:
-        raise Difference("accepted a damaged model of llm.c")
-    sizes, tensors = expected
-    return _check_tensors(rng, folder, opened, sizes, tensors)
+        return
+    _check_tensors(rng, folder, opened, *_read_llm_c(path.read_bytes()), damaged)
 
 
 def _llm_c_bytes(header: list[int]) -> int:
@@ -172,19 +166,16 @@ def _llm_c_bytes(header: list[int]) -> int:
     return 1024 + elements * (2 if version == 5 else 4)
 
 
-def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors] | None:
-    """Return the sizes and tensors of a model of llm.c; None for any other data."""
-    if len(data) < 1024:
-        return None
-    header = np.frombuffer(data, "<i4", 8).tolist()
+def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors]:
+    """Return the sizes and tensors of a model of llm.c. Raises Difference for any other data."""
+    header = np.frombuffer(data[:32].ljust(32, b"\0"), "<i4").tolist()
     magic, version, n_ctx, vocab_size, n_layer, n_head, C, padded = header
-    if magic != 20240326 or version not in (3, 5) or min(header) < 1 or padded < vocab_size:
-        return None
-    if C % n_head or len(data) != _llm_c_bytes(header):
-        return None
+    known = magic == 20240326 and version in (3, 5) and min(header) > 0 and padded >= vocab_size
+    fits = known and C % n_head == 0 and len(data) == _llm_c_bytes(header)
+    check(fits, "accepted a damaged model of llm.c")
     sizes = plain.Sizes(n_layer, n_head, C, n_ctx, vocab_size)
     numbers = np.frombuffer(data, _DTYPES["BF16" if version == 5 else "F32"], offset=1024)
-    block = plain.shapes(replace(sizes, n_layer=1))
+    block = plain.shapes(dataclasses.replace(sizes, n_layer=1))
     order = ["wte.weight", "wpe.weight"]
     order += [f"h.{i}.{name[4:]}" for name in block if name[0] == "h" for i in range(n_layer)]
     shapes, found = plain.shapes(sizes) | {"wte.weight": (padded, C)}, {}
@@ -195,23 +186,13 @@ def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors] | None:
     return sizes, found | {"wte.weight": found["wte.weight"][:vocab_size]}
 
 
-def _spoil(rng: np.random.Generator, tensors: plain.Tensors) -> None:
+def _spoil(rng: Rng, tensors: plain.Tensors) -> None:
     """Set a weight to infinity, NaN, or a number too large to compute with."""
     array = tensors[str(pick(rng, *tensors))].reshape(-1)
     array[int(rng.integers(array.size))] = pick(rng, np.nan, np.inf, -np.inf, 1e38)
 
 
-def _damage_bytes(rng: np.random.Generator, file: Path) -> None:
-    data = file.read_bytes()
-    changed = bytearray(data)
-    end = pick(rng, len(data), min(len(data), 400))
-    for _ in range(int(rng.integers(1, 6))):
-        changed[int(rng.integers(end))] = int(rng.integers(256))
-    cut, longer = data[: int(rng.integers(len(data)))], data + rng.bytes(int(rng.integers(1, 9)))
-    file.write_bytes(pick(rng, cut, longer, bytes(changed), bytes(changed)))
-
-
-def _damage_header(rng: np.random.Generator, file: Path) -> None:
+def _damage_header(rng: Rng, file: Path) -> None:
     """Change the JSON header of a safetensors file."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -222,9 +203,13 @@ def _damage_header(rng: np.random.Generator, file: Path) -> None:
     name = str(pick(rng, *names))
     kind, claim = int(rng.integers(8)), None
     if kind < 3:
-        _damage_entry(rng, header[name])
+        entry = header[name]
+        swapped = entry["shape"][::-1], entry["data_offsets"][::-1]
+        spoil_json(rng, pick(rng, entry, entry, header), *_ENTRIES, *swapped)
     elif kind == 3:
-        _damage_names(rng, header, name)
+        entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        new = str(pick(rng, *_NAMES, *TEXTS))
+        header[new] = entry if rng.random() < 0.3 else header.pop(name)
     elif kind == 4:
         header = pick(rng, odd_value(rng), {**header, "__metadata__": odd_value(rng)})
     elif kind == 5:
@@ -238,54 +223,7 @@ def _damage_header(rng: np.random.Generator, file: Path) -> None:
     file.write_bytes(claim.to_bytes(8, "little") + text + data[8 + length :])
 
 
-def _damage_entry(rng: np.random.Generator, spec: dict[str, Any]) -> None:
-    """Change a tensor's entry in the header."""
-    values: dict[str, tuple[Any, ...]] = {
-        "dtype": ("F32", "F16", "BF16", "F64", "I8", "F8_E4M3", "x\x1b[2J", 3, None),
-        "shape": (
-            [], [0], [-1, -1], [2**62, 4], [1.5], [True], "ab", None, [[1]], spec["shape"][::-1],
-        ),
-        "data_offsets": (
-            [0, 4], spec["data_offsets"][::-1], [-4, 0], [0, 2**63], [0], None, [0, 1.5], [], "ab",
-        ),
-    }  # fmt: skip
-    name = str(pick(rng, *values))
-    spec[name] = pick(rng, *values[name])
-    if rng.random() < 0.1:
-        del spec[name]
-
-
-def _damage_names(rng: np.random.Generator, header: dict[str, Any], name: str) -> None:
-    """Remove or rename a tensor, or add one."""
-    renamed = str(pick(rng, "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", *TEXTS))
-    added = pick(rng, "lm_head.weight", "h.0.attn.bias", "\x1b]0;x\x07", "y" * 10**5, *TEXTS)
-    kind = int(rng.integers(3))
-    entry = (
-        {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} if kind == 2 else header.pop(name)
-    )
-    if kind:
-        header[str(added) if kind == 2 else renamed] = entry
-
-
-def _replace(rng: np.random.Generator, file: Path) -> None:
-    """Replace the file by a folder, a link, other content or nothing."""
-    file.unlink()
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    replacements: list[Callable[[], object]] = [
-        file.mkdir,
-        lambda: os.mkfifo(file),
-        lambda: file.symlink_to(file),
-        lambda: file.symlink_to(file.with_name("nothing")),
-        lambda: file.symlink_to("/dev/zero"),
-        lambda: file.write_bytes(pointer),
-        file.touch,
-        lambda: file.write_bytes(rng.bytes(int(rng.integers(1, 2000)))),
-        lambda: None,
-    ]
-    pick(rng, *replacements)()
-
-
-def _damage_config(rng: np.random.Generator, file: Path) -> None:
+def _damage_config(rng: Rng, file: Path) -> None:
     config = file.parent / "config.json"
     values = json.loads(config.read_text())
     values[str(pick(rng, *[name for name in values if name != "model_type"]))] = pick(rng, *NUMBERS)
@@ -293,47 +231,36 @@ def _damage_config(rng: np.random.Generator, file: Path) -> None:
     changed = json.dumps(values).encode()
     config.write_bytes(pick(rng, *contents, changed, changed))
     if rng.random() < 0.3:
-        _replace(rng, config)
+        replace(rng, config)
 
 
 # --- checking the results
 
 
 def _check(
-    rng: np.random.Generator,
-    folder: Path,
-    name: Any,
-    sizes: plain.Sizes,
-    tensors: plain.Tensors,
-    damaged: bool,
-) -> Outcome:
+    rng: Rng, folder: Path, name: Any, sizes: plain.Sizes, tensors: plain.Tensors, damaged: bool
+) -> None:
     """Check a Hugging Face folder: compared with safetensors, or refused if damaged."""
-    attempt = refused_or if damaged else accepted
-    opened = attempt(lambda: Checkpoint.open(name))
-    if isinstance(opened, str):
-        return "refused"
+    opened = attempt(not damaged, Checkpoint.open, name)
     if damaged:
         stored = _read_safetensors(opened.file)
-        if not (folder / "config.json").is_file():
-            raise Difference("accepted without a config.json")
+        check((folder / "config.json").is_file(), "accepted without a config.json")
         expected = rules(json.loads((folder / "config.json").read_text()))
         sizes = _sizes(expected)
         wte, head = stored.get("wte.weight"), stored.get("lm_head.weight")
         if sizes.tied and wte is not None and head is not None:
             both = wte.astype(np.float64), head.astype(np.float64)
-            sizes = replace(sizes, tied=np.array_equal(*both, equal_nan=True))
+            sizes = dataclasses.replace(sizes, tied=np.array_equal(*both, equal_nan=True))
         shapes = plain.shapes(sizes)
-        if set(shapes) - set(stored):
-            raise Difference(f"accepted without {sorted(set(shapes) - set(stored))[:3]}")
+        check(set(shapes) <= set(stored), f"accepted without {sorted(set(shapes) - set(stored))}")
         tensors = {label: stored[label] for label in shapes}
         for label, shape in shapes.items():
             check_equal(f"shape of {label}", tensors[label].shape, shape)
-    return _check_tensors(rng, folder, opened, sizes, tensors)
+    _check_tensors(rng, folder, opened, sizes, tensors, damaged)
 
 
 def _sizes(expected: Rules) -> plain.Sizes:
-    if expected.must_refuse:
-        raise Difference("accepted with a wrong config.json")
+    check(not expected.must_refuse, "accepted with a wrong config.json")
     named = {"tie_word_embeddings": "tied"}
     fields = {named.get(name, name): value for name, value in expected.fields.items()}
     return plain.Sizes(**fields)
@@ -359,53 +286,51 @@ def _read_safetensors(file: Path) -> plain.Tensors:
 
 
 def _check_tensors(
-    rng: np.random.Generator,
-    folder: Path,
-    opened: Checkpoint,
-    sizes: plain.Sizes,
-    tensors: Mapping[str, NDArray[Any]],
-) -> Outcome:
+    rng: Rng, folder: Path, opened: Checkpoint, sizes: plain.Sizes, tensors: plain.Tensors,
+    damaged: bool,
+) -> None:  # fmt: skip
     """Check an accepted checkpoint: read it, and sometimes save it or compute logits."""
     check_equal("config", plain.sizes_of(opened.config), sizes)  # type: ignore[arg-type]  # GPT-2
-    _compare(opened, tensors)
-    finite = all(np.isfinite(array.astype(np.float64)).all() for array in tensors.values())
+    _compare(opened, tensors, not damaged)
     kind = rng.random()
     if kind < 0.25:
-        return _saved(rng, folder / "saved", opened, tensors)
-    if kind < 0.5:
-        return _computed(rng, opened, sizes, tensors, finite)
-    return "right"
+        _saved(rng, folder / "saved", opened, tensors)
+    elif kind < 0.5:
+        every = [np.abs(array.astype(np.float64)).max(initial=0) for array in tensors.values()]
+        largest = float(np.max(every))  # NaN if there is one
+        model = attempt(largest < 1e15, GPT2.from_pretrained, opened, device="cpu")
+        check(np.isfinite(largest), "loaded weights that are infinity or NaN")
+        exact = largest < 100 and sizes.eps >= 1e-6
+        check_logits(rng, model, sizes, tensors if exact else None)
 
 
-def _compare(opened: Checkpoint, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Raise Difference unless the checkpoint's tensors are these."""
+def _compare(opened: Checkpoint, tensors: plain.Tensors, valid: bool = True) -> None:
+    """Raise Difference unless the checkpoint's tensors are these.
+
+    valid: whether all can be read; a damaged float64 may be out of the range of float32.
+    """
     seen = set()
-    for ours, array, layout in opened.tensors():
+    for ours, array, layout in attempt(valid, lambda: [*opened.tensors()]):
         label = plain.label_of(ours)
         theirs = tensors[label]
         usual = "NK" if ours in ("wte", "lm_head") else "KN" if theirs.ndim == 2 else None
         matrix = None if ours == "wpe" else usual
         with np.errstate(over="ignore"):
             kept = theirs.astype(np.float32) if theirs.dtype == np.float64 else theirs
-        if not _same(array, kept if layout == matrix else kept.T):
-            raise Difference(f"{ours}: other numbers than in the file")
+        same = _same(array, kept if layout == matrix else kept.T)
+        check(same, f"{ours}: other numbers than in the file")
         seen.add(label)
     check_equal("names", seen, set(tensors))
 
 
-def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
+def _same(one: plain.Array, other: plain.Array) -> bool:
     """Return whether two arrays have one dtype and equal numbers; NaN equals NaN."""
     return one.dtype == other.dtype and np.array_equal(
         one.astype(np.float64), other.astype(np.float64), equal_nan=True
     )
 
 
-def _saved(
-    rng: np.random.Generator,
-    folder: Path,
-    opened: Checkpoint,
-    tensors: Mapping[str, NDArray[Any]],
-) -> Outcome:
+def _saved(rng: Rng, folder: Path, opened: Checkpoint, tensors: plain.Tensors) -> None:
     """save_pretrained, read again by safetensors and by gpt2block."""
     dtype = pick(rng, None, "float32", "float16", "bfloat16")
     expected = {}
@@ -414,42 +339,16 @@ def _saved(
             kept = array.astype(np.float32) if array.dtype == np.float64 else array
             expected[name] = kept if dtype is None else kept.astype(plain.DTYPES[dtype])
     fits = all(np.isfinite(array.astype(np.float64)).all() for array in expected.values())
-    result = (accepted if fits else refused_or)(lambda: save_pretrained(folder, opened, dtype))
-    if isinstance(result, str):
-        return "refused"
+    attempt(fits, save_pretrained, folder, opened, dtype)
     stored = _read_safetensors(folder / "model.safetensors")
     check_equal("saved names", set(stored), set(expected))
     for name, array in expected.items():
-        if not _same(stored[name], array):
-            raise Difference(f"{name}: saved other numbers")
-    again = accepted(lambda: Checkpoint.open(folder))
+        check(_same(stored[name], array), f"{name}: saved other numbers")
+    again = accepted(Checkpoint.open, folder)
     check_equal("config", again.config, opened.config)
-    return "right"
 
 
-def _computed(
-    rng: np.random.Generator,
-    opened: Checkpoint,
-    sizes: plain.Sizes,
-    tensors: Mapping[str, NDArray[Any]],
-    finite: bool,
-) -> Outcome:
-    """Check the logits of some tokens. Weights that are not finite are refused."""
-    largest = max(float(np.abs(a.astype(np.float64)).max(initial=0)) for a in tensors.values())
-    attempt = accepted if finite and largest < 1e15 else refused_or
-    model = attempt(lambda: GPT2.from_pretrained(opened, device="cpu"))
-    if isinstance(model, str):
-        return "refused"
-    if not finite:
-        raise Difference("loaded weights that are infinity or NaN")
-    ids = rng.integers(0, sizes.vocab_size, int(rng.integers(1, sizes.n_ctx + 1)))
-    got = accepted(lambda: model(ids))
-    if largest < 100 and sizes.eps >= 1e-6:
-        plain.check_close("logits", got, plain.logits(sizes, tensors, ids))
-    return "right"
-
-
-def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
+def _pickle(rng: Rng, folder: Path) -> None:
     """A file that PyTorch wrote, compared with the stored tensors; a damaged one may be refused."""
     name = str(pick(rng, *PICKLED))
     file = folder / str(pick(rng, name, "pytorch_model.bin", "a.pt", "a.ckpt"))
@@ -457,19 +356,15 @@ def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
     (folder / "config.json").write_bytes((PICKLES / "config.json").read_bytes())
     damaged = bool(rng.random() < 0.7)
     if damaged:
-        pick(rng, _damage_bytes, _damage_bytes, _replace)(rng, file)
-    attempt = refused_or if damaged else accepted
-    opened = attempt(lambda: Checkpoint.open(file))
-    if isinstance(opened, str):
-        return "refused"
+        pick(rng, damage, damage, replace)(rng, file)
+    opened = attempt(not damaged, Checkpoint.open, file)
     if damaged:  # damage may change only numbers, so only reading is checked
-        read = refused_or(lambda: sum(array.size for _, array, _ in opened.tensors()))
-        return read if isinstance(read, str) else "right"
-    _compare(opened, _read_safetensors(PICKLES / f"expected-{PICKLED[name]}.safetensors"))
-    return "right"
+        attempt(False, lambda: sum(array.size for _, array, _ in opened.tensors()))
+    else:
+        _compare(opened, _read_safetensors(PICKLES / f"expected-{PICKLED[name]}.safetensors"))
 
 
-def _hostile(rng: np.random.Generator, folder: Path) -> Outcome:
+def _hostile(rng: Rng, folder: Path) -> None:
     """A pickle that would run a command, as a plain file and in a zip archive like PyTorch's."""
     ran, file = folder / "ran", folder / str(pick(rng, "pytorch_model.bin", "a.pt", "a.ckpt"))
     command = f"touch {ran}"
@@ -486,10 +381,10 @@ def _hostile(rng: np.random.Generator, folder: Path) -> Outcome:
             archive.writestr("archive/version", "3\n")
     else:
         file.write_bytes(data)
-    opened = refused_or(lambda: Checkpoint.open(pick(rng, file, folder)))
-    if ran.exists() or not isinstance(opened, str):
-        raise Difference("a pickle was executed" if ran.exists() else "opened")
-    return "refused"
+    refused = refuses(Checkpoint.open, pick(rng, file, folder))
+    check(not ran.exists(), "a pickle was executed")
+    check(refused, "opened")
+    raise Refused
 
 
 class _Runs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fuzzing import Area, Difference, Outcome, check_equal, check_message
+from fuzzing import Area, Difference, Refused, Rng, check, check_equal, check_message
 from fuzzing.bulk import model, model_folder
-from fuzzing.values import TEXTS, odd_text, pick
+from fuzzing.values import TEXTS, odd_text, pick, replace
 from gpt2block import cli
 
 EXIT_CODES = (0, 1, 2, 130, 141)
@@ -34,37 +33,44 @@ class Ended(NamedTuple):
     err: str
 
 
-def run(arguments: Sequence[str], stdin: bytes = b"") -> Ended:
-    """Run `gpt2block ARGUMENTS` in this process. Raises whatever it raises except SystemExit."""
+def run(arguments: Sequence[str], stdin: bytes = b"", valid: bool = False) -> Ended:
+    """Run `gpt2block ARGUMENTS` in this process, and check how it ends.
+
+    Raises Refused unless it succeeds, and Difference if the arguments are valid.
+    """
     streams = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (stdin, b"", b"")]
     before = sys.stdin, sys.stdout, sys.stderr
     sys.stdin, sys.stdout, sys.stderr = streams
     code: Any = 0
     try:
         cli.main(list(arguments))
-    except SystemExit as ended:
-        code = 0 if ended.code is None else ended.code
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code
     finally:
         sys.stdin, sys.stdout, sys.stderr = before
     texts = []
     for stream in streams[1:]:
         stream.flush()
         texts.append(stream.buffer.getvalue().decode("utf-8", "replace"))
-    return Ended(code, *texts)
+    ended = Ended(code, *texts)
+    check_ended(ended, arguments)
+    check(not valid or code == 0, f"refused: {ended.err.strip()}")
+    if code != 0:
+        raise Refused
+    return ended
 
 
 def check_ended(ended: Ended, arguments: Sequence[str]) -> None:
     """Raise Difference for another exit code, a traceback, or an error of more than one line."""
     command = " ".join(arguments)[:100]
-    if ended.code not in EXIT_CODES:
-        raise Difference(f"exit code {ended.code!r}: {command!a}")
-    if "Traceback" in ended.err or "Traceback" in ended.out:
-        raise Difference(f"a traceback: {command!a}: {ended.err.strip().splitlines()[-1][:100]}")
+    check(ended.code in EXIT_CODES, f"exit code {ended.code!r}: {command!a}")
+    quiet = "Traceback" not in ended.err + ended.out
+    check(quiet, f"a traceback: {command!a}: {ended.err.strip()[-100:]}")
     if ended.code == 2 and "Usage:" not in ended.err + ended.out:
-        lines = ended.err.rstrip("\n").split("\n")
-        if not lines[-1].startswith("error: ") or len(lines) > 1:
-            raise Difference(f"expected one line 'error: …', got {ended.err[:120]!r}")
-        check_message(lines[0].removeprefix("error: "))
+        line = ended.err.rstrip("\n")
+        one = line.startswith("error: ") and "\n" not in line
+        check(one, f"expected one line 'error: …', got {ended.err[:120]!r}")
+        check_message(line.removeprefix("error: "))
     prints_help = {"--help", "-h", "--version"} & {*arguments}
     if ended.code == 0 and "--json" in arguments and not prints_help:
         json.loads(ended.out, parse_constant=_no_json)
@@ -74,14 +80,12 @@ def _no_json(name: str) -> None:
     raise Difference(f"{name} in JSON")
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
-    if rng.random() < SUBPROCESSES:
-        return _subprocess(rng, folder)
+def case(rng: Rng, folder: Path) -> None:
     commands = (_generate, _generate, _score, _score, _info, _block, _explain, _other, _map)
-    return pick(rng, *commands)(rng, folder)
+    (_subprocess if rng.random() < SUBPROCESSES else pick(rng, *commands))(rng, folder)
 
 
-def _model(rng: np.random.Generator, folder: Path) -> str:
+def _model(rng: Rng, folder: Path) -> str:
     """Return the tiny model's name, or a wrong one."""
     if rng.random() < 0.8:
         return str(model_folder())
@@ -105,7 +109,7 @@ def _texts() -> list[str]:
     return [text for text in TEXTS if "\0" not in text]
 
 
-def _some(rng: np.random.Generator, options: dict[str, tuple[str, ...]]) -> tuple[list[str], bool]:
+def _some(rng: Rng, options: dict[str, tuple[str, ...]]) -> tuple[list[str], bool]:
     """Return some options, and whether all of their values are valid."""
     found: list[str] = []
     right = True
@@ -123,7 +127,7 @@ def _some(rng: np.random.Generator, options: dict[str, tuple[str, ...]]) -> tupl
     return found, right
 
 
-def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
+def _generate(rng: Rng, folder: Path) -> None:
     options, right = _some(
         rng,
         {
@@ -146,13 +150,9 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
     arguments += [] if from_stdin else ["--", prompt] if "--" not in options else [prompt]
     if rng.random() < 0.6:
         arguments.insert(1, "--json")
-    ended = run(arguments, stdin)
-    check_ended(ended, arguments)
-    if right and ended.code != 0:
-        raise Difference(f"refused: {ended.err.strip()[:200]}")
+    ended = run(arguments, stdin, right)
     if right and "--json" in arguments and not any("dtype=" in option for option in options):
         _same_as_api(json.loads(ended.out), options)
-    return "right" if ended.code == 0 else "refused"
 
 
 def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
     check_equal("text", [row["text"] for row in report["samples"]], [row.text for row in rows])
 
 
-def _score(rng: np.random.Generator, folder: Path) -> Outcome:
+def _score(rng: Rng, folder: Path) -> None:
     text = odd_text(rng) * int(pick(rng, 1, 1, 5))
     file, right = _input(rng, folder, text)
     options, plain_options = _some(
@@ -188,57 +188,39 @@ def _score(rng: np.random.Generator, folder: Path) -> Outcome:
     arguments += [str(pick(rng, "--text", "--tokens"))] if not right and rng.random() < 0.3 else []
     arguments += ["--json"] if rng.random() < 0.5 else []
     arguments += ["--", file] if "--" not in options else [file]
-    ended = run(arguments, text.encode())
-    check_ended(ended, arguments)
-    if right and ended.code != 0:
-        raise Difference(f"refused: {ended.err.strip()[:200]}")
+    ended = run(arguments, text.encode(), right)
     if right and "--json" in arguments and not any("=float16" in option for option in options):
         stride = next((int(o.partition("=")[2]) for o in options if "--stride" in o), None)
-        truth = model().score(text, stride)
-        found = json.loads(ended.out)
-        if not np.isclose(found["log_likelihood"], truth.log_likelihood, rtol=1e-4):
-            raise Difference(f"score {found['log_likelihood']}, by the API {truth.log_likelihood}")
-    return "right" if ended.code == 0 else "refused"
+        truth = model().score(text, stride).log_likelihood
+        found = json.loads(ended.out)["log_likelihood"]
+        check(np.isclose(found, truth, rtol=1e-4), f"score {found}, by the API {truth}")
 
 
-def _input(rng: np.random.Generator, folder: Path, text: str) -> tuple[str, bool]:
+def _input(rng: Rng, folder: Path, text: str) -> tuple[str, bool]:
     """Return a file's name, and whether the file contains that text."""
     path = folder / pick(rng, "text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
     plain = path.suffix not in (".bin", ".npy")
     path.write_bytes(text.encode())
-    kind = int(rng.choice([0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]))
-    if kind == 0:
+    kind = rng.random()
+    if kind < 0.4:
         return str(path), plain
-    path.unlink()
-    if kind == 1:
-        path.write_bytes(rng.bytes(int(rng.integers(0, 99))))
-    elif kind == 2:
-        path.mkdir()
-    elif kind == 3:
-        os.mkfifo(path)
-    elif kind == 4:
-        path.symlink_to(path)
-    elif kind == 5:
+    if kind < 0.5:
         return "-", True
-    elif kind == 6:
-        return str(
-            pick(rng, "/dev/zero", "/dev/null", "/proc/self/mem", "x" * 300, *_texts())
-        ), False
+    if kind < 0.6:
+        names = "/dev/zero", "/dev/null", "/proc/self/mem", "x" * 300, *_texts()
+        return str(pick(rng, *names)), False
+    replace(rng, path)
     return str(path), False
 
 
-def _info(rng: np.random.Generator, folder: Path) -> Outcome:
+def _info(rng: Rng, folder: Path) -> None:
     name = _model(rng, folder)
     options, right = _some(rng, {})
     arguments = ["info", *options, *(["--json"] if rng.random() < 0.5 else []), "--", name]
-    ended = run(arguments)
-    check_ended(ended, arguments)
-    if right and name == str(model_folder()) and ended.code != 0:
-        raise Difference(f"refused: {ended.err.strip()[:200]}")
-    return "right" if ended.code == 0 else "refused"
+    run(arguments, valid=right and name == str(model_folder()))
 
 
-def _block(rng: np.random.Generator, folder: Path) -> Outcome:
+def _block(rng: Rng, folder: Path) -> None:
     options, _ = _some(
         rng,
         {
@@ -249,32 +231,28 @@ def _block(rng: np.random.Generator, folder: Path) -> Outcome:
     )  # fmt: skip
     arguments = ["block", "--weights", _model(rng, folder), "--text=ab", *options]
     arguments += ["--json"] if rng.random() < 0.5 else []
-    ended = run(arguments)
-    check_ended(ended, arguments)
-    return "right" if ended.code == 0 else "refused"
+    run(arguments)
 
 
-def _explain(rng: np.random.Generator, folder: Path) -> Outcome:
+def _explain(rng: Rng, folder: Path) -> None:
     """A page of any text and model holds the ids of the text, and two scripts."""
     options, _ = _some(rng, {"--layer": ("0", "1", "-1"), "--dtype": ("float32", "float8_e5m2")})
     name, text, page = _model(rng, folder), str(pick(rng, *_texts())), folder / "page.html"
     arguments = ["explain", "-o", str(page), "--model", name, *options, "--", text]
-    ended = run(arguments)
-    check_ended(ended, arguments)
-    if not page.exists():
-        return "refused"
+    run(arguments)
+    if not page.exists():  # --help
+        raise Refused
     html = page.read_text(encoding="utf-8")
     start, end = '<script type="application/json" id="data">', "</script>"
-    if (html.count("<script"), html.count(end)) != (2, 2):
-        raise Difference(f"expected two scripts in the page of {text!a}")
+    scripts = html.count("<script"), html.count(end)
+    check(scripts == (2, 2), f"expected two scripts in the page of {text!a}")
     data = json.loads(html.partition(start)[2].partition(end)[0], parse_constant=_no_json)
     if name == str(model_folder()):
         ids = [token["id"] for token in data["tokens"]]
         check_equal("ids", ids, model().tokenizer.encode_ordinary(text))
-    return "right"
 
 
-def _other(rng: np.random.Generator, folder: Path) -> Outcome:
+def _other(rng: Rng, folder: Path) -> None:
     """Commands that only print descriptions or need a GPU, and unknown commands."""
     arguments = list(
         pick(
@@ -297,12 +275,10 @@ def _other(rng: np.random.Generator, folder: Path) -> Outcome:
             ["bench", "--plot", str(folder / "no" / "such.png")],
         )
     )  # fmt: skip
-    ended = run(arguments)
-    check_ended(ended, arguments)
-    return "right" if ended.code == 0 else "refused"
+    run(arguments)
 
 
-def _map(rng: np.random.Generator, folder: Path) -> Outcome:
+def _map(rng: Rng, folder: Path) -> None:
     """Jobs that must be refused at the start, without output."""
     lines = folder / "in.jsonl"
     lines.write_text('{"text": "ab"}\n')
@@ -327,14 +303,15 @@ def _map(rng: np.random.Generator, folder: Path) -> Outcome:
     target = pick(rng, str(output), str(output), str(lines / "below"), str(folder / ("y" * 300)))
     model_option = [] if "--model" in wrong else ["--model", str(model_folder())]
     arguments = ["map", task, "--output", target, *model_option, *wrong]
-    ended = run(arguments)
-    check_ended(ended, arguments)
-    if ended.code == 0 or output.exists():
-        raise Difference(f"exit code {ended.code}, output {output.exists()}: {wrong!a}"[:200])
-    return "refused"
+    try:
+        run(arguments)
+    except Refused:
+        check(not output.exists(), f"output: {wrong!a}")
+        raise
+    raise Difference(f"accepted {wrong!a}"[:200])
 
 
-def _subprocess(rng: np.random.Generator, folder: Path) -> Outcome:
+def _subprocess(rng: Rng, folder: Path) -> None:
     """A real process whose stdout is full, closed, or no longer read."""
     text = folder / "text.txt"
     text.write_text("to be or not to be")
@@ -351,12 +328,12 @@ def _subprocess(rng: np.random.Generator, folder: Path) -> Outcome:
     script = f"set -o pipefail; {command} {redirection}"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=False)
     found = Ended(ended.returncode, "", ended.stderr.decode(errors="replace"))
-    if "Exception ignored" in found.err:
-        raise Difference(f"{redirection}: {found.err.strip()[-100:]}")
+    check("Exception ignored" not in found.err, f"{redirection}: {found.err.strip()[-100:]}")
     check_ended(found, arguments)
-    if "/dev/full" in redirection and found.code == 0:
-        raise Difference("exit code 0 though nothing could be written")
-    return "right" if found.code == 0 else "refused"
+    full = "/dev/full" in redirection
+    check(not full or found.code != 0, "exit code 0 though nothing could be written")
+    if found.code != 0:
+        raise Refused
 
 
 AREA = Area("command_line", 1, case)

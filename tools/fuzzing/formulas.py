@@ -2,54 +2,63 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fuzzing import Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import Difference, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
+from fuzzing.op_calls import RULES, Draw, Known, Rule, drawn_call
 from fuzzing.values import odd_argument, pick
-from gpt2block import BlockWeights, InputError, reference
+from gpt2block import BlockWeights, reference
 
 Array = NDArray[Any]
 Arguments = dict[str, Any]
 
 
-class Draw:
-    """Random arrays of one float dtype, some of them strided."""
+class Small(Draw):
+    """Small arrays of one float dtype, some of them strided."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-        self.dtype: Any = pick(rng, np.float32, np.float64)
+    def __init__(self, rng: Rng) -> None:
+        super().__init__(rng)
+        self.kind: Any = pick(rng, np.float32, np.float64)
 
     def size(self, most: int = 5) -> int:
-        return int(self.rng.integers(1, most))
+        return int(self.rng.integers(1, min(most, 5)))
 
-    def batch(self) -> tuple[int, ...]:
-        return pick(self.rng, (), (2,), (1,), (2, 3))
+    def rows(self) -> tuple[int, ...]:
+        return (*self.pick((), (2,), (1,), (2, 3)), self.size())
 
-    def array(self, *shape: int) -> Array:
-        values = self.rng.standard_normal(shape).astype(self.dtype)
+    def array(self, *shape: int, dtype: str = "") -> Array:
+        values = self.rng.standard_normal(shape).astype(self.kind)
         if self.rng.random() < 0.2:  # every second element of a larger array
-            strided = np.zeros((*shape[:-1], 2 * shape[-1]), self.dtype)
+            strided = np.zeros((*shape[:-1], 2 * shape[-1]), self.kind)
             strided[..., ::2] = values
             return strided[..., ::2]
         return np.asfortranarray(values) if self.rng.random() < 0.2 else values
 
-    def ids(self, most: int, *shape: int) -> Array:
-        return self.rng.integers(0, most, shape).astype(pick(self.rng, np.int32, np.int64))
+    def matrix(self, kind: str, shape: tuple[int, ...], known: Known) -> Array:
+        return self.array(*shape)
+
+    def ids(self, shape: Any, V: int) -> Any:
+        return self.rng.integers(0, V, shape).astype(pick(self.rng, np.int32, np.int64))
 
 
-class Formula(NamedTuple):
-    """For a function of `reference`: how to draw its arguments, and the formula in float64."""
-
-    draw: Callable[[Draw], Arguments]
-    truth: Callable[..., Any]
+def drawn(name: str, d: Small) -> Arguments:
+    """Draw the arguments of a function, without some that have defaults."""
+    function = getattr(reference, name)
+    call = drawn_call(d, RULES_BY_NAME.get(name, Rule(name)), function)
+    arrays = {key: value for key, value in call.arrays.items() if value is not None}
+    parameters = inspect.signature(function).parameters
+    required = {key for key, one in parameters.items() if one.default is one.empty}
+    kept = {k: v for k, v in call.options.items() if k in required or d.rng.random() < 0.5}
+    return arrays | kept
 
 
 def check_ids(ids: Any, most: int) -> None:
@@ -82,15 +91,11 @@ def _encoder(ids: Array, wte: Array, wpe: Array) -> Array:
     return result
 
 
-def _encoder_rows(ids: Array, positions: Array, wte: Array, wpe: Array) -> Array:
+def _encoder_rows(ids: Array, positions: Array, wte: Array, wpe: Array | None = None) -> Array:
     check_ids(ids, len(wte))
-    check_ids(positions, len(wpe))
-    result: Array = wte[ids] + wpe[positions]
+    check_ids(positions, 2**31 if wpe is None else len(wpe))
+    result: Array = wte[ids] + (0 if wpe is None else wpe[positions])
     return result
-
-
-def _layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
-    return plain.layernorm(x, gamma, beta, eps)
 
 
 def _stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
@@ -152,13 +157,15 @@ def _trimat(qkv: Array, fill: float | None = None) -> Array:
 
 def _linear(
     x: Array, w: Array, bias: Array | None = None, gamma: Array | None = None,
-    beta: Array | None = None, residual: Array | None = None, gelu: bool = False, eps: float = 1e-5,
+    beta: Array | None = None, residual: Array | None = None, up: Array | None = None,
+    gelu: bool = False, eps: float = 1e-5,
 ) -> Array:  # fmt: skip
     if (gamma is None) != (beta is None):
         raise ValueError("one of two")
     n = x if gamma is None or beta is None else plain.layernorm(x, gamma, beta, eps)
     product = _matmul(n, w, bias)
     product = plain.gelu(product) if gelu else product
+    product = product if up is None else _silu_mul(product, _matmul(n, up))
     if residual is not None and residual.shape != product.shape:
         raise ValueError("residual")
     return product if residual is None else product + residual
@@ -166,6 +173,11 @@ def _linear(
 
 def _add(a: Array, b: Array) -> Array:
     result: Array = np.asarray(a + b)
+    return result
+
+
+def _silu_mul(gate: Array, up: Array) -> Array:
+    result: Array = gate / (1 + np.exp(-gate)) * up
     return result
 
 
@@ -216,8 +228,7 @@ def _ffn(
         raise ValueError("residual")
     h = x if residual is None else x + residual
     n = _rmsnorm(h, gamma, eps)
-    a, b = _matmul(n, w1), _matmul(n, w3)
-    out = a / (1 + np.exp(-a)) * b
+    out = _silu_mul(_matmul(n, w1), _matmul(n, w3))
     return out if residual is None else (out, h)
 
 
@@ -230,157 +241,50 @@ def _log_likelihood(logits: Array, targets: Array) -> Array:
     return np.where(known, found, np.nan)
 
 
-def _eps(d: Draw) -> float:
-    return float(d.rng.choice([1e-5, 1e-2]))
-
-
-def _with(d: Draw, required: Arguments, **optional: Callable[[], Any]) -> Arguments:
-    """Return the required arguments and some of the optional ones."""
-    return required | {name: make() for name, make in optional.items() if d.rng.random() < 0.5}
-
-
-def _draw_linear(d: Draw) -> Arguments:
-    K, N, batch = d.size(), d.size(), (*d.batch(), d.size())
-    found = _with(
-        d, {"x": d.array(*batch, K), "w": d.array(K, N)},
-        bias=lambda: d.array(N), residual=lambda: d.array(*batch, N), gelu=lambda: True,
-    )  # fmt: skip
-    norm = {"gamma": d.array(K), "beta": d.array(K), "eps": _eps(d)}
-    return found | (norm if d.rng.random() < 0.5 else {})
-
-
-def _draw_encoder(d: Draw) -> Arguments:
-    V, T, C = d.size(9), d.size(), d.size()
-    return {"ids": d.ids(V, *d.batch(), T), "wte": d.array(V, C), "wpe": d.array(T + 2, C)}
-
-
-def _draw_rows(d: Draw) -> Arguments:
-    V, n, N, C = d.size(9), d.size(9), d.size(), d.size()
-    return {
-        "ids": d.ids(V, N), "positions": d.ids(n, N), "wte": d.array(V, C), "wpe": d.array(n, C),
-    }  # fmt: skip
-
-
-def _draw_norm(d: Draw, *names: str) -> Arguments:
-    C = d.size()
-    x = {"x": d.array(*d.batch(), d.size(), C)}
-    return x | {name: d.array(C) for name in names} | {"eps": _eps(d)}
-
-
-def _draw_attention(d: Draw) -> Arguments:
-    n = d.size(4)
-    qkv = d.array(*pick(d.rng, (), (2,)), d.size(), 3 * n * d.size(4))
-    return {"qkv": qkv, "n_head": n, "causal": bool(d.rng.random() < 0.5)}
-
-
-def _draw_cached(d: Draw) -> Arguments:
-    n, T, start = d.size(4), d.size(20), int(d.rng.integers(0, 5))
-    C, more = n * d.size(4), int(d.rng.integers(0, 3))
-    kv = [d.array(start + T + more, C) for _ in range(2)]
-    return {"q": d.array(T, C), "k": kv[0], "v": kv[1], "start": start, "n_head": n}
-
-
-def _draw_softmax(d: Draw) -> Arguments:
-    T = d.size()
-    if d.rng.random() < 0.5:
-        return {"scores": d.array(*d.batch(), T, T), "causal": True}
-    return {"scores": d.array(*d.batch(), T, d.size(8))}
-
-
-def _draw_trimat(d: Draw) -> Arguments:
-    qkv = d.array(d.size(3), d.size(), 3, d.size(3), d.size())
-    return _with(d, {"qkv": qkv}, fill=lambda: pick(d.rng, 0.0, -math.inf, -1e4))
-
-
-def _draw_rope(d: Draw) -> Arguments:
-    x = d.array(*d.batch(), d.size(), d.size(3), 2 * d.size(4))
-    return _with(
-        d, {"x": x}, start=lambda: int(d.rng.integers(0, 50)), theta=lambda: 500.0,
-        half_split=lambda: True,
-    )  # fmt: skip
-
-
-def _draw_rms(d: Draw) -> Arguments:
-    K, D = d.size(), 2 * d.size(3)
-    found = {
-        "x": d.array(*d.batch(), d.size(), K),
-        "gamma": d.array(K),
-        "w": d.array(K, D * d.size(3)),
-    }
-    heads = {"head_dim": D, "start": d.size(30), "half_split": bool(d.rng.random() < 0.5)}
-    return found | (heads if d.rng.random() < 0.5 else {})
-
-
-def _draw_ffn(d: Draw) -> Arguments:
-    K, N, batch = d.size(), d.size(), (*d.batch(), d.size())
-    found = {"x": d.array(*batch, K), "gamma": d.array(K), "w1": d.array(K, N), "w3": d.array(K, N)}
-    return _with(d, found, residual=lambda: d.array(*batch, K), eps=lambda: _eps(d))
-
-
-def _draw_likelihood(d: Draw) -> Arguments:
-    V, batch = d.size(9), (*d.batch(), d.size())
-    return {"logits": d.array(*batch, V), "targets": d.ids(V, *batch) - int(d.rng.random() < 0.1)}
-
-
-def _draw_add(d: Draw) -> Arguments:
-    shape = (*d.batch(), d.size(), d.size())
-    return {"a": d.array(*shape), "b": d.array(*shape)}
-
-
-def _draw_matmul(d: Draw) -> Arguments:
-    K, N = d.size(), d.size()
-    found = {"a": d.array(*d.batch(), d.size(), K), "w": d.array(K, N)}
-    return _with(d, found, bias=lambda: d.array(N))
-
-
-FORMULAS: Mapping[str, Formula] = {
-    "encoder": Formula(_draw_encoder, _encoder),
-    "encoder_rows": Formula(_draw_rows, _encoder_rows),
-    "layernorm": Formula(lambda d: _draw_norm(d, "gamma", "beta"), _layernorm),
-    "layernorm_stats": Formula(_draw_norm, _stats),
-    "matmul_bias": Formula(_draw_matmul, _matmul),
-    "attention": Formula(_draw_attention, _attention),
-    "attention_cached": Formula(_draw_cached, _attention_cached),
-    "softmax": Formula(_draw_softmax, _softmax),
-    "trimat": Formula(_draw_trimat, _trimat),
-    "linear": Formula(_draw_linear, _linear),
-    "add": Formula(_draw_add, _add),
-    "gelu": Formula(lambda d: {"x": d.array(*d.batch(), d.size())}, plain.gelu),
-    "layernorm_gelu": Formula(lambda d: _draw_norm(d, "gamma", "beta"), _layernorm_gelu),
-    "rmsnorm": Formula(lambda d: _draw_norm(d, "weight"), _rmsnorm),
-    "rope": Formula(_draw_rope, _rope),
-    "rmsnorm_matmul": Formula(_draw_rms, _rmsnorm_matmul),
-    "rmsnorm_ffn": Formula(_draw_ffn, _ffn),
-    "log_likelihood": Formula(_draw_likelihood, _log_likelihood),
+FORMULAS: Mapping[str, Callable[..., Any]] = {
+    "encoder": _encoder,
+    "encoder_rows": _encoder_rows,
+    "layernorm": plain.layernorm,
+    "layernorm_stats": _stats,
+    "matmul_bias": _matmul,
+    "attention": _attention,
+    "attention_cached": _attention_cached,
+    "softmax": _softmax,
+    "trimat": _trimat,
+    "linear": _linear,
+    "add": _add,
+    "gelu": plain.gelu,
+    "silu_mul": _silu_mul,
+    "layernorm_gelu": _layernorm_gelu,
+    "rmsnorm": _rmsnorm,
+    "rope": _rope,
+    "rmsnorm_matmul": _rmsnorm_matmul,
+    "rmsnorm_ffn": _ffn,
+    "log_likelihood": _log_likelihood,
 }
+RULES_BY_NAME = {rule.op: rule for rule in reversed(RULES)}  # the first one of a name
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
+def case(rng: Rng, folder: Path) -> None:
     if rng.random() < 0.1:
-        return pick(rng, _fp8, _split, _block)(rng)
+        pick(rng, _fp8, _split, _block)(rng)
+        return
     name = str(pick(rng, *FORMULAS))
-    formula, draw = FORMULAS[name], Draw(rng)
-    arguments = formula.draw(draw)
-    changed = rng.random() < 0.5
+    d = Small(rng)
+    arguments = drawn(name, d)
+    changed, other = rng.random() < 0.5, str(pick(rng, *arguments))
     if changed:
-        other = str(pick(rng, *arguments))
         arguments[other] = odd_argument(rng)
-    function = getattr(reference, name)
-    attempt = refused_or if changed else accepted
-    got = attempt(lambda: function(**arguments))
-    if isinstance(got, str):
-        return "refused"
+    got = attempt(not changed, getattr(reference, name), **arguments)
     try:
         flags = ("causal", "gelu", "half_split")
         known = {n: v if n in flags else wide(v) for n, v in arguments.items()}
-        truth = formula.truth(**known)
+        truth = FORMULAS[name](**known)
     except Exception as error:
         raise Difference(f"{name}: accepted {other} = {_description(arguments[other])}") from error
-    tolerance = 2e-2 if changed else 2e-3 if draw.dtype == np.float32 else 1e-9
-    pairs = zip(got, truth, strict=True) if isinstance(truth, tuple) else [(got, truth)]
-    for one, exact in pairs:
+    tolerance = 2e-2 if changed else 2e-3 if d.kind == np.float32 else 1e-9
+    for one, exact in zip(got, truth, strict=True) if isinstance(truth, tuple) else [(got, truth)]:
         plain.check_close(name, one, exact, tolerance)
-    return "right"
 
 
 def _description(value: Any) -> str:
@@ -389,52 +293,36 @@ def _description(value: Any) -> str:
     return ascii(value)[:60]
 
 
-def _fp8(rng: np.random.Generator) -> Outcome:
+def _fp8(rng: Rng) -> None:
     """Compare FP8 bytes with ml_dtypes."""
     name = pick(rng, "float8_e5m2", "float8_e4m3fn")
     kind: Any = getattr(ml_dtypes, name)
     exponents = rng.integers(-20, 20, (3, 5)).astype(np.float32)
     x = (rng.standard_normal((3, 5)) * 2.0**exponents).astype(np.float32)
     saturate = bool(rng.random() < 0.5)
-    got = accepted(lambda: reference.to_fp8(x, name, saturate))
+    got = accepted(reference.to_fp8, x, name, saturate)
     largest = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}[name]
     exact = np.clip(x, -largest, largest) if saturate else x
     check_equal("to_fp8", got.tolist(), exact.astype(kind).view(np.uint8).tolist())
-    back = accepted(lambda: reference.from_fp8(got, name))
+    back = accepted(reference.from_fp8, got, name)
     plain.check_close("from_fp8", back, got.view(kind).astype(np.float64), 0)
     odd = odd_argument(rng)
-    function: Any = pick(rng, reference.to_fp8, reference.from_fp8)
-    other = refused_or(lambda: function(odd, name))
-    if not isinstance(other, str) and isinstance(odd, np.ma.MaskedArray):
-        raise Difference("FP8 of a masked array")
-    return "right"
+    refused = refuses(pick(rng, reference.to_fp8, reference.from_fp8), odd, name)
+    check(refused or not isinstance(odd, np.ma.MaskedArray), "FP8 of a masked array")
 
 
-def _split(rng: np.random.Generator) -> Outcome:
-    draw = Draw(rng)
-    x = draw.array(*draw.batch(), draw.size(), draw.size()).astype(np.float32)
-    parts, scale = accepted(lambda: reference.two_part(x))
-    joined = accepted(lambda: reference.joined(parts, scale))
+def _split(rng: Rng) -> None:
+    d = Small(rng)
+    x = d.array(*d.rows(), d.size()).astype(np.float32)
+    parts, scale = accepted(reference.two_part, x)
+    joined = accepted(reference.joined, parts, scale)
     plain.check_close("split", joined, x.reshape(-1, x.shape[-1]).astype(np.float64), 1e-6)
     odd = odd_argument(rng)
-    refused_or(lambda: reference.two_part(odd))
-    refused_or(lambda: reference.joined(odd, scale))
-    return "right"
+    refuses(reference.two_part, odd)
+    refuses(reference.joined, odd, scale)
 
 
-def _block(rng: np.random.Generator) -> Outcome:
+def _block(rng: Rng) -> None:
     odd = odd_argument(rng)
-    weights = BlockWeights.random(int(rng.integers(99)), plain_config(rng))
-    result = refused_or(lambda: reference.block_forward(odd, weights), InputError)
-    return result if isinstance(result, str) else "right"
-
-
-def plain_config(rng: np.random.Generator) -> Any:
-    """Return the GPT2Config of a tiny model."""
-    from gpt2block import GPT2Config  # noqa: PLC0415
-
-    sizes = plain.random_sizes(rng)
-    return GPT2Config(
-        n_layer=sizes.n_layer, n_head=sizes.n_head, n_embd=sizes.n_embd, n_ctx=sizes.n_ctx,
-        vocab_size=sizes.vocab_size, eps=sizes.eps, tie_word_embeddings=sizes.tied,
-    )  # fmt: skip
+    weights = BlockWeights.random(int(rng.integers(99)), plain.random_config(rng))
+    attempt(False, reference.block_forward, odd, weights)

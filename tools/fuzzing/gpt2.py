@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from fuzzing import Difference
+from fuzzing import Rng, check
 from gpt2block import GPT2Config
 
-Tensors = dict[str, NDArray[Any]]
+Array = NDArray[Any]
+Tensors = dict[str, Array]
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "float64": np.float64,
@@ -36,6 +37,7 @@ _OURS = {
     "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias", "w_proj": "mlp.c_proj.weight",
     "b_proj": "mlp.c_proj.bias",
 }  # fmt: skip
+_STEM = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def sizes_of(config: GPT2Config) -> Sizes:
     )  # fmt: skip
 
 
-def random_sizes(rng: np.random.Generator) -> Sizes:
+def random_sizes(rng: Rng) -> Sizes:
     """Return the sizes of a tiny model."""
     n_head = int(rng.integers(1, 4))
     return Sizes(
@@ -81,28 +83,37 @@ def random_sizes(rng: np.random.Generator) -> Sizes:
     )
 
 
+def random_config(rng: Rng) -> GPT2Config:
+    """Return the config of a tiny model."""
+    sizes = random_sizes(rng)
+    return GPT2Config(
+        sizes.n_layer, sizes.n_head, sizes.n_embd, sizes.n_ctx, sizes.vocab_size, sizes.eps,
+        sizes.tied,
+    )  # fmt: skip
+
+
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Return the tensors' shapes by Hugging Face's names, without a prefix."""
     C, inner = sizes.n_embd, sizes.inner
+    one = {
+        "ln_1.weight": (C,), "ln_1.bias": (C,),
+        "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
+        "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
+        "ln_2.weight": (C,), "ln_2.bias": (C,),
+        "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,),
+        "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,),
+    }  # fmt: skip
     found: dict[str, tuple[int, ...]] = {
         "wte.weight": (sizes.vocab_size, C),
         "wpe.weight": (sizes.n_ctx, C),
     }
     for layer in range(sizes.n_layer):
-        block = {
-            "ln_1.weight": (C,), "ln_1.bias": (C,),
-            "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
-            "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
-            "ln_2.weight": (C,), "ln_2.bias": (C,),
-            "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,),
-            "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,),
-        }  # fmt: skip
-        found |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+        found |= {f"h.{layer}.{name}": shape for name, shape in one.items()}
     found |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
     return found if sizes.tied else found | {"lm_head.weight": (sizes.vocab_size, C)}
 
 
-def random_tensors(rng: np.random.Generator, sizes: Sizes, dtype: str | None = None) -> Tensors:
+def random_tensors(rng: Rng, sizes: Sizes, dtype: str | None = None) -> Tensors:
     """Return random tensors. dtype: None draws one for each tensor."""
     found = {}
     names = list(DTYPES)
@@ -131,7 +142,7 @@ def config_json(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def to_safetensors(tensors: Mapping[str, NDArray[Any]], prefix: str = "") -> bytes:
+def to_safetensors(tensors: Mapping[str, Array], prefix: str = "") -> bytes:
     """Return the bytes of a safetensors file, by the format's own library."""
     named = {
         name if name == "lm_head.weight" else prefix + name: np.ascontiguousarray(array)
@@ -141,7 +152,7 @@ def to_safetensors(tensors: Mapping[str, NDArray[Any]], prefix: str = "") -> byt
     return data
 
 
-def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padded: int) -> bytes:
+def to_llm_c(sizes: Sizes, tensors: Mapping[str, Array], half: bool, padded: int) -> bytes:
     """Return a model file of llm.c: a header, then each kind of tensor for all layers together."""
     header = np.zeros(256, "<i4")
     header[:8] = (
@@ -151,7 +162,7 @@ def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padd
     parts = [header.tobytes()]
     dtype = DTYPES["bfloat16" if half else "float32"]
 
-    def put(array: NDArray[Any]) -> None:
+    def put(array: Array) -> None:
         parts.append(np.ascontiguousarray(array).astype(dtype).tobytes())
 
     put(tensors["wte.weight"])
@@ -165,7 +176,7 @@ def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padd
     return b"".join(parts)
 
 
-def write(folder: Path, sizes: Sizes, tensors: Mapping[str, NDArray[Any]]) -> Path:
+def write(folder: Path, sizes: Sizes, tensors: Mapping[str, Array]) -> Path:
     """Write a Hugging Face directory."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(sizes)))
@@ -193,89 +204,91 @@ def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def layernorm(x: NDArray[Any], gamma: NDArray[Any], beta: NDArray[Any], eps: float) -> NDArray[Any]:
+def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    result: NDArray[Any] = (x - mean) / np.sqrt(variance + eps) * gamma + beta
+    result: Array = (x - mean) / np.sqrt(variance + eps) * gamma + beta
     return result
 
 
-def gelu(x: NDArray[Any], exact: bool = False) -> NDArray[Any]:
+def gelu(x: Array, exact: bool = False) -> Array:
     if exact:
         erf = np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))
-        half: NDArray[Any] = 0.5 * x * (1 + erf)
+        half: Array = 0.5 * x * (1 + erf)
         return half
-    result: NDArray[Any] = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    result: Array = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return result
 
 
-def softmax(scores: NDArray[Any]) -> NDArray[Any]:
+def softmax(scores: Array) -> Array:
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    result: NDArray[Any] = e / e.sum(-1, keepdims=True)
+    result: Array = e / e.sum(-1, keepdims=True)
     return result
 
 
-def attention(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
-    causal: bool = True,
-    scale: float | None = None,
-) -> NDArray[Any]:
-    """Compute one head; q, k, v and the result are (T, HS)."""
-    scores = q @ k.T * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+def attention(q: Array, k: Array, v: Array, causal: bool = True, scale: float = 1) -> Array:
+    """Compute one head; q, k, v and the result are (T, HS). scale: a further factor of scores."""
+    scores = q @ k.T * (scale / math.sqrt(q.shape[-1]))
     if causal:
         scores[np.triu_indices(len(q), 1)] = -np.inf
-    result: NDArray[Any] = softmax(scores) @ v
+    result: Array = softmax(scores) @ v
     return result
 
 
-def states(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> list[NDArray[Any]]:
+def block(
+    x: Array, weights: Mapping[str, Array], n_head: int, eps: float, causal: bool = True,
+    scale: float = 1, exact_gelu: bool = False,
+) -> Array:  # fmt: skip
+    """Compute a block of x (T, C), in float64."""
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    size = x.shape[-1] // n_head
+    n = layernorm(x, w["ln_1.weight"], w["ln_1.bias"], eps)
+    q, k, v = np.split(n @ w["attn.c_attn.weight"] + w["attn.c_attn.bias"], 3, -1)
+    heads = [slice(a, a + size) for a in range(0, x.shape[-1], size)]
+    a = np.concatenate([attention(q[:, s], k[:, s], v[:, s], causal, scale) for s in heads], -1)
+    x = x + a @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
+    n = layernorm(x, w["ln_2.weight"], w["ln_2.bias"], eps)
+    f = gelu(n @ w["mlp.c_fc.weight"] + w["mlp.c_fc.bias"], exact_gelu)
+    result: Array = x + f @ w["mlp.c_proj.weight"] + w["mlp.c_proj.bias"]
+    return result
+
+
+def states(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> list[Array]:
     """Return the residual stream (T, C) of tokens (T,): before and after each block, after ln_f."""
-    w = {name: array.astype(np.float64) for name, array in tensors.items()}
-    x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
-    found = [x]
-    size = sizes.n_embd // sizes.n_head
+    w = {name: tensors[name].astype(np.float64) for name in _STEM}
+    found = [w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]]
+    unscaled = 1 if sizes.scaled else math.sqrt(sizes.n_embd // sizes.n_head)
     for layer in range(sizes.n_layer):
         h = f"h.{layer}."
-        n = layernorm(x, w[h + "ln_1.weight"], w[h + "ln_1.bias"], sizes.eps)
-        q, k, v = np.split(n @ w[h + "attn.c_attn.weight"] + w[h + "attn.c_attn.bias"], 3, -1)
-        scale = (1 / math.sqrt(size) if sizes.scaled else 1.0) / (
-            layer + 1 if sizes.scaled_by_layer else 1
-        )
-        heads = [slice(a, a + size) for a in range(0, sizes.n_embd, size)]
-        a = np.concatenate([attention(q[:, s], k[:, s], v[:, s], scale=scale) for s in heads], -1)
-        x = x + a @ w[h + "attn.c_proj.weight"] + w[h + "attn.c_proj.bias"]
-        n = layernorm(x, w[h + "ln_2.weight"], w[h + "ln_2.bias"], sizes.eps)
-        f = gelu(n @ w[h + "mlp.c_fc.weight"] + w[h + "mlp.c_fc.bias"], sizes.exact_gelu)
-        x = x + f @ w[h + "mlp.c_proj.weight"] + w[h + "mlp.c_proj.bias"]
-        found.append(x)
-    return [*found, layernorm(x, w["ln_f.weight"], w["ln_f.bias"], sizes.eps)]
+        of_block = {name[len(h) :]: tensors[name] for name in tensors if name.startswith(h)}
+        scale = unscaled / (layer + 1 if sizes.scaled_by_layer else 1)
+        exact = sizes.exact_gelu
+        found.append(block(found[-1], of_block, sizes.n_head, sizes.eps, True, scale, exact))
+    return [*found, layernorm(found[-1], w["ln_f.weight"], w["ln_f.bias"], sizes.eps)]
 
 
-def logits(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> NDArray[Any]:
+def logits(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> Array:
     """Return the logits (T, V) of tokens (T,)."""
     head = tensors["wte.weight" if sizes.tied else "lm_head.weight"].astype(np.float64)
-    result: NDArray[Any] = states(sizes, tensors, ids)[-1] @ head.T
+    result: Array = states(sizes, tensors, ids)[-1] @ head.T
     return result
 
 
-def log_softmax(x: NDArray[Any]) -> NDArray[Any]:
+def log_softmax(x: Array) -> Array:
     shifted = x - x.max(-1, keepdims=True)
-    result: NDArray[Any] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return result
 
 
-def check_close(name: str, got: Any, truth: NDArray[Any], relative: float = 2e-3) -> None:
+def check_close(name: str, got: Any, truth: Array, relative: float = 2e-3) -> None:
     """Raise Difference unless `got` has the shape, the NaN positions and the values of `truth`."""
     found = np.asarray(got)
-    if found.shape != truth.shape:
-        raise Difference(f"{name}: expected shape {truth.shape}, got {found.shape}")
+    check(found.shape == truth.shape, f"{name}: expected shape {truth.shape}, got {found.shape}")
     wide, exact = found.astype(np.float64), np.asarray(truth, np.float64)
     finite = np.isfinite(exact)
-    if not np.array_equal(wide[~finite], exact[~finite], equal_nan=True):
-        raise Difference(f"{name}: expected other values that are not finite")
+    same = np.array_equal(wide[~finite], exact[~finite], equal_nan=True)
+    check(same, f"{name}: expected other values that are not finite")
     largest = float(np.abs(exact[finite]).max(initial=0))
     error = float(np.abs(wide - exact)[finite].max(initial=0))
-    if not error <= relative * max(largest, 1e-3):
-        raise Difference(f"{name}: off by {error:.3g} where the largest value is {largest:.3g}")
+    near = error <= relative * max(largest, 1e-3)
+    check(near, f"{name}: off by {error:.3g} where the largest value is {largest:.3g}")

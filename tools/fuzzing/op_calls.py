@@ -1,7 +1,7 @@
 """Random valid calls of every function of `gpt2block.ops`, and their exact results.
 
 Arrays are drawn by the operation's contract and options by name; a `Rule` has what these do not
-say, such as whole heads, and integers that belong together.
+say, such as whole heads, and integers that belong together. A `Draw` chooses sizes and dtypes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fuzzing import Rng
+from fuzzing.values import pick
 from gpt2block import ops, reference
 from gpt2block.array_checks import FLOATS
-from gpt2block.contract import MATRICES, Contract, Entry
+from gpt2block.contract import MATRICES, Entry, contract_of
 from gpt2block.cuda import cupy
 from gpt2block.ops.call import FIXED
 from gpt2block.ops.registry import OPERATIONS, STEPS
+from gpt2block.ops.sample_token import MARK_SEEN
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-Rng = np.random.Generator
 Arrays = dict[str, Any]  # a CuPy or NumPy array, WeightMatrix, TwoPartMatrix or None by its name
 Known = dict[Any, Any]  # sizes, dtypes, arrays and options of a call
 Truth = Callable[[Arrays, dict[str, Any]], "list[Any]"]  # (host arrays, options) → float64 arrays
 
 SIZES = (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 200, 256, 320)
+SIXTEEN_BITS = ("float16", "bfloat16")
 HEADS = (1, 2, 3)
 HEAD_SIZES = (4, 8, 48, 64, 128)
 WEIGHTS = ("float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
@@ -54,37 +57,59 @@ class Call(NamedTuple):
     trusted: bool = False  # values in device memory determine the addresses that the kernel reads
 
 
-def pick(rng: Rng, values: Any) -> Any:
-    return values[int(rng.integers(len(values)))]
+class Draw:
+    """Random sizes and arrays for a GPU."""
 
+    def __init__(self, rng: Rng) -> None:
+        self.rng = rng
 
-def _size(rng: Rng, most: int = 320) -> int:
-    return int(pick(rng, [n for n in SIZES if n <= most]))
+    def pick(self, *choices: Any) -> Any:
+        return pick(self.rng, *choices)
 
+    def size(self, most: int = 320) -> int:
+        return int(self.pick(*(n for n in SIZES if n <= most)))
 
-def _rows(rng: Rng) -> tuple[int, ...]:
-    """Return the axes before the last one."""
-    return (_size(rng, 65),) if rng.random() < 0.5 else (_size(rng, 5), _size(rng, 33))
+    def rows(self) -> tuple[int, ...]:
+        """Axes before the last one."""
+        return (self.size(65),) if self.rng.random() < 0.5 else (self.size(5), self.size(33))
 
+    def array(self, *shape: int, dtype: str = "float32") -> Any:
+        return (self.rng.standard_normal(shape) + 0.5).astype(FLOATS[dtype])
 
-def _normal(rng: Rng, *shape: int, dtype: str = "float32") -> Any:
-    return (rng.standard_normal(shape) + 0.5).astype(FLOATS[dtype])
+    def matrix(self, kind: str, shape: tuple[int, ...], known: Known) -> Any:
+        """A matrix. All matrices of a call have the same dtype and layout."""
+        if "weights" not in known:
+            known["weights"] = self.storage(kind, known.get("any", "float32"))
+        dtype, layout = known["weights"]
+        if layout is None:
+            return self.array(*shape, dtype=dtype)
+        in_memory = shape[::-1] if layout == "NK" and kind != "table" else shape
+        return WeightMatrix.quantize(self.array(*in_memory), dtype, layout)
+
+    def storage(self, kind: str, dtype: str) -> tuple[str, str | None]:
+        """The dtype and layout of matrices; None for an array. dtype: that of the activations."""
+        if kind == "rows":
+            return self.pick(*WEIGHTS), "NK"
+        if self.rng.random() < 0.4:
+            return dtype, None
+        if kind == "table":
+            return self.pick(*WEIGHTS), "NK"
+        fp8 = WEIGHTS[3:] if dtype == "float16" else ()
+        return self.pick(dtype, *fp8), self.pick("KN", "NK")
+
+    def dtype(self, narrow: float = 0.5) -> str:
+        return pick(self.rng, *SIXTEEN_BITS) if self.rng.random() < narrow else "float32"
+
+    def ids(self, shape: Any, V: int) -> Any:
+        """Ids, sometimes with ids outside the vocabulary."""
+        low, high = ((0, V), (0, V), (-2, V + 2))[int(self.rng.integers(3))]
+        return self.rng.integers(low, high, shape).astype(np.int32)
 
 
 def _wide(value: Any) -> Any:
     """Convert floats to float64."""
     is_float = isinstance(value, np.ndarray) and value.dtype.kind in "fV"
     return value.astype(np.float64) if is_float else value
-
-
-def _dtype(rng: Rng, narrow: float = 0.5) -> str:
-    return pick(rng, ("float16", "bfloat16")) if rng.random() < narrow else "float32"
-
-
-def _ids(rng: Rng, shape: Any, V: int) -> Any:
-    """Return ids, sometimes with ids outside the vocabulary."""
-    low, high = ((0, V), (0, V), (-2, V + 2))[int(rng.integers(3))]
-    return rng.integers(low, high, shape).astype(np.int32)
 
 
 # --- calls by contract ---------------------------------------------------------------------------
@@ -98,70 +123,47 @@ class Rule(NamedTuple):
     """
 
     op: str
-    given: Callable[[Rng], Known] = lambda rng: {}
+    given: Callable[[Draw], Known] = lambda d: {}
     truth: Truth | None = None  # None: the reference in float64
     trusted: bool = False
 
 
-def drawn_call(rng: Rng, rule: Rule) -> Call:
-    """Draw the arrays of the contract, and the options."""
-    known = rule.given(rng)
-    operation = {**OPERATIONS, **STEPS}.get(rule.op)
-    contract = operation.contract if operation else MARK_SEEN
+def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
+    """Draw the arrays of the contract, and the options. function: that of `ops` by default."""
+    known = rule.given(d)
+    operation = {**OPERATIONS, **STEPS, "mark_seen": MARK_SEEN}.get(rule.op)
+    contract = operation.contract if operation else contract_of(getattr(reference, rule.op))
     entries = {entry.name: entry for entry in contract.inputs}
     arrays: Arrays = {}
     options: dict[str, Any] = {}
-    for name in inspect.signature(getattr(ops, rule.op)).parameters:
+    for name in inspect.signature(function or getattr(ops, rule.op)).parameters:
         if name in entries and name not in (operation.keywords if operation else ()):
-            arrays[name] = known[name] if name in known else _drawn(rng, entries[name], known)
+            arrays[name] = known[name] if name in known else _drawn(d, entries[name], known)
         elif name in known:
             options[name] = known[name]
         elif name in OPTIONS:
-            options[name] = pick(rng, OPTIONS[name])
+            options[name] = d.pick(*OPTIONS[name])
         elif name == "variant" and operation:
-            options[name] = pick(rng, (None, *(each.name for each in operation.variants)))
+            options[name] = d.pick(None, *(each.name for each in operation.variants))
     return Call(rule.op, arrays, options, rule.truth or by_reference(rule.op), rule.trusted)
 
 
-def _drawn(rng: Rng, entry: Entry, known: Known) -> Any:
+def _drawn(d: Draw, entry: Entry, known: Known) -> Any:
     """Draw an array, or None. What it draws for the first time is added to known."""
     alike = entry.kind, entry.axes  # such as gamma and beta, which are present together
-    if entry.optional and not known.setdefault(alike, bool(rng.integers(2))):
+    if entry.optional and not known.setdefault(alike, bool(d.rng.integers(2))):
         return None
     for axis in entry.axes:
         if axis == "..." and axis not in known:
-            known[axis] = pick(rng, ((), (_size(rng, 5),))) if "T" in entry.axes else _rows(rng)
+            known[axis] = d.pick((), (d.size(5),)) if "T" in entry.axes else d.rows()
         elif axis.isalpha() and axis not in known:
-            known[axis] = _size(rng, 65 if axis == "T" else 320)
+            known[axis] = d.size(65 if axis == "T" else 320)
     shape = entry.shape(known)
     if entry.kind in (*MATRICES, "table"):
-        return _weights(rng, entry.kind, shape, known)
+        return d.matrix(entry.kind, shape, known)
     kind = "any" if entry.kind in ("strided", "mixed") else entry.kind
-    dtype = FIXED.get(kind) or known.setdefault(kind, _dtype(rng))
-    return _normal(rng, *shape, dtype=dtype)
-
-
-def _weights(rng: Rng, kind: str, shape: tuple[int, ...], known: Known) -> Any:
-    """Draw a matrix. All matrices of a call have the same dtype and layout."""
-    if "weights" not in known:
-        known["weights"] = _storage(rng, kind, known.get("any", "float32"))
-    dtype, layout = known["weights"]
-    if layout is None:
-        return _normal(rng, *shape, dtype=dtype)
-    in_memory = shape[::-1] if layout == "NK" and kind != "table" else shape
-    return WeightMatrix.quantize(_normal(rng, *in_memory), dtype, layout)
-
-
-def _storage(rng: Rng, kind: str, dtype: str) -> tuple[str, str | None]:
-    """The dtype and layout of matrices; None for an array. dtype: that of the activations."""
-    if kind == "rows":
-        return pick(rng, WEIGHTS), "NK"
-    if rng.random() < 0.4:
-        return dtype, None
-    if kind == "table":
-        return pick(rng, WEIGHTS), "NK"
-    fp8 = WEIGHTS[3:] if dtype == "float16" else ()
-    return pick(rng, (dtype, *fp8)), pick(rng, ("KN", "NK"))
+    dtype = FIXED.get(kind) or known.setdefault(kind, d.dtype())
+    return d.array(*shape, dtype=dtype)
 
 
 def by_reference(name: str) -> Truth:
@@ -181,11 +183,11 @@ def by_reference(name: str) -> Truth:
 # --- what is special -----------------------------------------------------------------------------
 
 
-def _layernorm(rng: Rng) -> Known:
+def _layernorm(d: Draw) -> Known:
     """More than a few channels, whose variance could be almost 0."""
-    eps, dtype = pick(rng, (1e-5, 1e-12, 0.1)), _dtype(rng, 0.3)
-    other = pick(rng, (dtype, "float32"))  # of gamma and beta
-    return {"C": _size(rng) + 8, "eps": eps, "any": dtype, "other": other}
+    eps, dtype = d.pick(1e-5, 1e-12, 0.1), d.dtype(0.3)
+    other = d.pick(dtype, "float32")  # of gamma and beta
+    return {"C": d.size() + 8, "eps": eps, "any": dtype, "other": other}
 
 
 def _layernorm_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -195,26 +197,26 @@ def _layernorm_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return out
 
 
-def _attention(rng: Rng) -> Known:
-    n_head, dtype = pick(rng, HEADS), _dtype(rng)
-    HS = 64 if dtype != "float32" else pick(rng, HEAD_SIZES)
+def _attention(d: Draw) -> Known:
+    n_head, dtype = d.pick(*HEADS), d.dtype()
+    HS = 64 if dtype != "float32" else d.pick(*HEAD_SIZES)
     variants = (None, "mma", "hopper") if dtype != "float32" else (None, "mha", "naive", "online")
-    return {"n_head": n_head, "any": dtype, "W": 3 * n_head * HS, "variant": pick(rng, variants)}
+    return {"n_head": n_head, "any": dtype, "W": 3 * n_head * HS, "variant": d.pick(*variants)}
 
 
-def _sequences(rng: Rng, count: int, longest: int) -> tuple[Any, Any]:
+def _sequences(d: Draw, count: int, longest: int) -> tuple[Any, Any]:
     """Return the lengths of sequences, at least one of which has rows, and cu_seqlens."""
-    lengths = rng.integers(0, longest, count)
+    lengths = d.rng.integers(0, longest, count)
     lengths[-1] += not lengths.any()
     return lengths, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def _attention_varlen(rng: Rng) -> Known:
-    lengths, ends = _sequences(rng, int(rng.integers(1, 5)), 70)
-    n_head, dtype = pick(rng, HEADS), pick(rng, ("float16", "bfloat16"))
+def _attention_varlen(d: Draw) -> Known:
+    lengths, ends = _sequences(d, int(d.rng.integers(1, 5)), 70)
+    n_head, dtype = d.pick(*HEADS), d.pick(*SIXTEEN_BITS)
     return {
         "n_head": n_head,
-        "qkv": _normal(rng, int(ends[-1]) + 1, 3 * 64 * n_head, dtype=dtype),
+        "qkv": d.array(int(ends[-1]) + 1, 3 * 64 * n_head, dtype=dtype),
         "cu_seqlens": cupy.asarray(ends),
         "max_seqlen": int(lengths.max()),
         "variant": None,
@@ -229,40 +231,40 @@ def _attention_varlen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return [out]
 
 
-def _kv_cache(rng: Rng, B: int, n_ctx: int) -> Known:
+def _kv_cache(d: Draw, B: int, n_ctx: int) -> Known:
     """A kv_cache, and q or qkv of the same heads in float32 or its dtype."""
-    n_head, kept = pick(rng, HEADS), _dtype(rng)
-    C = n_head * pick(rng, HEAD_SIZES)
+    n_head, kept = d.pick(*HEADS), d.dtype()
+    C = n_head * d.pick(*HEAD_SIZES)
     sizes = {"B": B, "P": n_ctx, "C": C, "Q": C, "W": 3 * C}
-    return {**sizes, "n_head": n_head, "kv": kept, "any": pick(rng, ("float32", kept))}
+    return {**sizes, "n_head": n_head, "kv": kept, "any": d.pick("float32", kept)}
 
 
-def _attention_cached(rng: Rng) -> Known:
-    T, start = _size(rng, 65), int(rng.integers(0, 90))
-    keys = start + T + int(rng.integers(0, 3))
-    return _kv_cache(rng, 1, keys) | {"T": T, "start": start}
+def _attention_cached(d: Draw) -> Known:
+    T, start = d.size(65), int(d.rng.integers(0, 90))
+    keys = start + T + int(d.rng.integers(0, 3))
+    return _kv_cache(d, 1, keys) | {"T": T, "start": start}
 
 
-def _attention_split(rng: Rng) -> Known:
-    B, n_ctx = _size(rng, 17), _size(rng)
-    row, position = (rng.integers(0, most, B).astype(np.int32) for most in (B, n_ctx))
-    return _kv_cache(rng, B, n_ctx) | {"M": B, "row": row, "position": position}
+def _attention_split(d: Draw) -> Known:
+    B, n_ctx = d.size(17), d.size()
+    row, position = (d.rng.integers(0, most, B).astype(np.int32) for most in (B, n_ctx))
+    return _kv_cache(d, B, n_ctx) | {"M": B, "row": row, "position": position}
 
 
-def _attention_packed(rng: Rng) -> Known:
-    B, n_ctx = int(rng.integers(1, 4)), 96
-    lengths, ends = _sequences(rng, B, 40)
-    start = rng.integers(0, n_ctx - 40, B).astype(np.int32)
+def _attention_packed(d: Draw) -> Known:
+    B, n_ctx = int(d.rng.integers(1, 4)), 96
+    lengths, ends = _sequences(d, B, 40)
+    start = d.rng.integers(0, n_ctx - 40, B).astype(np.int32)
     found = {"N": int(ends[-1]), "cu_seqlens": ends, "start": start, "longest": int(lengths.max())}
-    return _kv_cache(rng, B, n_ctx) | found
+    return _kv_cache(d, B, n_ctx) | found
 
 
-def _kv_append(rng: Rng) -> Known:
-    B, n_ctx = _size(rng, 5), _size(rng, 33)
-    places = rng.permutation(B * n_ctx)[: rng.integers(1, B * n_ctx + 1)]
+def _kv_append(d: Draw) -> Known:
+    B, n_ctx = d.size(5), d.size(33)
+    places = d.rng.permutation(B * n_ctx)[: d.rng.integers(1, B * n_ctx + 1)]
     row, position = (places // n_ctx).astype(np.int32), (places % n_ctx).astype(np.int32)
-    row[0] += int(pick(rng, (0, 0, B, -B)))  # rows outside the cache are ignored
-    return _kv_cache(rng, B, n_ctx) | {"N": len(places), "row": row, "position": position}
+    row[0] += int(d.pick(0, 0, B, -B))  # rows outside the cache are ignored
+    return _kv_cache(d, B, n_ctx) | {"N": len(places), "row": row, "position": position}
 
 
 def _kv_append_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -274,14 +276,14 @@ def _kv_append_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return [k.astype(np.float64), v.astype(np.float64)]
 
 
-def _encoder(rng: Rng) -> Known:
-    V, P, rows = _size(rng), _size(rng), _rows(rng)
-    return {"V": V, "P": P, "ids": _ids(rng, (*rows[:-1], min(rows[-1], P)), V)}
+def _encoder(d: Draw) -> Known:
+    V, P, rows = d.size(), d.size(), d.rows()
+    return {"V": V, "P": P, "ids": d.ids((*rows[:-1], min(rows[-1], P)), V)}
 
 
-def _encoder_rows(rng: Rng) -> Known:
-    V, P, N = _size(rng), _size(rng), _size(rng)
-    return {"V": V, "P": P, "ids": _ids(rng, N, V), "positions": _ids(rng, N, P)}
+def _encoder_rows(d: Draw) -> Known:
+    V, P, N = d.size(), d.size(), d.size()
+    return {"V": V, "P": P, "ids": d.ids(N, V), "positions": d.ids(N, P)}
 
 
 def _encoder_truth(name: str) -> Truth:
@@ -300,42 +302,42 @@ def _encoder_truth(name: str) -> Truth:
     return truth
 
 
-def _softmax(rng: Rng) -> Known:
-    T, causal = _size(rng), bool(rng.integers(2))
-    return {"T": T, "...": (*_rows(rng)[:1], T) if causal else _rows(rng), "causal": causal}
+def _softmax(d: Draw) -> Known:
+    T, causal = d.size(), bool(d.rng.integers(2))
+    return {"T": T, "...": (*d.rows()[:1], T) if causal else d.rows(), "causal": causal}
 
 
-def _trimat(rng: Rng) -> Known:
-    heads = {"NH": pick(rng, HEADS), "HS": pick(rng, HEAD_SIZES)}
-    return {"B": _size(rng, 3), "T": _size(rng, 129), **heads}
+def _trimat(d: Draw) -> Known:
+    heads = {"NH": d.pick(*HEADS), "HS": d.pick(*HEAD_SIZES)}
+    return {"B": d.size(3), "T": d.size(129), **heads}
 
 
-def _rope(rng: Rng) -> Known:
-    return {"H": pick(rng, HEADS), "D": 2 * _size(rng, 64), "any": _dtype(rng)}
+def _rope(d: Draw) -> Known:
+    return {"H": d.pick(*HEADS), "D": 2 * d.size(64), "any": d.dtype()}
 
 
-def _rmsnorm_matmul(rng: Rng) -> Known:
-    head_dim = pick(rng, (None, 16, 64, 128))
-    sizes = {"K": 8 * _size(rng, 33), "N": (head_dim or 8) * _size(rng, 5)}
-    return sizes | {"head_dim": head_dim, "any": _dtype(rng, 0.7)}
+def _rmsnorm_matmul(d: Draw) -> Known:
+    head_dim = d.pick(None, 16, 64, 128)
+    sizes = {"K": 8 * d.size(33), "N": (head_dim or 8) * d.size(5)}
+    return sizes | {"head_dim": head_dim, "any": d.dtype(0.7)}
 
 
-def _rmsnorm_ffn(rng: Rng) -> Known:
-    known: Known = {"K": 8 * _size(rng, 33), "N": 8 * _size(rng, 33), "any": _dtype(rng, 0.7)}
-    if rng.random() < 0.1:
-        known["w1"] = known["w3"] = _weights(rng, "matrix", (known["K"], known["N"]), known)
+def _rmsnorm_ffn(d: Draw) -> Known:
+    known: Known = {"K": 8 * d.size(33), "N": 8 * d.size(33), "any": d.dtype(0.7)}
+    if d.rng.random() < 0.1:
+        known["w1"] = known["w3"] = d.matrix("matrix", (known["K"], known["N"]), known)
     return known
 
 
-def _to_fp8(rng: Rng) -> Known:
-    N, K, layout = _size(rng), _size(rng), pick(rng, ("KN", "NK"))
+def _to_fp8(d: Draw) -> Known:
+    N, K, layout = d.size(), d.size(), d.pick("KN", "NK")
     shape = (K, N) if layout == "KN" else (N, K)
-    x = 10.0 ** rng.uniform(-8, 6, shape) * rng.choice([-1, 1], shape)
-    scale = rng.uniform(0.01, 100, N).astype(np.float32)
+    x = 10.0 ** d.rng.uniform(-8, 6, shape) * d.rng.choice([-1, 1], shape)
+    scale = d.rng.uniform(0.01, 100, N).astype(np.float32)
     with np.errstate(over="ignore"):
-        stored = x.astype(np.float32).astype(FLOATS[_dtype(rng)])
+        stored = x.astype(np.float32).astype(FLOATS[d.dtype()])
     found = {"x": stored, "layout": layout, "variant": None}
-    return found | {"scale": cupy.asarray(scale) if rng.random() < 0.4 else None}
+    return found | {"scale": cupy.asarray(scale) if d.rng.random() < 0.4 else None}
 
 
 def _to_fp8_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -345,11 +347,11 @@ def _to_fp8_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
         return [reference.to_fp8(host["x"], scale=scale, **found)]
 
 
-def _gemm(rng: Rng) -> Known:
-    dtype, wide = pick(rng, ("float16", "bfloat16")), rng.random() < 0.3
+def _gemm(d: Draw) -> Known:
+    dtype, wide = d.pick(*SIXTEEN_BITS), d.rng.random() < 0.3
     return {
-        "K": 8 * _size(rng, 65),
-        "N": 8 * _size(rng, 65),
+        "K": 8 * d.size(65),
+        "N": 8 * d.size(65),
         "any": dtype,
         "weights": (dtype, "NK"),
         "out_dtype": "float32" if wide else dtype,
@@ -358,11 +360,11 @@ def _gemm(rng: Rng) -> Known:
     }
 
 
-def _gemm_two_part(rng: Rng) -> Known:
+def _gemm_two_part(d: Draw) -> Known:
     """`gemm` with the accuracy of float32, on two-part matrices."""
-    K, N = 8 * _size(rng, 65), 8 * _size(rng, 65)
-    w = TwoPartMatrix.from_float32(cupy.asarray(_normal(rng, N, K)))
-    options = {"split_k": False, "variant": pick(rng, (None, "mma"))}
+    K, N = 8 * d.size(65), 8 * d.size(65)
+    w = TwoPartMatrix.from_float32(cupy.asarray(d.array(N, K)))
+    options = {"split_k": False, "variant": d.pick(None, "mma")}
     return options | {"K": K, "N": N, "any": "float32", "out_dtype": "float32", "w": w, "up": None}
 
 
@@ -370,9 +372,9 @@ def _gemm_two_part_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return by_reference("gemm")(host | {"w": host["w"].T}, {"gelu": options["gelu"]})
 
 
-def _two_part(rng: Rng) -> Known:
-    scale = np.float32(10.0 ** rng.integers(-20, 20))
-    return {"x": _normal(rng, *_rows(rng), _size(rng)) * scale}
+def _two_part(d: Draw) -> Known:
+    scale = np.float32(10.0 ** d.rng.integers(-20, 20))
+    return {"x": d.array(*d.rows(), d.size()) * scale}
 
 
 def _two_part_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -380,28 +382,28 @@ def _two_part_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return [found.astype(np.float64)]
 
 
-def _sample_token(rng: Rng) -> Known:
+def _sample_token(d: Draw) -> Known:
     """Random settings. exp may differ in its last bit, which changes one draw in millions."""
     sampling = Sampling(
-        temperature=float(pick(rng, (0, 0.5, 1, 2))),
-        top_k=int(pick(rng, (0, 1, 5))),
-        top_p=float(pick(rng, (1, 0.9, 0.1))),
-        min_p=float(pick(rng, (0, 0.05))),
-        seed=int(rng.integers(2**62)),
+        temperature=float(d.pick(0, 0.5, 1, 2)),
+        top_k=int(d.pick(0, 1, 5)),
+        top_p=float(d.pick(1, 0.9, 0.1)),
+        min_p=float(d.pick(0, 0.05)),
+        seed=int(d.rng.integers(2**62)),
     )
-    logits = (3 * rng.standard_normal((_size(rng, 9), _size(rng)))).astype(np.float32)
+    logits = (3 * d.rng.standard_normal((d.size(9), d.size()))).astype(np.float32)
     return {"logits": logits, "sampling": sampling, "step": 3}
 
 
-def _log_likelihood(rng: Rng) -> Known:
-    V, rows = _size(rng), _rows(rng)
-    return {"...": rows, "V": V, "targets": _ids(rng, rows, V)}
+def _log_likelihood(d: Draw) -> Known:
+    V, rows = d.size(), d.rows()
+    return {"...": rows, "V": V, "targets": d.ids(rows, V)}
 
 
-def _mark_seen(rng: Rng) -> Known:
-    B, V, N = _size(rng, 9), _size(rng), _size(rng)
-    seen = rng.integers(0, 2, (B, V)).astype(np.uint8)
-    return {"tokens": _ids(rng, N, V), "rows": _ids(rng, N, B), "seen": seen}
+def _mark_seen(d: Draw) -> Known:
+    B, V, N = d.size(9), d.size(), d.size()
+    seen = d.rng.integers(0, 2, (B, V)).astype(np.uint8)
+    return {"tokens": d.ids(N, V), "rows": d.ids(N, B), "seen": seen}
 
 
 def _mark_seen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -412,7 +414,6 @@ def _mark_seen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return [seen]
 
 
-MARK_SEEN = Contract.parse("tokens rows i32 N; seen u8 B V -> seen u8 B V")
 RULES = (
     Rule("layernorm", _layernorm, _layernorm_truth),
     Rule("matmul_bias"),
@@ -423,7 +424,7 @@ RULES = (
     Rule("attention_split", _attention_split, trusted=True),
     Rule("kv_append", _kv_append, _kv_append_truth, trusted=True),
     *(Rule(name) for name in ("add", "gelu", "silu_mul", "rmsnorm", "linear")),
-    Rule("layernorm_gelu", lambda rng: {"C": _size(rng) + 8}),
+    Rule("layernorm_gelu", lambda d: {"C": d.size() + 8}),
     Rule("encoder", _encoder, _encoder_truth("encoder")),
     Rule("encoder_rows", _encoder_rows, _encoder_truth("encoder_rows")),
     Rule("softmax", _softmax),

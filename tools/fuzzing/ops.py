@@ -9,17 +9,18 @@ on the same numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cupy as cp
 import numpy as np
 from ml_dtypes import finfo
 
-from fuzzing import Area, Difference, Outcome, refused_or
-from fuzzing.op_calls import RULES, Arrays, Call, Rng, drawn_call, pick
+from fuzzing import Area, Difference, Refused, Rng, check, check_message
+from fuzzing.op_calls import RULES, Arrays, Call, Draw, drawn_call
+from fuzzing.values import pick
 from gpt2block import ops
 from gpt2block.bench.measure import tolerance, uploaded
 from gpt2block.cuda.arrays import mapped
@@ -34,11 +35,13 @@ ODD_OPTIONS: tuple[Any, ...] = (
     None, True, False, 0, -1, 7, 33, 2**31, 2**70, 1.5, float("nan"), "mha", "", "6", [],
 )  # fmt: skip
 GUARD = 64  # elements on each side of an output that must not change
+UNWRITTEN = 0xA5  # the value of their bytes
+T = TypeVar("T")
 
 
-def case(rng: Rng, folder: Path) -> Outcome:
+def case(rng: Rng, folder: Path) -> None:
     """One call, whose result is right or which is refused."""
-    call = drawn_call(rng, pick(rng, RULES))
+    call = drawn_call(Draw(rng), pick(rng, *RULES))
     arrays = {
         name: None if value is None else uploaded(value) for name, value in call.arrays.items()
     }
@@ -46,19 +49,28 @@ def case(rng: Rng, folder: Path) -> Outcome:
     _change(rng, call, arrays, options)
     guarded = _add_out(rng, call.op, arrays, options)
     before = {name: _on_host(value) for name, value in arrays.items()}
-    result = refused_or(lambda: getattr(ops, call.op)(**arrays, **options), InputError)
-    cp.cuda.runtime.deviceSynchronize()
-    if guarded is not None:
-        guarded.check()
-    if isinstance(result, str):
-        return "refused"
+    result = _run(lambda: getattr(ops, call.op)(**arrays, **options), guarded)
     if call.op in IN_PLACE:
         result = [arrays[name] for name in IN_PLACE[call.op]]
     _check_inputs(arrays, before, options.get("out"), IN_PLACE.get(call.op, ()))
     _compare(call, result, before, options)
     if isinstance(result, cp.ndarray) and "out" not in options and call.op in OPERATIONS:
         _bind_into(rng, call, arrays, options, result)
-    return "right"
+
+
+def _run(function: Callable[[], T], guarded: Guarded | None) -> T:
+    """Return the result, when the GPU is done. Raises Refused for InputError."""
+    try:
+        return function()
+    except InputError as error:
+        check_message(str(error))
+        raise Refused from error
+    finally:
+        cp.cuda.runtime.deviceSynchronize()
+        if guarded is not None:
+            sides = guarded.buffer[: guarded.first], guarded.buffer[guarded.end :]
+            untouched = bool((cp.concatenate(sides) == UNWRITTEN).all())
+            check(untouched, "bytes next to the output were written")
 
 
 def _change(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any]) -> None:
@@ -70,7 +82,7 @@ def _change(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any]) -> No
             name = names.pop(int(rng.integers(len(names))))
             arrays[name] = _changed(rng, arrays[name], call.trusted)
         elif free:
-            options[pick(rng, free)] = pick(rng, ODD_OPTIONS)
+            options[pick(rng, *free)] = pick(rng, *ODD_OPTIONS)
 
 
 def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], result: Any) -> None:
@@ -81,20 +93,18 @@ def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], re
     found = [a for a in given if isinstance(a, cp.ndarray) and a.flags.c_contiguous]
     shared = [a for a in found if a.dtype == result.dtype and a.size >= result.size]
     if shared and rng.random() < 0.7:
-        flat = pick(rng, shared).ravel()  # a view, as it is contiguous
+        flat = pick(rng, *shared).ravel()  # a view, as it is contiguous
         first = int(rng.integers(flat.size - result.size + 1))
         guarded, out = None, flat[first : first + result.size].reshape(result.shape)
     else:
         guarded, out = _guarded(result.shape, result.dtype)
     before = {name: _on_host(value) for name, value in arrays.items()}
     known = {name: value for name, value in options.items() if name in operation.keywords}
-    bound = refused_or(lambda: operation.bind(given, out, **known), InputError)
-    if isinstance(bound, str):
+    try:
+        bound = _run(lambda: operation.bind(given, out, **known), guarded)
+    except Refused:
         return
-    bound.run()
-    cp.cuda.runtime.deviceSynchronize()
-    if guarded is not None:
-        guarded.check()
+    _run(bound.run, guarded)
     _check_inputs(arrays, before, out, ())
     outputs = (bound.out, *bound.extra)[: 1 + 2 * bool(options.get("stats"))]
     _compare(call, outputs, before, options)
@@ -115,24 +125,24 @@ def _compare(call: Call, result: Any, host: Arrays, options: dict[str, Any]) -> 
 def _check_near(name: str, got: Any, truth: Any) -> None:
     """Raise Difference unless the finite values of the truth are equal up to rounding."""
     values = cp.asnumpy(got)
-    if values.shape != truth.shape:
-        raise Difference(f"{name}: expected shape {truth.shape}, got {values.shape}")
+    check(values.shape == truth.shape, f"{name}: expected shape {truth.shape}, got {values.shape}")
     if truth.dtype.kind in "iub":
-        if not np.array_equal(values, truth):
-            raise Difference(f"{name}: {int((values != truth).sum())} of {truth.size} differ")
+        off_by = int((values != truth).sum())
+        check(off_by == 0, f"{name}: {off_by} of {truth.size} differ")
         return
     finite = np.isfinite(truth)
-    if name.partition(",")[0] in NAN_DEFINED and not np.isnan(values[np.isnan(truth)]).all():
-        raise Difference(f"{name}: expected NaN for ids that are out of range")
+    if name.partition(",")[0] in NAN_DEFINED:
+        undefined = np.isnan(values[np.isnan(truth)]).all()
+        check(undefined, f"{name}: expected NaN for ids that are out of range")
     if not finite.any():
         return
-    off = np.abs(values.astype(np.float64)[finite] - truth[finite])
+    off = float(np.abs(values.astype(np.float64)[finite] - truth[finite]).max())
     largest = max(float(np.abs(truth[finite]).max()), 1e-30)
     rounded = name.startswith("rmsnorm_")  # the norm and both products are rounded, too
     limit = tolerance(values.dtype.name) * (2 if rounded else 1)
     smallest = float(finfo(values.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
-    if not float(off.max()) <= limit * largest + smallest:  # also for NaN
-        raise Difference(f"{name}: off by {off.max() / largest:.2e}, expected {limit:.2e} at most")
+    near = off <= limit * largest + smallest  # not for NaN
+    check(near, f"{name}: off by {off / largest:.2e}, expected {limit:.2e} at most")
 
 
 def _check_inputs(arrays: Arrays, before: Arrays, out: Any, written: tuple[str, ...]) -> None:
@@ -143,8 +153,7 @@ def _check_inputs(arrays: Arrays, before: Arrays, out: Any, written: tuple[str, 
         now, old = _parts(_on_host(value)), _parts(before[name])
         same = all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
                    for a, b in zip(now, old, strict=True))  # fmt: skip
-        if not same:
-            raise Difference(f"{name}: an input has changed")
+        check(same, f"{name}: an input has changed")
 
 
 def _on_host(value: Any) -> Any:
@@ -173,8 +182,8 @@ def _changed(rng: Rng, value: Any, trusted: bool = False) -> Any:
     if isinstance(value, WeightMatrix):
         return _changed_weights(rng, value)
     if not isinstance(value, cp.ndarray) or value.ndim == 0 or value.size == 0:
-        return pick(rng, (None, 1.0, "x", np.zeros(3, np.float32)))
-    return pick(rng, LAYOUT_CHANGES if trusted else CHANGES)(rng, value)
+        return pick(rng, None, 1.0, "x", np.zeros(3, np.float32))
+    return pick(rng, *(LAYOUT_CHANGES if trusted else CHANGES))(rng, value)
 
 
 def _changed_weights(rng: Rng, w: WeightMatrix) -> Any:
@@ -231,7 +240,7 @@ def _misaligned(rng: Rng, x: Any) -> Any:
 
 def _other_dtype(rng: Rng, x: Any) -> Any:
     names = ("float32", "float16", "float64", "int32", "int64", "uint8", "bool", "complex64")
-    return x.astype(pick(rng, names))
+    return x.astype(pick(rng, *names))
 
 
 def _other_shape(rng: Rng, x: Any) -> Any:
@@ -245,12 +254,12 @@ def _other_shape(rng: Rng, x: Any) -> Any:
         lambda: x[:0],
         lambda: x.ravel()[0],
     )
-    return pick(rng, changes)()
+    return pick(rng, *changes)()
 
 
 def _on_the_host(rng: Rng, x: Any) -> Any:
     host = cp.asnumpy(x)
-    return pick(rng, (host, host.tolist(), np.ma.masked_array(host), None, "text", 3))
+    return pick(rng, host, host.tolist(), np.ma.masked_array(host), None, "text", 3)
 
 
 LAYOUT_CHANGES = (
@@ -266,11 +275,6 @@ class Guarded(NamedTuple):
     buffer: Any
     first: int
     end: int
-
-    def check(self) -> None:
-        sides = cp.concatenate([self.buffer[: self.first], self.buffer[self.end :]])
-        if not bool((sides == 0xA5).all()):
-            raise Difference("bytes next to the output were written")
 
 
 def _add_out(rng: Rng, op: str, arrays: Arrays, options: dict[str, Any]) -> Guarded | None:
@@ -303,7 +307,7 @@ def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[Guarded, Any]:
     """Return an output of that shape, and the guard regions around it."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     edge = GUARD * np.dtype(dtype).itemsize
-    buffer = cp.full(size + 2 * edge, 0xA5, "uint8")
+    buffer = cp.full(size + 2 * edge, UNWRITTEN, "uint8")
     out = buffer[edge : edge + size].view(dtype).reshape(shape)
     return Guarded(buffer, edge, edge + size), out
 

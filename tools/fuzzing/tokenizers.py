@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers as hugging_face
 
-from fuzzing import Area, Outcome, accepted, check_equal, refused_or
+from fuzzing import Area, Refused, Rng, accepted, attempt, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import odd_text, odd_value, pick
+from fuzzing.values import damaged, odd_text, odd_value, pick, spoil_json
 from fuzzing.vocabularies import (
+    BYTES,
     CHARACTERS,
     DECODERS,
     END,
@@ -34,6 +34,7 @@ from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.text import tokenizer
 
+_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
 _TEXTS = ("b" * 300, "abc" * 90, "it's  ", "\x85\u2003\x1c", "Z é", END)
 _MODEL_OPTIONS = {
@@ -43,11 +44,11 @@ _MODEL_OPTIONS = {
 }
 
 
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
-    return pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
+def case(rng: Rng, folder: Path) -> None:
+    pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
 
 
-def _change(rng: np.random.Generator, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
+def _change(rng: Rng, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
     """Change one setting to a value that GPT-2's tokenizer.json does not have."""
     changes: dict[str, tuple[Any, ...]] = {
         "pre_tokenizer": PRE_TOKENIZERS,
@@ -65,9 +66,7 @@ def _change(rng: np.random.Generator, spec: dict[str, Any], vocabulary: Vocabula
         spec[name] = pick(rng, *changes[name])
 
 
-def _other_token(
-    rng: np.random.Generator, model: dict[str, Any], vocabulary: Vocabulary
-) -> dict[str, Any]:
+def _other_token(rng: Rng, model: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """An added token that is not special."""
     content = str(pick(rng, "ab", "abc", " ", "é", "1", "bdd", "\n", ""))
     options = {name: bool(rng.random() < 0.3) for name in ("single_word", "lstrip", "rstrip")}
@@ -79,7 +78,7 @@ def _other_token(
     return added_token(index, content, **options)
 
 
-def _change_model(rng: np.random.Generator, model: dict[str, Any]) -> None:
+def _change_model(rng: Rng, model: dict[str, Any]) -> None:
     vocab, merges = model["vocab"], model["merges"] or []
     option = str(pick(rng, *_MODEL_OPTIONS))
     names = [name for name in vocab if name != END]
@@ -95,22 +94,7 @@ def _change_model(rng: np.random.Generator, model: dict[str, Any]) -> None:
     )
 
 
-def _damage(rng: np.random.Generator, spec: dict[str, Any]) -> None:
-    """Remove a field at any depth, or change its value."""
-    parent: Any = spec
-    for _ in range(int(rng.integers(1, 4))):
-        key = pick(rng, *parent)
-        if not isinstance(parent[key], dict) or not parent[key]:
-            break
-        parent = parent[key]
-    key = pick(rng, *parent)
-    if rng.random() < 0.3:
-        del parent[key]
-    else:
-        parent[key] = pick(rng, odd_value(rng), 2**32, 2**63, -1, 10**30)
-
-
-def _json(rng: np.random.Generator, folder: Path) -> Outcome:
+def _json(rng: Rng, folder: Path) -> None:
     """tokenizer.json: GPT-2's pipeline must be accepted; others must be obeyed or refused."""
     vocabulary = random_vocabulary(rng, proper=rng.random() < 0.5)
     spec = plain_spec(vocabulary)
@@ -119,19 +103,19 @@ def _json(rng: np.random.Generator, folder: Path) -> Outcome:
     changes = int(rng.choice([0, 1, 1, 2, 3]))
     for _ in range(changes):
         _change(rng, spec, vocabulary)
-    damaged = rng.random() < 0.25
-    if damaged:
-        _damage(rng, spec)
+    harmed = rng.random() < 0.25
+    if harmed:
+        spoil_json(rng, spec, 2**32, 2**63, -1, 10**30)
     text = json.dumps(spec)
-    if damaged and rng.random() < 0.2:
+    if harmed and rng.random() < 0.2:
         text = text[: int(rng.integers(len(text)))]
     path = folder / "tokenizer.json"
     path.write_text(text)
     size = len(vocabulary.ids) + 1 + 3 * bool(changes)
-    return _check(rng, folder, size, text, exact=not (changes or damaged) and vocabulary.proper)
+    _check(rng, folder, size, text, exact=not (changes or harmed) and vocabulary.proper)
 
 
-def _pair(rng: np.random.Generator, folder: Path) -> Outcome:
+def _pair(rng: Rng, folder: Path) -> None:
     """vocab.json and merges.txt, or the same with OpenAI's names."""
     vocabulary = random_vocabulary(rng, proper=rng.random() < 0.7)
     spec = plain_spec(vocabulary)
@@ -150,30 +134,26 @@ def _pair(rng: np.random.Generator, folder: Path) -> Outcome:
     elif kind == 4:
         del ids[str(pick(rng, *ids))]
         exact = False
-    names = pick(rng, ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-    (folder / names[0]).write_text(json.dumps(ids))
-    heading = ["#version: 0.2"] if rng.random() < 0.8 else []
-    (folder / names[1]).write_text("\n".join([*heading, *merges]) + "\n", encoding="utf-8")
+    names, heading = pick(rng, *_PAIRS), ["#version: 0.2"] if rng.random() < 0.8 else []
+    _write_pair(folder, names, ids, [*heading, *merges])
     spec["model"] |= {"vocab": ids, "merges": [m.split(" ") for m in merges if m]}
     spec["added_tokens"] = [added_token(ids[END], END)] if END in ids else []
-    return _check(rng, folder, len(vocabulary.ids) + 1, json.dumps(spec), exact)
+    _check(rng, folder, len(vocabulary.ids) + 1, json.dumps(spec), exact)
 
 
-def _check(rng: np.random.Generator, folder: Path, size: int, spec: str, exact: bool) -> Outcome:
+def _check(rng: Rng, folder: Path, size: int, spec: str, exact: bool) -> None:
     """Compare the ids of random texts by gpt2block and by `tokenizers`."""
-    attempt = accepted if exact else refused_or
     source = pick(rng, tokenizer.load, tokenizer.from_path)
-    encoding = attempt(lambda: source(folder, size))
-    if isinstance(encoding, str):  # before `tokenizers` reads it: some files crash its process
-        return "refused"
+    # Before `tokenizers` reads it: some files crash its process.
+    encoding = attempt(exact, source, folder, size)
     truth = _truth(spec)
     encoded = False
     for _ in range(6):
         parts = [odd_text(rng) or "a", str(pick(rng, *_TEXTS)), odd_text(rng)]
         text, special = "".join(parts[: int(rng.integers(1, 4))]), bool(rng.random() < 0.4)
-        encode = partial(tokenizer.encode, encoding, text, special)
-        ids = attempt(lambda encode=encode: [*map(int, encode())])  # type: ignore[misc]
-        if isinstance(ids, str):
+        try:
+            ids = [*map(int, attempt(exact, tokenizer.encode, encoding, text, special))]
+        except Refused:
             continue
         encoded = True
         if truth is not None:
@@ -185,7 +165,8 @@ def _check(rng: np.random.Generator, folder: Path, size: int, spec: str, exact: 
             for row in (ids, rng.choice(known, 6).tolist()):
                 theirs = truth.decode(row, skip_special_tokens=False)
                 check_equal(f"decoded {row}", encoding.decode(row), theirs)
-    return "right" if encoded else "refused"
+    if not encoded:
+        raise Refused
 
 
 def _expected(truth: Any, text: str, special: bool) -> list[int]:
@@ -214,7 +195,7 @@ def _decoded(encoding: Any, ids: Sequence[int]) -> str:
     return b"".join(map(encoding.decode_single_token_bytes, ids)).decode(errors="replace")
 
 
-def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
+def _llm_c(rng: Rng, folder: Path) -> None:
     """gpt2_tokenizer.bin, compared with byte-pair encoding by rank."""
     vocabulary = random_vocabulary(rng, proper=True)
     to_byte = {char: byte for byte, char in enumerate(CHARACTERS)}
@@ -222,37 +203,26 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
     version = int(rng.integers(1, 3))
     header = np.zeros(256, "<i4")
     header[:4] = 20240328, version, len(tokens) + 1, len(tokens) if version == 2 else 0
-    data = bytearray(header.tobytes())
-    for token in [*tokens, END.encode()]:
-        data += bytes([len(token)]) + token
-    damaged = rng.random() < 0.5
-    if damaged:
-        for _ in range(int(rng.integers(1, 4))):
-            data[int(rng.integers(16 if rng.random() < 0.5 else len(data)))] = int(
-                rng.integers(256)
-            )
-        data = data[: int(rng.integers(len(data)))] if rng.random() < 0.3 else data
+    entries = (bytes([len(token)]) + token for token in [*tokens, END.encode()])
+    data = b"".join((header.tobytes(), *entries))
+    whole = rng.random() < 0.5
     path = folder / "gpt2_tokenizer.bin"
-    path.write_bytes(data)
+    path.write_bytes(data if whole else damaged(rng, data, 16))
     source = pick(rng, folder, path)
-    attempt = refused_or if damaged else accepted
-    encoding = attempt(lambda: tokenizer.from_path(source, len(tokens) + 1))
-    if isinstance(encoding, str):
-        return "refused"
+    encoding = attempt(whole, tokenizer.from_path, source, len(tokens) + 1)
     splitter = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     for _ in range(6):
         text = odd_text(rng) or "a"
-        ids = accepted(lambda text=text: [*map(int, tokenizer.encode(encoding, text))])  # type: ignore[misc]
+        ids = [*map(int, accepted(tokenizer.encode, encoding, text))]
         check_equal(f"decoded {text!r:.40}", _decoded(encoding, ids), text)
-        if not damaged:
+        if whole:
             words = [word for word, _ in splitter.pre_tokenize_str(text)]
             ranks = vocabulary.ids
             expected = [ranks[part] for word in words for part in by_rank(list(word), ranks)]
             check_equal(f"ids of {text!r:.40}", ids, expected)
-    return "right"
 
 
-def _saved(rng: np.random.Generator, folder: Path) -> Outcome:
+def _saved(rng: Rng, folder: Path) -> None:
     """A model saved over another one: its tokenizer replaces the other's."""
     for name in ("old", "new"):
         vocabulary = random_vocabulary(rng, proper=True)
@@ -261,40 +231,40 @@ def _saved(rng: np.random.Generator, folder: Path) -> Outcome:
         _write(rng, folder / name, vocabulary)
     target, size = folder / "saved", sizes.vocab_size
     for name in ("old", "new"):
-        opened = accepted(lambda name=name: Checkpoint.open(folder / name))  # type: ignore[misc]
+        opened = accepted(Checkpoint.open, folder / name)
         if rng.random() < 0.5:
-            accepted(lambda opened=opened: save_pretrained(target, opened, overwrite=True))  # type: ignore[misc]
+            accepted(save_pretrained, target, opened, overwrite=True)
         else:
-            model = accepted(lambda opened=opened: GPT2.from_pretrained(opened, device="cpu"))  # type: ignore[misc]
-            accepted(lambda model=model: model.save_pretrained(target, overwrite=True))  # type: ignore[misc]
-    original, saved = (
-        accepted(lambda path=path: tokenizer.load(path, size))  # type: ignore[misc]
-        for path in (folder / "new", target)
-    )
+            model = accepted(GPT2.from_pretrained, opened, device="cpu")
+            accepted(model.save_pretrained, target, overwrite=True)
+    original, saved = (accepted(tokenizer.load, path, size) for path in (folder / "new", target))
     for _ in range(4):
         text = odd_text(rng) or "a"
         ids = [tokenizer.encode(encoding, text) for encoding in (original, saved)]
         check_equal(f"ids of {text!r:.40} after saving", ids[1], ids[0])
-    return "right"
 
 
-def _write(rng: np.random.Generator, folder: Path, vocabulary: Vocabulary) -> None:
+def _write(rng: Rng, folder: Path, vocabulary: Vocabulary) -> None:
     """Write the tokenizer's files in one of three layouts."""
     spec = plain_spec(vocabulary)
-    names = pick(rng, None, ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+    names = pick(rng, None, *_PAIRS)
     if names is None:
         (folder / "tokenizer.json").write_text(json.dumps(spec))
-        return
-    (folder / names[0]).write_text(json.dumps(spec["model"]["vocab"]))
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in vocabulary.merges)]
-    (folder / names[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    else:
+        merges = ["#version: 0.2", *(" ".join(pair) for pair in vocabulary.merges)]
+        _write_pair(folder, names, spec["model"]["vocab"], merges)
 
 
-def _settings(rng: np.random.Generator, folder: Path) -> Outcome:
+def _write_pair(
+    folder: Path, names: tuple[str, str], ids: dict[str, Any], merges: list[str]
+) -> None:
+    (folder / names[0]).write_text(json.dumps(ids))
+    (folder / names[1]).write_text("\n".join(merges) + "\n", encoding="utf-8")
+
+
+def _settings(rng: Rng, folder: Path) -> None:
     """Any settings next to a tokenizer of single bytes: obeyed or refused."""
-    _write(
-        rng, folder, Vocabulary({char: index for index, char in enumerate(CHARACTERS)}, [], True)
-    )
+    _write(rng, folder, BYTES)
     names = ("add_prefix_space", "add_bos_token", "tokenizer_class", "eos_token")
     settings = {name: odd_value(rng) for name in names if rng.random() < 0.3}
     added = pick(rng, {}, odd_value(rng), {str(pick(rng, 256, 257, "x")): odd_value(rng)})
@@ -303,12 +273,9 @@ def _settings(rng: np.random.Generator, folder: Path) -> Outcome:
     elif rng.random() < 0.5:
         (folder / "added_tokens.json").write_text(json.dumps(added))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    encoding = refused_or(lambda: tokenizer.from_path(folder, 1000))
-    if isinstance(encoding, str):
-        return "refused"
-    text = accepted(lambda: encoding.decode(tokenizer.encode(encoding, "ab c")))
+    encoding = attempt(False, tokenizer.from_path, folder, 1000)
+    text = encoding.decode(accepted(tokenizer.encode, encoding, "ab c"))
     check_equal("text", text, " " * bool(settings.get("add_prefix_space")) + "ab c")
-    return "right"
 
 
 AREA = Area("tokenizers", 4, case)

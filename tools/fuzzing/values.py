@@ -1,12 +1,16 @@
-"""Random values that a program does not expect."""
+"""Random values, bytes and files that a program does not expect."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+from fuzzing import Rng
 
 T = TypeVar("T")
 
@@ -20,12 +24,12 @@ NUMBERS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def pick(rng: np.random.Generator, *choices: T) -> T:
+def pick(rng: Rng, *choices: T) -> T:
     """Return one of the choices."""
     return choices[int(rng.integers(len(choices)))]
 
 
-def odd_value(rng: np.random.Generator, depth: int = 0) -> Any:
+def odd_value(rng: Rng, depth: int = 0) -> Any:
     """Return a value of JSON's types: numbers, texts, null, lists and objects of these."""
     kind = rng.random()
     if kind < 0.5:
@@ -48,18 +52,38 @@ class Strange:
         return "Strange\x1b[2J" + "!" * 600
 
 
-def odd_argument(rng: np.random.Generator) -> Any:
+def odd_argument(rng: Rng) -> Any:
     """Return an argument passed by mistake: values of JSON, arrays of all kinds, objects."""
     if rng.random() < 0.45:
         return odd_value(rng)
     return pick(rng, *_ARRAYS)(rng)
 
 
-def _shape(rng: np.random.Generator) -> tuple[int, ...]:
+def spoil(rng: Rng, arguments: dict[str, Any], *others: str) -> None:
+    """Replace one of the arguments, or set one of the others, to an odd value."""
+    arguments[str(pick(rng, *arguments, *others))] = odd_argument(rng)
+
+
+def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
+    """Remove a field at any depth, or set it to an odd value or one of the others."""
+    parent = value
+    for _ in range(int(rng.integers(1, 4))):
+        key = pick(rng, *parent)
+        if not isinstance(parent[key], dict) or not parent[key]:
+            break
+        parent = parent[key]
+    key = pick(rng, *parent)
+    if rng.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = pick(rng, odd_value(rng), *others)
+
+
+def _shape(rng: Rng) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.integers(0, 5, int(rng.integers(0, 5))))
 
 
-_ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
+_ARRAYS: tuple[Callable[[Rng], Any], ...] = (
     lambda rng: rng.standard_normal(_shape(rng)),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float32),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float16),
@@ -88,8 +112,42 @@ _ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
 )
 
 
-def odd_text(rng: np.random.Generator) -> str:
+def odd_text(rng: Rng) -> str:
     """Return some characters of all kinds, without lone surrogates."""
     alphabet = "ab cde'st \n\t.,1290é🎭漢Ω\u0301\xa0\0\r"
     length = int(rng.choice([0, 1, 2, 5, 20, 60]))
     return "".join(alphabet[i] for i in rng.integers(0, len(alphabet), length))
+
+
+def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
+    """Return the bytes cut, continued, or with other values, half of the time among the first."""
+    changed = bytearray(data)
+    end = pick(rng, len(data), min(len(data), head))
+    for _ in range(int(rng.integers(1, 6))):
+        changed[int(rng.integers(end))] = pick(rng, int(rng.integers(256)), *b"(9")
+    cut, longer = data[: int(rng.integers(len(data)))], data + rng.bytes(int(rng.integers(1, 9)))
+    return pick(rng, cut, longer, bytes(changed), bytes(changed))
+
+
+def damage(rng: Rng, file: Path) -> None:
+    file.write_bytes(damaged(rng, file.read_bytes()))
+
+
+def replace(rng: Rng, file: Path) -> str:
+    """Replace a file by a folder, a link, other content or nothing; return by what."""
+    file.unlink(missing_ok=True)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    replacements: dict[str, Callable[[], object]] = {
+        "folder": file.mkdir,
+        "pipe": lambda: os.mkfifo(file),
+        "link to itself": lambda: file.symlink_to(file),
+        "link to nothing": lambda: file.symlink_to(file.with_name("nothing")),
+        "link to zeros": lambda: file.symlink_to("/dev/zero"),
+        "pointer": lambda: file.write_bytes(pointer),
+        "empty file": file.touch,
+        "other file": lambda: file.write_bytes(rng.bytes(int(rng.integers(1, 2000)))),
+        "nothing": lambda: None,
+    }
+    name = pick(rng, *replacements)
+    replacements[name]()
+    return name

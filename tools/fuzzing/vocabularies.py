@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
+from fuzzing import Rng
 
 END = "<|endoftext|>"
 
@@ -30,9 +30,10 @@ def byte_characters() -> list[str]:
 
 
 CHARACTERS = byte_characters()
+BYTES = Vocabulary({char: byte for byte, char in enumerate(CHARACTERS)}, [], True)
 
 
-def random_vocabulary(rng: np.random.Generator, proper: bool) -> Vocabulary:
+def random_vocabulary(rng: Rng, proper: bool) -> Vocabulary:
     """Return merges of few different characters, so that they occur in the texts."""
     ids = {char: index for index, char in enumerate(CHARACTERS)}
     parts = [CHARACTERS[b] for b in b"ab cdest'1.\n"]
