@@ -23,6 +23,7 @@ from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
 from gpt2block.run.model import in_groups
+from tests.markov import MarkovEngine, cycle
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -119,6 +120,18 @@ def test_results_do_not_depend_on_the_rest_of_the_batch() -> None:
             for name in predictor.columns:
                 np.testing.assert_array_equal(alone[name][0], together[name][index])
                 np.testing.assert_array_equal(alone[name][0], reverse[name][-1 - index])
+
+
+def test_logits_that_are_nan_are_the_error_of_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = cycle(256)
+    table[ord("b")] = np.nan
+    predictor, engine = Predictor("score", device="cpu"), MarkovEngine(table, 256)
+    stand_in = SimpleNamespace(engine=engine, config=engine.config)
+    monkeypatch.setitem(vars(predictor), "model", stand_in)
+    found = predictor({"tokens": [list(b"abc"), list(b"xyz")]})
+    assert found["error"][0].startswith("the logits are NaN between tokens 1 and 2: the weights")
+    assert found["error"][1] == ""
+    assert np.isnan(found["log_likelihood"]).tolist() == [True, False]
 
 
 def test_seeds(model: GPT2) -> None:

@@ -8,7 +8,7 @@ import queue
 import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -130,16 +130,17 @@ def _read_input(
     """
     files = records.find_files(inputs, watcher.say)
     records.check_kept(files, job.column, job.keep)
-    has_text = any(records.kind_of(path) == "text" for path in files)
-    if job.tokenizer_sha256 is None and has_text:
-        job = job.checked(has_text=True)
     if job.form == "parquet":
         job = replace(job, typed=records.are_typed(files, job.keep))
     sizes = records.sizes(files)
     cut = records.cut(files, job.shard_size, [job.column, *job.keep])
-    if job.tokenizer_sha256 is None and records.begins_with_text(cut, job.column):
-        with suppress(CheckpointError):  # a record of text then has this error
+    of_text = any(records.kind_of(path) == "text" for path in files)
+    if job.tokenizer_sha256 is None and (of_text or records.begins_with_text(cut, job.column)):
+        try:
             job = job.checked(has_text=True)
+        except CheckpointError:
+            if of_text:  # else the records of text have this error
+                raise
     return job, sizes, cut
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -26,6 +27,11 @@ from gpt2block.text.lookup import Lookup, of_outputs
 
 Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")
+_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # dtype, and the value of a record without a result
+    "float": (np.float64, np.nan), "int": (np.int64, 0), "text": (object, ""),
+    "texts": (object, []), "floats": (object, np.empty(0, np.float32)),
+    "ints": (object, np.empty(0, np.int32)), "vector": (np.float32, np.nan),
+}  # fmt: skip
 GROUP = 8192  # tokens that the CUDA engine scores or embeds at once, its TOKENS_AT_ONCE
 
 
@@ -193,13 +199,16 @@ class Predictor:
         found: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
         own: dict[int, int] = {}
+        base = self.arguments.options.get("seed", 0)
         for index, value in enumerate(values):
             if isinstance(value, Problem):
                 found[index] = value
                 continue
             try:
                 tokens = self._ids(value)
-                own[index] = self._own_seed(tokens) if seeds is None else _seed(seeds[index])
+                own[index] = (
+                    record_seed(base, tokens.tobytes()) if seeds is None else _seed(seeds[index])
+                )
                 ids[index] = tokens
             except BaseException as error:
                 found[index] = problem_of(error)
@@ -279,28 +288,14 @@ class Predictor:
         halves = part[:middle], part[middle:]
         return [row for half in halves for row in self._run(half, ids, seeds)]
 
-    def _own_seed(self, ids: Ids) -> int:
-        """Return the seed of a record for which none was given."""
-        return record_seed(self.arguments.options.get("seed", 0), ids.tobytes())
-
     def _column(self, kind: Kind, values: list[Any]) -> Any:
-        n_embd = self.model.config.n_embd
-        filled = [_blank(kind, n_embd) if value is None else value for value in values]
-        if kind == "vector":
-            return np.array(filled, np.float32).reshape(-1, n_embd)
-        column = np.empty(len(filled), {"float": np.float64, "int": np.int64}.get(kind, object))
-        for index, value in enumerate(filled):
-            column[index] = value
+        """Return an array of the values, in which None stands for a record without a result."""
+        dtype, blank = _COLUMNS[kind]
+        entry = (self.model.config.n_embd,) if kind == "vector" else ()
+        column = np.empty((len(values), *entry), dtype)
+        for index, value in enumerate(values):
+            column[index] = copy(blank) if value is None else value
         return column
-
-
-def _blank(kind: Kind, n_embd: int) -> Any:
-    """Return what a column holds for a record without a result."""
-    blanks: dict[Kind, Any] = {
-        "float": np.nan, "int": 0, "text": "", "texts": [], "floats": np.empty(0, np.float32),
-        "ints": np.empty(0, np.int32), "vector": np.full(n_embd, np.nan, np.float32),
-    }  # fmt: skip
-    return blanks[kind]
 
 
 def _entries(name: str, column: Any) -> list[Any]:
