@@ -253,7 +253,7 @@ def test_two_clients_share_a_cluster(
 
     def run(seed: int) -> None:
         watcher = Mock()
-        watcher.begin.side_effect = lambda *_: both.wait(TIMEOUT)
+        watcher.show.side_effect = lambda *_: watcher.show.call_count == 1 and both.wait(TIMEOUT)
         job, few = generating(tmp_path / f"{seed}", seed), records.parent / "few.jsonl"
         driver.run(job, [str(few)], watcher, scheduler=client.scheduler.address)
 
@@ -364,7 +364,7 @@ def test_a_cluster_of_other_processes_whose_scheduler_dies(
                 with pytest.raises(InputError, match=message):
                     driver.run(job, [str(few)], watcher, scheduler=address)
             assert not output.exists()
-            watcher.advance.side_effect = lambda *_: scheduler.kill()
+            watcher.show.side_effect = lambda found, inside: found.lines_done and scheduler.kill()
             lost = "the connection to the scheduler is lost.*the same command continues the job"
             with pytest.raises(driver.JobError, match=lost):
                 driver.run(job, [str(few)], watcher, scheduler=address)
@@ -463,7 +463,8 @@ try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         print("ended")
-    time.sleep(20)
+    for _ in range(200):  # a signal just before a sleep would come after it
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -483,16 +484,14 @@ def test_progress_shows_records_inside_a_shard(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(cli_map, "monotonic", lambda: clock[0])
-    watcher = cli_map._Watcher()
-    watcher.begin(1000, 0)
-    clock[0] = 10.0
-    watcher.wait(100)
-    assert "100 of 1,000 lines, 10.0 records/s, 90 s left" in capsys.readouterr().err
-    clock[0] = 15.0
-    watcher.wait(150)
-    assert capsys.readouterr().err == ""
-    watcher.advance(500, 490, 5000)
-    clock[0] = 50.0
-    watcher.wait(10)
-    progress = "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left"
-    assert progress in capsys.readouterr().err
+    watcher, outcome = cli_map._Watcher(), driver.Outcome(lines=1000)
+    watcher.show(outcome, 0)
+    for now, inside, line in (
+        (10.0, 100, "100 of 1,000 lines, 10.0 records/s, 90 s left\n"),
+        (15.0, 150, ""),
+        (50.0, 10, "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left\n"),
+    ):
+        clock[0] = now
+        watcher.show(outcome, inside)
+        assert capsys.readouterr().err == line
+        outcome = driver.Outcome(lines=1000, lines_done=500, done_now=490, tokens_now=5000)

@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -120,12 +119,10 @@ def test_inputs_that_cannot_be_read(
 def test_a_folder_or_files_without_permission(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def closed(self: Path, *_: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     (tmp_path / "in").mkdir()
     lines.rename(tmp_path / "in" / lines.name)
-    monkeypatch.setattr(Path, method, closed)
+    error = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, method, Mock(side_effect=error))
     message = run("score", tmp_path / "in", "--output", tmp_path / "o").error
     assert "cannot be read: Permission denied" in message
 
@@ -172,9 +169,7 @@ def test_a_wrong_output_is_refused_before_the_input_is_read(
 def test_a_read_only_file_system(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_only(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(Path, "mkdir", read_only)
     message = run("score", lines, "--output", tmp_path / "o").error
     assert "cannot be written: Read-only file system" in message
@@ -250,8 +245,7 @@ def test_an_input_that_changes_during_the_job(
     before = lines.read_text()
     with monkeypatch.context() as patch:
         changed = before.replace("to be", "to bee")
-        patch.setattr(cli_map._Watcher, "begin", lambda *_: lines.write_text(changed))
-        patch.setattr(cli_map._Watcher, "_show", lambda *_: None)
+        patch.setattr(cli_map._Watcher, "show", lambda *_: lines.write_text(changed))
         ended = run(*command)
     assert ended.code == 1
     assert "shard 3 failed: ChangedError" in ended.err
@@ -354,58 +348,53 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[record
     return (folder / "o" / shards.MANIFEST).read_text(), cut
 
 
-Refuse = Callable[[str], str]
-
-
-@pytest.fixture
-def refuse(finished: tuple[str, list[records.Shard]], tmp_path: Path) -> Refuse:
+def refused(finished: tuple[str, list[records.Shard]], folder: Path, text: str) -> str:
     """Refuse to continue the finished job with another text of the manifest; return the message."""
+    (folder / shards.MANIFEST).write_text(text)
     described = json.loads(finished[0].splitlines()[0])
-
-    def call(text: str) -> str:
-        (tmp_path / shards.MANIFEST).write_text(text)
-        with pytest.raises(InputError) as error:
-            driver._open_manifest(tmp_path, described, finished[1], Mock())
-        message = str(error.value)
-        assert message.startswith(f"{tmp_path / shards.MANIFEST}")
-        assert message.endswith("choose another --output")
-        return message
-
-    return call
+    with pytest.raises(InputError) as error:
+        driver._open_manifest(folder, described, finished[1], Mock())
+    message = str(error.value)
+    assert message.startswith(f"{folder / shards.MANIFEST}")
+    assert message.endswith("choose another --output")
+    return message
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("shard", "null"), ("shard", "-1"), ("shard", "1.5"), ("shard", "true"), ("shard", '"0"'),
-        ("shard", "7"), ("shard", "1" * 400), ("shard", "1" * 5000), ("records", "-1"),
-        ("records", "null"), ("records", "1000000"), ("errors", "[1]"), ("errors", "0"),
-        ("tokens", "{}"), ("tokens", "NaN"), ("tokens", "1e3"), ("sha256", "null"),
-        ("sha256", '"abc"'), ("sha256", "1" * 64), ("sha256", DEEP), ("errors_sha256", DEEPER),
-        ("errors_sha256", "5"), ("errors_sha256", "null"), ("more", "1"),
+        ("shard", ["null", "-1", "1.5", "true", '"0"', "7", "1" * 400, "1" * 5000]),
+        ("records", ["-1", "null", "1000000"]),
+        ("errors", ["[1]", "0"]),
+        ("tokens", ["{}", "NaN", "1e3"]),
+        ("sha256", ["null", '"abc"', "1" * 64, DEEP]),
+        ("errors_sha256", [DEEPER, "5", "null"]),
+        ("more", ["1"]),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_changed_by_hand(
-    finished: tuple[str, Any], refuse: Refuse, name: str, value: str
+    finished: tuple[str, Any], tmp_path: Path, name: str, values: list[str]
 ) -> None:
     job, done, _ = finished[0].split("\n")
     entry = json.dumps({**json.loads(done), name: "HERE"})
-    assert ": damaged" in refuse(f"{job}\n{entry}\n".replace('"HERE"', value))
+    for value in values:
+        changed = f"{job}\n{entry}\n".replace('"HERE"', value)
+        assert ": damaged" in refused(finished, tmp_path, changed)
 
 
 def test_a_manifest_whose_job_was_changed_by_hand(
-    finished: tuple[str, Any], refuse: Refuse
+    finished: tuple[str, Any], tmp_path: Path
 ) -> None:
     first, rest = finished[0].split("\n", 1)
     for name, correct in json.loads(first).items():
         for value in {"null", "{}", DEEP, "1" * 400} - {json.dumps(correct)}:
             changed = json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
-            refuse(f"{changed}\n{rest}")
+            refused(finished, tmp_path, f"{changed}\n{rest}")
 
 
-@pytest.mark.parametrize("text", ["", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"])
-def test_a_file_that_is_not_a_manifest(refuse: Refuse, text: str) -> None:
-    assert "damaged, or not a manifest" in refuse(text)
+def test_a_file_that_is_not_a_manifest(finished: tuple[str, Any], tmp_path: Path) -> None:
+    for text in ("", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"):
+        assert "damaged, or not a manifest" in refused(finished, tmp_path, text)
 
 
 def test_part_files_of_another_job_are_reported(lines: Path, tmp_path: Path) -> None:

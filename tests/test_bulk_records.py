@@ -117,51 +117,43 @@ def test_an_exception_becomes_the_error_of_its_record(
     assert client.tries == [0]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
-     CheckpointError("x")],
-)  # fmt: skip
-def test_errors_that_no_record_causes_are_raised(error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        problem_of(error)
-
-
 def test_the_reason_of_a_record_is_one_short_line() -> None:
+    for error in (
+        KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
+        CheckpointError("x"),
+    ):  # fmt: skip
+        with pytest.raises(type(error)):  # no record causes it
+            problem_of(error)
     reason = problem_of(ValueError("a\nb" * 10_000)).reason
     assert reason.isprintable()
     assert len(reason) <= 500
 
 
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (KeyError("a"), 1),
+        (PanicException("b"), 1),
+        (InputError("c"), 1),
+        (RecursionError("d"), 1),
+        (OSError("a"), 1 + driver.RETRIES),
+        (MemoryError("b"), 1 + driver.RETRIES),
+        (DeviceError("c"), 1 + driver.RETRIES),
+    ],
+)
 def test_a_shard_is_retried_only_for_errors_that_a_retry_may_avoid(
-    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, tries: int
 ) -> None:
-    def failing(error: BaseException) -> None:
-        client.tries.clear()
-
-        def wrong(*_: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(records, "read", wrong)
-        outcome, _ = run_job(tmp_path, json_texts("To be"))
-        name = type(error).__name__
-        assert outcome.failed == {0: f"{name}: {error}"}
-
-    for error in (KeyError("a"), PanicException("b"), InputError("c"), RecursionError("d")):
-        failing(error)
-        assert client.tries == [0]
-    for temporary in (OSError("a"), MemoryError("b"), DeviceError("c")):
-        failing(temporary)
-        assert client.tries == [0] * (1 + driver.RETRIES)
+    monkeypatch.setattr(records, "read", Mock(side_effect=error))
+    outcome, _ = run_job(tmp_path, json_texts("To be"))
+    assert outcome.failed == {0: f"{type(error).__name__}: {error}"}
+    assert client.tries == [0] * tries
 
 
 def test_a_shard_without_memory_for_any_record_is_retried(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(Scoring, "run", full)
+    monkeypatch.setattr(Scoring, "run", Mock(side_effect=MemoryError("no memory")))
     outcome, _ = run_job(tmp_path, json_texts("To be", "or not"))
     assert outcome.failed == {0: "MemoryError: not enough memory for any record of shard 0"}
     assert len(client.tries) == 1 + driver.RETRIES
@@ -182,28 +174,17 @@ def test_a_panic_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "the tokenizer fails on this text" in errors(output)[0]["reason"]
 
 
-@pytest.fixture
-def without_tokenizer(tmp_path: Path) -> Path:
-    """A model without a tokenizer, whose vocabulary is not of GPT-2's size."""
+def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> None:
+    """Lines of text are refused at the start; a text among token ids has an error."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
-    return GPT2(GPT2Weights.random(0, config), device="cpu").save_pretrained(tmp_path / "model")
-
-
-def test_text_lines_without_a_tokenizer_are_refused_at_the_start(
-    client: InlineClient, tmp_path: Path, without_tokenizer: Path
-) -> None:
+    model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(0, config)))
     path = tmp_path / "in.txt"
     path.write_text("To be\n")
     with pytest.raises(CheckpointError, match=r"expected tokenizer\.json for a vocabulary of 20"):
-        run_job(tmp_path, path, model=str(without_tokenizer))
+        run_job(tmp_path, path, model=model)
     assert client.tries == []
-
-
-def test_the_error_of_a_text_explains_the_missing_tokenizer(
-    tmp_path: Path, without_tokenizer: Path
-) -> None:
     lines = '{"text": "To be"}\n{"text": [1, 2, 3]}\n'
-    outcome, output = run_job(tmp_path, lines, model=str(without_tokenizer))
+    outcome, output = run_job(tmp_path, lines, model=model)
     assert counts(outcome) == (1, 1)
     assert errors(output)[0]["reason"].startswith("text needs a tokenizer: ")
     assert "expected tokenizer.json" in errors(output)[0]["reason"]

@@ -112,9 +112,8 @@ def test_a_file_is_never_opened_as_standard_output(tmp_path: Path) -> None:
 
 def test_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    gone.mkdir()
     for name in ("generate", "check"):
-        gone.mkdir(exist_ok=True)
+        gone.mkdir()
         done = shell(f'cd {gone}; rmdir {gone}; "$@"', COMMANDS[name])
         assert "Traceback" not in done.err
         assert done.code == CODES.get(name, 0)

@@ -49,6 +49,8 @@ class Outcome:
     seconds: float = 0.0  # computing time of this run
     start_up: float = 0.0  # seconds until the workers had loaded the model
     first_error: str = ""  # of the first record with an error
+    lines: int = 0  # of the input
+    lines_done: int = 0  # in finished shards, also of earlier runs
 
 
 class Watcher(Protocol):
@@ -57,14 +59,11 @@ class Watcher(Protocol):
     def say(self, line: str) -> None:
         """Report a message of one line."""
 
-    def begin(self, lines: int, finished: int) -> None:
-        """Computing begins: the number of all lines, and of those that earlier runs finished."""
+    def show(self, outcome: Outcome, inside: int) -> None:
+        """Called when computing begins, after each shard and once a second.
 
-    def advance(self, lines: int, records: int, tokens: int) -> None:
-        """A shard is finished, with these numbers of lines, records and tokens."""
-
-    def wait(self, records: int) -> None:
-        """Called once a second; records: those computed in unfinished shards."""
+        inside: the number of records computed in unfinished shards.
+        """
 
 
 def run(
@@ -114,7 +113,10 @@ def run(
                 watcher.say(f"{len(devices)} x {devices[0]}, {ready}")
                 with _job_errors(f"{folder} cannot be written", OSError):
                     manifest.write(described)
-                watcher.begin(lines, lines - sum(shard.lines for shard in todo))
+                work.outcome.lines = lines
+                work.outcome.lines_done = finished = lines - sum(shard.lines for shard in todo)
+                if finished:
+                    watcher.say(f"{finished:,} of {lines:,} lines are done already")
                 work.compute(client, todo)
         with _job_errors(f"{folder} cannot be written", OSError):
             manifest.write(manifest.job or described)  # in order; also of an input without lines
@@ -185,6 +187,7 @@ class _Work:
         """Compute all of these shards. Raises JobError when the job cannot continue."""
         begun = perf_counter()
         waiting = deque(todo)
+        self._watcher.show(self.outcome, 0)
         try:
             while waiting or self._submitted or self._suspects:
                 while waiting and len(self._submitted) < self._capacity(client):
@@ -227,7 +230,8 @@ class _Work:
             future = self._ended.get(timeout=1)
         except queue.Empty:
             counts = cluster.progress(client, self._token)
-            self._watcher.wait(sum(counts.get(s.number, 0) for s in self._submitted.values()))
+            inside = sum(counts.get(shard.number, 0) for shard in self._submitted.values())
+            self._watcher.show(self.outcome, inside)
             if client.status != "running":
                 raise self._stopped(LOST) from None
             return
@@ -260,10 +264,10 @@ class _Work:
             self._manifest.add(result)
         except OSError as error:
             raise self._stopped(f"{self._manifest.path}: {paths.reason(error)}") from error
-        count = result.records + result.errors
-        self.outcome.done_now += count
+        self.outcome.done_now += result.records + result.errors
         self.outcome.tokens_now += result.tokens
-        self._watcher.advance(shard.lines, count, result.tokens)
+        self.outcome.lines_done += shard.lines
+        self._watcher.show(self.outcome, 0)
 
     def _stopped(self, reason: str) -> JobError:
         done = len(self._manifest.done)
