@@ -135,30 +135,6 @@ def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
     assert walkthrough._rows([1, 2], None, 1).tolist() == [1, 2]
 
 
-TOO_MANY = "tokens: at most 131,072 are compared"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "gpt2", "--text", "x"], "--size uses random weights: leave out --weights"),
-        (["--text", ""], "expected at least one character, got none"),
-        (["--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
-        (["--text", "x" * 257], "257 tokens: shakespeare has positions for n_ctx = 256"),
-        (["--seq-len", "0"], "expected --batch and --seq-len of at least 1, got 1, 0"),
-        (["--batch", "0"], "expected --batch and --seq-len of at least 1"),
-        (["--size", "gpt2", "--batch", "1000000000000"], TOO_MANY),
-        (["--size", "gpt2", "--seq-len", "1000000000000"], TOO_MANY),
-        (["--text", "KING", "--batch", "1000000000000"], TOO_MANY),
-        (["--text", "KING", "--seq-len", "1000000000000"], TOO_MANY),
-        (["--weights", "no/such/dir"], "no such file or directory"),
-        (["--weights", "model.bin"], "model.bin: no such file or directory"),
-    ],
-)
-def test_options_of_block_that_are_refused(arguments: list[str], message: str) -> None:
-    assert message in gpt2block("block", *arguments).error
-
-
 def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
     said = gpt2block("block", "--weights", data / "gpt-nano-sort").error
     assert "expected tokenizer.json for a vocabulary of 3 tokens" in said

@@ -62,6 +62,19 @@ SAMPLING = [
         (["block", "--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2, gpt2-medium"),
         (["block", "--device", "gpu"], "--device: expected 'cuda', 'cuda:N' or 'cpu'"),
         (["block", "--weights", ""], "--weights: expected a name or a path"),
+        (["block", "--weights", "no/such/dir"], "no such file or directory"),
+        (["block", "--weights", "model.bin"], "model.bin: no such file or directory"),
+        (["block", "--size", "gpt2", "--text", "x"], "--size uses random weights: leave out --w"),
+        (["block", "--text", ""], "expected at least one character, got none"),
+        (["block", "--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
+        (["block", "--text", "x" * 257], "257 tokens: shakespeare has positions for n_ctx = 256"),
+        (["block", "--seq-len", "0"], "expected --batch and --seq-len of at least 1, got 1, 0"),
+        (["block", "--batch", "0"], "expected --batch and --seq-len of at least 1"),
+        *(
+            (["block", *words, size, "1" + "0" * 12], "tokens: at most 131,072 are compared")
+            for words in (["--size", "gpt2"], ["--text", "KING"])
+            for size in ("--batch", "--seq-len")
+        ),
         (["block", "--kernels", "skeleton", "--dtype", "float16"], "--dtype"),
         (["kernels", "norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of"),
         (["kernels", "softmax", "--variant", "9"], "unknown --variant '9': expected one of"),
