@@ -194,7 +194,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
     ("wrong", "message"),
     [
         ({"device": "cuda:1"}, "expected cuda or cpu, got 'cuda:1'"),
-        ({"form": "csv"}, "format: expected one of jsonl, parquet"),
+        ({"form": "csv"}, "format: expected 'jsonl' or 'parquet', got 'csv'"),
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
         ({"dtype": "int8"}, "dtype: expected one of float32, "),

@@ -31,6 +31,7 @@ from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import map as cli_map
 from gpt2block.run.model import weight_bytes
 from tests.command_line import gpt2block
+from tests.inline_cluster import contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 import dask
@@ -92,6 +93,7 @@ import pytest
 from gpt2block.bulk import driver
 from tests import inline_cluster
 from tests.command_line import gpt2block
+from tests.inline_cluster import contents
 from tests.test_bulk_dask import generating, score
 records, folder = map(Path, sys.argv[1:])
 few = str(records.parent / "few.jsonl")
@@ -121,15 +123,6 @@ def wait(condition: Callable[[], Any]) -> None:
 def recorded(folder: Path) -> list[int]:
     """Return the shards in the manifest; a part may be written shortly before its entry."""
     return list(shards.Manifest(folder).done)
-
-
-def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return every file's content by name, without the lock."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob(pattern))
-        if path.is_file() and path.name != shards.LOCK
-    }
 
 
 def lines_of(folder: Path, pattern: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from gpt2block.bulk.job import Job
 from gpt2block.cli import map as cli_map
 from tests import inline_cluster
 from tests.command_line import Ended, gpt2block
-from tests.inline_cluster import InlineClient
+from tests.inline_cluster import InlineClient, contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from gpt2block.bulk import driver
@@ -277,12 +277,6 @@ def test_the_dtype_belongs_to_the_job(lines: Path, tmp_path: Path) -> None:
     assert run(*command).code == 0
     message = run(*command, "--dtype", "bfloat16").error
     assert "dtype was 'float32', now it is 'bfloat16': choose another --output" in message
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file's content by name, without the lock."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != shards.LOCK]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_a_job_is_finished_repaired_or_refused(

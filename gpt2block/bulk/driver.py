@@ -29,7 +29,6 @@ RETRIES = 2  # of a shard that raised an error that a retry may avoid
 ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
 AHEAD = 4  # shards submitted for each thread: no worker is idle, and the scheduler holds few
 RECOUNT_SECONDS = 5.0  # between two counts of the workers' threads
-NAMED = 3  # files listed in a message at most
 LOST = "the connection to the scheduler is lost"
 
 
@@ -157,8 +156,8 @@ def _open_manifest(
         watcher.say(f"{name} was changed or removed after it was written: it is computed again")
     unknown = manifest.unknown_parts(form, len(cut))
     if unknown:
-        names = ", ".join(unknown[:NAMED]) + ", …" * (len(unknown) > NAMED)
-        watcher.say(f"{folder} has {len(unknown):,} part files that are not of this job: {names}")
+        many = f"{folder} has {len(unknown):,} part files that are not of this job"
+        watcher.say(f"{many}: {paths.listed(unknown)}")
     with shards.output_errors(folder):
         shards.remove_leftovers(folder)
     return manifest

@@ -19,6 +19,7 @@ from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
+from gpt2block.checks import check_choice
 from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.run.model import check_dtype, kv_cache_dtype
@@ -68,10 +69,7 @@ class Job(Arguments):
                 f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
                 "choose GPUs"
             )
-        if self.form not in shards.FORMATS:
-            raise InputError(
-                f"format: expected one of {', '.join(shards.FORMATS)}, got {self.form!r}"
-            )
+        check_choice("format", self.form, shards.FORMATS)
         if self.form == "parquet":
             records.require_pyarrow()
         output = paths.absolute("output", self.output)

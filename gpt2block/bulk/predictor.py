@@ -8,7 +8,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
+from gpt2block.checks import check_choice, check_integer
 from gpt2block.config import ModelConfig, check_count
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
@@ -51,8 +51,7 @@ class Arguments:
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
         """Return the task for a model. Raises InputError for an unknown one and wrong options."""
-        if self.task not in TASKS:
-            raise InputError(f"task: expected one of {', '.join(TASKS)}, got {self.task!r}")
+        check_choice("task", self.task, TASKS)
         check_count("batch_tokens", self.batch_tokens)
         try:
             return TASKS[self.task](config, encoding, self.batch_tokens, **self.options)
@@ -206,9 +205,11 @@ class Predictor:
                 continue
             try:
                 tokens = self._ids(value)
-                own[index] = (
-                    record_seed(base, tokens.tobytes()) if seeds is None else _seed(seeds[index])
-                )
+                if seeds is None:
+                    own[index] = record_seed(base, tokens.tobytes())
+                else:
+                    expected = "an integer from 0 to 2**64 - 1"
+                    own[index] = check_integer("seed", seeds[index], 0, 2**64 - 1, expected)
                 ids[index] = tokens
             except BaseException as error:
                 found[index] = problem_of(error)
@@ -306,14 +307,6 @@ def _entries(name: str, column: Any) -> list[Any]:
     raise InputError(
         f"{name}: expected a column with an entry for each record, got {type(column).__name__}"
     )
-
-
-def _seed(value: Any) -> int:
-    """Return an integer of 64 bits. Raises InputError for anything else."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or not 0 <= int(value) < 2**64:
-        raise InputError(f"seed: expected an integer from 0 to 2**64 - 1, got {value!r}")
-    return int(value)
 
 
 def record_seed(seed: int, record: int | bytes) -> int:

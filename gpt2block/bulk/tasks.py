@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2block.config import ModelConfig, check_count
+from gpt2block.checks import check_integer
+from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
@@ -78,12 +79,9 @@ class Scoring(Task):
         logprobs: bool = False,
     ) -> None:
         self.tokens_at_once = batch_tokens
-        self._stride = max(1, config.n_ctx // 2) if stride is None else stride
-        check_count("stride", self._stride)
-        if self._stride >= config.n_ctx:
-            raise InputError(
-                f"stride: expected 1 to {config.n_ctx - 1}, less than n_ctx, got {self._stride}"
-            )
+        most = config.n_ctx - 1
+        stride = max(1, config.n_ctx // 2) if stride is None else stride
+        self._stride = check_integer("stride", stride, 1, most, f"1 to {most}, less than n_ctx")
         # of all tokens: a Score would count those of its own text again and again
         self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
         self.columns = {"log_likelihood": "float", "perplexity": "float", "n_tokens": "int"}
