@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpt2block.bulk.shards import LOCK
 
-class Done:
+
+class Done(Future[Any]):
     """The future of a finished call."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self.status, self._result, self._error = "finished", None, None
+        super().__init__()
         try:
-            self._result = call()
+            self.set_result(call())
+            self.status = "finished"
         except Exception as error:
-            self.status, self._error = "error", error
-
-    def result(self, timeout: float) -> Any:
-        return self._result
-
-    def exception(self) -> Any:
-        return self._error
-
-    def add_done_callback(self, call: Callable[[Any], None]) -> None:
-        call(self)
+            self.set_exception(error)
+            self.status = "error"
 
 
 class InlineClient:
@@ -78,3 +75,9 @@ def use(patch: pytest.MonkeyPatch) -> InlineClient:
     patch.setattr(cluster, "local", local)
     patch.setattr(cluster, "run_shard", job.run_shard)
     return client
+
+
+def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
+    """Return the content of every file of an output by name, without the lock."""
+    files = [path for path in folder.rglob(pattern) if path.is_file() and path.name != LOCK]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

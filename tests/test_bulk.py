@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2block import GPT2, CheckpointError, InputError, cli
+from gpt2block import GPT2, CheckpointError, InputError
 from gpt2block.bulk import Predictor, record_seed, records, shards
 from gpt2block.bulk import job as job_module
 from gpt2block.bulk.job import Job
@@ -23,6 +24,8 @@ from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
 from gpt2block.run.model import in_groups
+from tests.command_line import gpt2block
+from tests.markov import MarkovEngine, cycle
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -121,6 +124,18 @@ def test_results_do_not_depend_on_the_rest_of_the_batch() -> None:
                 np.testing.assert_array_equal(alone[name][0], reverse[name][-1 - index])
 
 
+def test_logits_that_are_nan_are_the_error_of_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = cycle(256)
+    table[ord("b")] = np.nan
+    predictor, engine = Predictor("score", device="cpu"), MarkovEngine(table, 256)
+    stand_in = SimpleNamespace(engine=engine, config=engine.config)
+    monkeypatch.setitem(vars(predictor), "model", stand_in)
+    found = predictor({"tokens": [list(b"abc"), list(b"xyz")]})
+    assert found["error"][0].startswith("the logits are NaN between tokens 1 and 2: the weights")
+    assert found["error"][1] == ""
+    assert np.isnan(found["log_likelihood"]).tolist() == [True, False]
+
+
 def test_seeds(model: GPT2) -> None:
     predictor = Predictor("generate", device="cpu", max_new_tokens=12, seed=1)
     texts = ["ROMEO:\n", "ROMEO:\n", "JULIET:\n"]
@@ -134,6 +149,11 @@ def test_seeds(model: GPT2) -> None:
     assert record_seed(0, 1) != record_seed(1, 0) != record_seed(0, 0)
 
 
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(CheckpointError):
+        Predictor("score", "no/such/folder", device="cpu")
+
+
 def test_embeddings(model: GPT2) -> None:
     embed = Predictor("embed", device="cpu")
     found = embed({"tokens": [[72, 105], [], [1] * 257]})
@@ -144,14 +164,6 @@ def test_embeddings(model: GPT2) -> None:
     expected = [f"expected 1 to 256 tokens, got {count}" for count in (0, 257)]
     assert found["error"].tolist() == ["", *expected]
     assert embed({"text": []})["embedding"].shape == (0, 256)
-
-
-def test_a_prompt_longer_than_the_context_is_an_error_of_its_record() -> None:
-    found = Predictor("generate", device="cpu", max_new_tokens=1)({"text": ["ab", "x" * 300]})
-    assert found["error"][0] == ""
-    assert found["error"][1].startswith("300 tokens, the model's context is 256")
-    with pytest.raises(CheckpointError):
-        Predictor("score", "no/such/folder", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +194,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
     ("wrong", "message"),
     [
         ({"device": "cuda:1"}, "expected cuda or cpu, got 'cuda:1'"),
-        ({"form": "csv"}, "format: expected one of jsonl, parquet"),
+        ({"form": "csv"}, "format: expected 'jsonl' or 'parquet', got 'csv'"),
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
         ({"dtype": "int8"}, "dtype: expected one of float32, "),
@@ -216,8 +228,11 @@ def test_wrong_batches(scoring: Predictor, batch: Any, message: str) -> None:
         scoring(batch)
 
 
-def test_a_wrong_seed_is_the_error_of_its_record() -> None:
+def test_a_long_prompt_or_a_wrong_seed_is_the_error_of_its_record() -> None:
     predictor = Predictor("generate", device="cpu", max_new_tokens=2)
+    assert predictor({"text": ["x" * 300]})["error"][0].startswith(
+        "300 tokens, the model's context"
+    )
     seeds: list[Any] = [1, -1, 2**64, None, 1.5, True, "7", np.uint64(2**64 - 1), np.nan]
     found = predictor({"text": ["To"] * len(seeds), "seed": np.array(seeds, object)})
     assert [index for index, error in enumerate(found["error"]) if not error] == [0, 7]
@@ -227,23 +242,13 @@ def test_a_wrong_seed_is_the_error_of_its_record() -> None:
     assert alone["completion"][0] == found["completion"][0]
 
 
-def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     monkeypatch.delitem(sys.modules, "gpt2block.bulk.driver", raising=False)
     monkeypatch.delitem(sys.modules, "gpt2block.bulk.cluster", raising=False)
     monkeypatch.delattr("gpt2block.bulk.driver", raising=False)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["map", "score", "in.txt", "--output", "nowhere"])
-    assert end.value.code == 2
-    assert "map needs Dask: pip install dask distributed bokeh" in capsys.readouterr().err
-
-
-def test_help_shows_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("score", "generate", "embed", ""):
-        with pytest.raises(SystemExit):
-            cli.main(["map", *command.split(), "--help"])
-        shown = f"Example: gpt2block map {command} " if command else "1 when no record has one"
-        assert shown in " ".join(capsys.readouterr().out.split())
+    said = gpt2block("map", "score", "in.txt", "--output", "nowhere").error
+    assert said.startswith("map needs Dask: pip install dask distributed bokeh")
 
 
 def read_shards(files: list[Path], size: int) -> list[list[Any]]:
@@ -346,36 +351,25 @@ def test_float32_is_written_with_the_fewest_digits_that_identify_it() -> None:
 def test_a_full_disk_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     path = tmp_path / "part"
     shards.replace_file(path, b"old")
-    monkeypatch.setattr("os.fsync", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
         shards.replace_file(path, b"new")
     assert [file.name for file in tmp_path.iterdir()] == ["part"]
     assert path.read_bytes() == b"old"
 
 
+class CUDARuntimeError(RuntimeError):
+    """Like CuPy's."""
+
+
 def test_a_worker_ends_after_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class CUDARuntimeError(RuntimeError):
-        pass
-
-    class EndedError(Exception):
-        pass
-
-    def end(code: int) -> None:
-        raise EndedError(code)
-
-    def failing(error: Exception) -> Any:
-        def rows(values: Any, seeds: Any, progress: Any) -> Any:
-            raise error
-
-        return SimpleNamespace(rows=rows)
-
-    monkeypatch.setattr("os._exit", end)
-    with pytest.raises(EndedError):
-        job_module._computed(failing(CUDARuntimeError("illegal address")), [], 0, print)
-    with pytest.raises(MemoryError):
-        job_module._computed(failing(MemoryError()), [], 0, print)
+    monkeypatch.setattr("os._exit", Mock(side_effect=InterruptedError))
+    for error, raised in (
+        (CUDARuntimeError("illegal address"), InterruptedError),
+        (MemoryError(), MemoryError),
+    ):
+        with pytest.raises(raised):
+            job_module._computed(Mock(rows=Mock(side_effect=error)), [], 0, print)

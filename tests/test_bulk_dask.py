@@ -1,4 +1,4 @@
-"""`gpt2block map` on real Dask clusters of separate processes, with failures.
+"""`gpt2block map` on Dask: a local cluster, a cluster of other processes, failures of both.
 
 After every failure, the completed output is byte for byte that of one process without Dask.
 """
@@ -7,46 +7,56 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
-from io import StringIO
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, cli
-from gpt2block.bulk import shards
+from gpt2block import GPT2, DeviceError, InputError
+from gpt2block.bulk import identity, shards
+from gpt2block.bulk import records as bulk_records
+from gpt2block.bulk.job import Job, threads_of
+from gpt2block.bulk.records import Shard
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.cli import map as cli_map
+from gpt2block.run.model import weight_bytes
+from tests.command_line import gpt2block
+from tests.inline_cluster import contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
+import dask
 import psutil  # distributed needs both
 
+from gpt2block.bulk import cluster, driver
+
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 120  # seconds
-LINES, SHARD = 400, 10
+TIMEOUT = 300  # seconds
+# Workers of Dask have one BLAS thread; the last bits of a product depend on their number.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+LINES, SHARD, FEW = 240, 10, 60
 UNREADABLE = {
     3: (b'{"text": "\xc3("}', "not UTF-8: byte 10 of the line"),
     77: (b'{"text": "unfinished', "not JSON: "),
-    78: (b'{"words": "no text"}', "no field 'text'"),
-    79: (b'"a string"', "expected an object, got str"),
-    200: (b'{"text": 5}', "expected text or token ids, got int"),
-    201: (b'{"text": null}', "expected text or token ids, got NoneType"),
-    250: (b'{"text": ""}', "expected at least two tokens, got 0"),
-    251: (b'{"text": [5, 256]}', "token 1 is 256: expected ids from 0 to 255"),
-    399: (b'{"text": "\\ud800"}', "character 0 is U+D800, a lone surrogate"),
+    130: (b'{"text": 5}', "expected text or token ids, got int"),
+    201: (b'{"text": [5, 256]}', "token 1 is 256: expected ids from 0 to 255"),
+    239: (b'{"text": "\\ud800"}', "character 0 is U+D800, a lone surrogate"),
 }
-BLANK = (10, 234)
+BLANK = (10, 150)
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """400 lines: short texts, some unreadable records, and two blank lines."""
+    """240 lines: short texts, some unreadable records, and two blank lines."""
     words = (ROOT / "gpt2block/models/shakespeare/passage.txt").read_text().split()
     random = np.random.default_rng(0)
     lines = []
@@ -56,86 +66,47 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines.append(UNREADABLE.get(index, (line,))[0] if index not in BLANK else b"")
     path = tmp_path_factory.mktemp("input") / "records.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
+    (path.parent / "few.jsonl").write_bytes(b"\n".join(lines[:FEW]) + b"\n")
     return path
 
 
-def few(records: Path, folder: Path, count: int) -> Path:
-    """Write the first `count` records to a file."""
-    path = folder / "few.jsonl"
-    path.write_bytes(b"".join(records.read_bytes().splitlines(keepends=True)[:count]))
-    return path
+def score(records: Path, output: Path) -> list[str]:
+    """The command that the tests with processes disturb."""
+    return ["map", "score", str(records), "--output", str(output), "--keep", "id", "--logprobs",
+            "--device", "cpu", "--shard-size", str(SHARD)]  # fmt: skip
 
 
-def environment(root: Path = ROOT) -> dict[str, str]:
-    """Return an environment that imports gpt2block from `root`. BLAS has one thread, as on Dask."""
-    return {**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"}
-
-
-def options(shard: int) -> list[str]:
-    return ["--device", "cpu", "--shard-size", str(shard)]
-
-
-class Job:
-    """`gpt2block map` in a process of its own."""
-
-    def __init__(
-        self,
-        *arguments: str | Path,
-        shard: int = SHARD,
-        limit: str = "",
-        group: bool = False,
-        root: Path = ROOT,
-    ) -> None:
-        words = [*map(str, arguments), *options(shard)]
-        command = [sys.executable, "-m", "gpt2block", "map", *words]
-        if limit:
-            command = ["bash", "-c", f'{limit}; exec "$@"', "bash", *command]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(root), cwd=root, start_new_session=group,
-        )  # fmt: skip
-
-    def end(self) -> tuple[int, str]:
-        """Wait; return the exit code and everything that was printed."""
-        printed, _ = self.process.communicate(timeout=TIMEOUT)
-        return self.process.returncode, printed
-
-    def workers(self) -> list[Any]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+def generating(output: Path, seed: int) -> Job:
+    options = {"max_new_tokens": 4, "seed": seed}
+    return Job("generate", device="cpu", options=options, output=str(output), shard_size=SHARD)
 
 
 ALONE = """
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 import pytest
-from gpt2block import cli
+from gpt2block.bulk import driver
 from tests import inline_cluster
+from tests.command_line import gpt2block
+from tests.inline_cluster import contents
+from tests.test_bulk_dask import generating, score
+records, folder = map(Path, sys.argv[1:])
+few = str(records.parent / "few.jsonl")
 inline_cluster.use(pytest.MonkeyPatch())
-for command in sys.stdin.read().splitlines():
-    try:
-        cli.main(["map", *command.split("\t")])
-    except SystemExit as end:
-        assert not end.code, command
+assert gpt2block(*score(records, folder / "score")).code == 0
+for seed in (1, 2):
+    driver.run(generating(folder / f"seed{seed}", seed), [few], Mock())
 """
 
 
-def run_alone(*commands: tuple[str | Path, ...], shard: int = SHARD) -> None:
-    """Run commands, which must succeed, one after the other in one process without Dask."""
-    lines = ["\t".join([*map(str, command), *options(shard)]) for command in commands]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], input="\n".join(lines), env=environment(), cwd=ROOT,
-        capture_output=True, text=True, check=False, timeout=TIMEOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-def refused(*arguments: str | Path, shard: int = SHARD) -> str:
-    """Run the command in this process; return the message with which it is refused."""
-    stderr = StringIO()
-    with redirect_stderr(stderr), pytest.raises(SystemExit) as end:
-        cli.main(["map", *map(str, arguments), *options(shard)])
-    assert end.value.code == 2, stderr.getvalue()
-    return stderr.getvalue()
+@pytest.fixture(scope="module")
+def alone(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of one process without Dask: score, seed1, seed2."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-c", ALONE, str(records), str(folder)]
+    subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
+    return folder
 
 
 def wait(condition: Callable[[], Any]) -> None:
@@ -145,22 +116,9 @@ def wait(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def parts(folder: Path) -> int:
-    return len(list(folder.glob("part-*.jsonl")))
-
-
 def recorded(folder: Path) -> list[int]:
     """Return the shards in the manifest; a part may be written shortly before its entry."""
     return list(shards.Manifest(folder).done)
-
-
-def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return every file's content by name, without the lock."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob(pattern))
-        if path.is_file() and path.name != shards.LOCK
-    }
 
 
 def lines_of(folder: Path, pattern: str) -> list[dict[str, Any]]:
@@ -168,34 +126,24 @@ def lines_of(folder: Path, pattern: str) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("undisturbed") / "output"
-    run_alone(("score", records, "--output", output, "--keep", "id", "--logprobs"))
-    return output
-
-
-def test_unreadable_records_are_counted(undisturbed: Path) -> None:
-    errors = lines_of(undisturbed, "errors/*.ndjson")
+def test_the_output_has_every_record_or_its_error(alone: Path, records: Path) -> None:
+    errors = lines_of(alone / "score", "errors/*.ndjson")
     assert [error["index"] for error in errors] == list(UNREADABLE)
     for error in errors:
         assert error["reason"].startswith(UNREADABLE[error["index"]][1])
         assert error["line"] == error["index"] + 1
         assert error["file"] == "records.jsonl"
-    manifest = shards.Manifest(undisturbed)
+    manifest = shards.Manifest(alone / "score")
     assert sum(entry.errors for entry in manifest.done.values()) == len(UNREADABLE)
     assert sum(entry.records for entry in manifest.done.values()) == LINES - len(UNREADABLE) - 2
-
-
-def test_the_results_have_the_order_of_the_input(undisturbed: Path, records: Path) -> None:
-    names = sorted(path.name for path in undisturbed.rglob("*.jsonl"))
+    names = sorted(path.name for path in (alone / "score").rglob("*.jsonl"))
     assert names == [f"part-{number:05}.jsonl" for number in range(LINES // SHARD)]
-    found = lines_of(undisturbed, "part-*.jsonl")
+    found = lines_of(alone / "score", "part-*.jsonl")
     expected = [index for index in range(LINES) if index not in (*UNREADABLE, *BLANK)]
     assert [row["index"] for row in found] == expected
     model = GPT2.from_pretrained(device="cpu")
     lines = records.read_bytes().split(b"\n")
-    for row in found[::97]:
+    for row in found[::57]:
         entry = json.loads(lines[row["index"]])
         assert row["id"] == entry["id"]
         score = model.score(entry["text"])
@@ -203,192 +151,333 @@ def test_the_results_have_the_order_of_the_input(undisturbed: Path, records: Pat
         np.testing.assert_allclose(row["log_likelihood"], score.log_likelihood, 1e-6)
 
 
-def test_an_interrupted_and_killed_job_continues(
-    records: Path, undisturbed: Path, tmp_path: Path
+# The local cluster of this process
+
+
+class StoppedError(Exception):
+    """Raised where workers would start."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "most", "count"), [(None, None, 3), (None, 2, 2), (None, 5, 3), (7, 2, 7)]
+)
+def test_one_worker_for_each_core_by_default(
+    monkeypatch: pytest.MonkeyPatch, workers: int | None, most: int | None, count: int
 ) -> None:
-    """Ctrl-C ends the first run, SIGKILL the second one; in the third one a worker is killed."""
-    output = tmp_path / "o"
-    command = ("score", records, "--output", output, "--keep", "id", "--logprobs", "--workers", "2")
-    job = Job(*command, group=True)
-    wait(lambda: parts(output) >= 2)
-    workers = job.workers()
-    os.killpg(job.process.pid, signal.SIGINT)  # all processes, as a terminal does
-    code, printed = job.end()
-    assert code == 130
-    assert "interrupted: the same command continues from here" in printed
-    assert "Traceback" not in printed
-    assert not psutil.wait_procs(workers, timeout=20)[1]
+    """At most as many as the job can use, unless --workers is given."""
 
-    before = recorded(output)
-    job = Job(*command)
-    wait(lambda: len(recorded(output)) > len(before))
-    workers = job.workers()
-    assert len(workers) == 2
-    job.process.kill()
-    assert not psutil.wait_procs(workers, timeout=20)[1]
-    job.end()
+    def start(**options: Any) -> Any:
+        raise StoppedError(len(options["workers"]))
 
-    (output / ".part-00099.jsonl.0.tmp").write_bytes(b"half")
-    with (output / shards.MANIFEST).open("ab") as file:
-        file.write(b'{"shard": 39, "re')
-    done = recorded(output)
-    assert len(before) < len(done) <= parts(output) < LINES // SHARD
-    files = [output / shards.part_name(number, "jsonl") for number in done]
-    times = [file.stat().st_mtime for file in files]
-    job = Job(*command)
-    wait(lambda: len(recorded(output)) > len(done))
-    job.workers()[0].kill()
-    code, printed = job.end()
-    assert code == 0, printed
-    messages = (
-        "dashboard http://127.0.0.1:", " lines are done already", "Restarting worker",
-        "389 records, 9 errors in", " records/s, ",
-    )  # fmt: skip
-    assert all(message in printed for message in messages), printed
-    assert [file.stat().st_mtime for file in files] == times
-    assert contents(output) == contents(undisturbed)
+    monkeypatch.setattr("dask.system.CPU_COUNT", 3)
+    monkeypatch.setattr(cluster, "_started", start)
+    with pytest.raises(StoppedError, match=f"^{count}$"), cluster.local(workers, "cpu", 1, most):
+        pass
 
 
-def test_a_disk_that_is_full(records: Path, undisturbed: Path, tmp_path: Path) -> None:
-    short, output = few(records, tmp_path, 4 * SHARD), tmp_path / "o"
-    command = ("score", short, "--output", output, "--keep", "id", "--logprobs")
-    code, printed = Job(*command, "--workers", "1", limit="ulimit -f 2").end()  # files of 2 KiB
-    assert code == 1
-    assert "cannot be written" in printed
-    assert "the same command continues the job" in printed
-    assert "Traceback" not in printed
-    run_alone(command)
-    for name, data in contents(output, "part-*.jsonl").items():
-        assert (undisturbed / name).read_bytes() == data
-    assert parts(output) == 4
+def test_workers_are_limited_by_shards_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, todo = Job("score", output="nowhere"), [object()] * 9
+    assert driver._most(job, todo) == 9  # type: ignore[arg-type]
+    weights = weight_bytes(Checkpoint.open("shakespeare").config, "float32")
+    file = ROOT / "gpt2block/models/shakespeare/model.safetensors"
+    assert weights == pytest.approx(file.stat().st_size * 2, rel=0.02)  # it is stored in float16
+    for memory, count in ((7 * weights, 3), (weights, 1)):
+        monkeypatch.setattr(driver, "MEMORY_LIMIT", memory)
+        assert driver._most(job, todo) == count  # type: ignore[arg-type]
 
 
-def test_an_input_that_changes_during_the_job(records: Path, tmp_path: Path) -> None:
-    short, output = few(records, tmp_path, 400), tmp_path / "o"
-    before = short.read_bytes()
-    job = Job("score", short, "--output", output, "--workers", "1", shard=50)
-    wait(lambda: parts(output) >= 1)
-    short.write_bytes(before[:-10] + before[-10:].replace(b'"', b"'"))
-    code, printed = job.end()
-    assert code == 1
-    assert "shard 7 failed: ChangedError" in printed
-    assert "1 shards failed (7): the same command tries them again" in printed
-    short.write_bytes(before)
-    run_alone(("score", short, "--output", output), shard=50)
-    assert len(shards.Manifest(output).done) == 8
+NAMES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "OPENBLAS_NUM_THREADS", "SET_BY_USER")
 
 
-def changed_copy(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
-    """Copy the packages; changes: file → the text to replace, and its replacement."""
-    for package in ("gpt2block", "kernels_cu"):
-        shutil.copytree(ROOT / package, folder / package)
-    for file, (old, new) in changes.items():
-        text = (folder / file).read_text()
-        assert old in text
-        (folder / file).write_text(text.replace(old, new))
-    return folder
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """A local cluster with a worker of two threads, as on a GPU, started with these settings.
+
+    A shard fails as soon as one worker dies while it computes it.
+    """
+    settings = {"distributed.nanny.pre-spawn-environ.SET_BY_USER": "yes"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "5000000")
+        patch.setattr(cluster, "ALLOWED_FAILURES", 0)
+        with dask.config.set(settings), cluster.local(1, "cpu", threads=2) as started:
+            yield started
+
+
+@pytest.fixture
+def here(client: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Jobs run on `client` instead of a cluster of their own."""
+    monkeypatch.setattr(cluster, "local", lambda *_: nullcontext(client))
+    return client
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def test_settings_of_the_workers(client: Any) -> None:
+    """Freed memory is kept, unless the user chose otherwise; nothing profiles the threads."""
+    (found,) = client.run(environment).values()
+    assert found == dict(zip(NAMES, ("1000000000", "5000000", "1", "yes"), strict=True))
+    assert list(client.nthreads().values()) == [2]
+    name = "distributed.worker.profile.enabled"
+    assert client.submit(dask.config.get, name).result() is False
+
+
+def test_two_shards_at_once_in_a_worker(here: Any, alone: Path, records: Path) -> None:
+    assert threads_of("score", "cuda") == 2
+    assert threads_of("generate", "cuda") == threads_of("score", "cpu") == 1
+    output = records.parent / "together"
+    assert gpt2block(*score(records, output)).code == 0
+    assert contents(output) == contents(alone / "score")
+
+
+def test_two_clients_share_a_cluster(
+    client: Any, alone: Path, records: Path, tmp_path: Path
+) -> None:
+    both = Barrier(2)
+
+    def run(seed: int) -> None:
+        watcher = Mock()
+        watcher.show.side_effect = lambda *_: watcher.show.call_count == 1 and both.wait(TIMEOUT)
+        job, few = generating(tmp_path / f"{seed}", seed), records.parent / "few.jsonl"
+        driver.run(job, [str(few)], watcher, scheduler=client.scheduler.address)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, (1, 2)))
+    first, second = (contents(tmp_path / f"{seed}", "part-*") for seed in (1, 2))
+    assert first == contents(alone / "seed1", "part-*")
+    assert second == contents(alone / "seed2", "part-*") != first
+
+
+def dying(job: Job, shard: Shard, token: str) -> Any:
+    """Shard 1 ends the process that computes it."""
+    if shard.number == 1:
+        os._exit(1)
+    return cluster.run_shard(job, shard, token)
 
 
 def test_a_shard_that_kills_its_workers_is_the_only_one_that_fails(
-    records: Path, tmp_path: Path
+    here: Any, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = "    loaded = predictor(job)\n"
-    changes = {
-        "gpt2block/bulk/job.py": (load, f"{load}    shard.number == 1 and os._exit(1)\n"),
-        "gpt2block/bulk/cluster.py": ("ALLOWED_FAILURES = 10", "ALLOWED_FAILURES = 1"),
+    monkeypatch.setattr(cluster, "run_shard", dying)
+    job = Job("score", device="cpu", output=str(tmp_path / "o"), shard_size=SHARD)
+    outcome = driver.run(job, [str(records.parent / "few.jsonl")], Mock())
+    assert list(outcome.failed) == [1]
+    assert "every worker that computed it died" in outcome.failed[1]
+    assert sorted(recorded(tmp_path / "o")) == [0, 2, 3, 4, 5]
+
+
+def test_workers_report_their_progress(client: Any, tmp_path: Path) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"text": "To be"}\n' * 100)
+    options = {"max_new_tokens": 40}
+    job = Job("generate", device="cpu", options=options, output=str(tmp_path / "o")).checked()
+    (shard,) = bulk_records.cut([lines], 1000, ["text"])
+    future = client.submit(cluster.run_shard, job, shard, "token", pure=False)
+    seen: set[int] = set()
+
+    def reported() -> bool:
+        assert future.status == "pending"
+        assert cluster.progress(client, "another") == {}
+        seen.update(cluster.progress(client, "token").values())
+        return len(seen) == 2
+
+    wait(reported)
+    assert all(0 < count < 100 for count in seen)
+    client.cancel([future], force=True)
+
+
+# Other processes
+
+
+PROPERTIES = {"versions": identity.versions(), "engine": "cpu", "no_cuda": "no driver"}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "workers", "device", "message"),
+    [
+        ({"gpt2block": "x"}, [], None, "the scheduler has gpt2block x, this process has "),
+        (ImportError("gpt2block"), [], None, "the scheduler: ImportError: gpt2block: install"),
+        ({}, [{"versions": {"numpy": "1"}}], None, "worker 0 has python None, this process has"),
+        ({}, [{}, ValueError("x")], None, "worker 1: ValueError: x"),
+        ({}, [{}, {"engine": "cuda"}], None, "some workers have a GPU and some have none"),
+        ({}, [{"engine": "cuda"}, {}], "cuda", "worker 1: no driver"),
+    ],
+)
+def test_workers_that_cannot_compute_a_job(
+    scheduler: Any, workers: list[Any], device: str | None, message: str
+) -> None:
+    versions = {**identity.versions(), **scheduler} if isinstance(scheduler, dict) else None
+    answers = {
+        str(number): PROPERTIES | given if isinstance(given, dict) else given
+        for number, given in enumerate(workers)
     }
-    other = changed_copy(tmp_path / "other", changes)
-    short, output = few(records, tmp_path, 50), tmp_path / "o"
-    command = ("score", short, "--output", output, "--workers", "1")
-    code, printed = Job(*command, shard=10, root=other).end()
-    assert code == 1
-    assert "1 shards failed (1): the same command tries them again" in printed
-    assert sorted(shards.Manifest(output).done) == [0, 2, 3, 4]
-
-
-class Cluster:
-    """A scheduler and workers that the command does not start."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        file = folder / "scheduler.json"
-        self.scheduler = self._start(
-            "dask_scheduler", "--port", "0", "--host", "127.0.0.1", "--no-dashboard",
-            "--scheduler-file", str(file),
-        )  # fmt: skip
-        wait(lambda: file.exists() and file.read_text().endswith("}"))
-        self.address: str = json.loads(file.read_text())["address"]
-
-    def add_worker(self, root: Path = ROOT) -> None:
-        options = ("--nthreads", "2", "--local-directory", str(self._folder), "--no-dashboard")
-        self._start("dask_worker", self.address, *options, root=root)
-
-    def _start(self, module: str, *arguments: str, root: Path = ROOT) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
-        with (self._folder / f"log{len(self._processes)}").open("wb") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment(root), cwd=self._folder
-            )
-        self._processes.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self._processes[::-1]:  # a worker would wait for its lost scheduler
-            process.terminate()
-            process.wait(TIMEOUT)
+    client = Mock()
+    client.run_on_scheduler.configure_mock(
+        side_effect=None if versions else scheduler, return_value=versions
+    )
+    client.run.return_value = answers
+    with pytest.raises((InputError, DeviceError), match=message):
+        cluster.check(client, device)
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    started = Cluster(folder)
+def dask_process(folder: Path, module: str, *arguments: str) -> Iterator[Any]:
+    command = [sys.executable, "-m", f"distributed.cli.{module}", "--no-dashboard", *arguments]
+    with (folder / module).open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT, cwd=folder)
     try:
-        yield started
+        yield process
     finally:
-        started.close()
+        process.kill()
+        process.wait(TIMEOUT)
 
 
-def test_two_clients_share_a_cluster_and_its_scheduler_dies(records: Path, tmp_path: Path) -> None:
-    words = ("generate", few(records, tmp_path, 150), "--max-new-tokens", "4")
-    commands = [(*words, "--seed", "1"), (*words, "--seed", "2")]
-    alone, both = ([tmp_path / f"{name}{seed}" for seed in (1, 2)] for name in ("alone", "both"))
-    output = tmp_path / "orphan"
-    with cluster(tmp_path / "cluster") as shared:
-        shared.add_worker()
-        shared.add_worker()
-        at = ("--scheduler", shared.address)
-        jobs = [
-            Job(*command, "--output", folder, *at, shard=10)
-            for command, folder in zip(commands, both, strict=True)
-        ]
-        wait(lambda: parts(both[0]) > 1 and parts(both[1]) > 1)
-        assert [job.process.poll() for job in jobs] == [None, None]
-        for job in jobs:
-            code, printed = job.end()
-            assert code == 0, printed
-
-        job = Job(*commands[0], "--output", output, *at, shard=10)
-        wait(lambda: parts(output) > 1)
-        shared.scheduler.kill()
-        code, printed = job.end()
-        assert code == 1, printed
-        assert "the connection to the scheduler is lost" in printed
-        assert "the same command continues the job" in printed
-        assert parts(output) < 15
-    folders = [*zip(commands, alone, strict=True), (commands[0], output)]
-    run_alone(*((*command, "--output", folder) for command, folder in folders), shard=10)
-    assert contents(both[0]) == contents(alone[0]) == contents(output)
-    assert contents(both[1]) == contents(alone[1]) != contents(alone[0])
+def test_a_cluster_of_other_processes_whose_scheduler_dies(
+    here: Any, alone: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, output, few = tmp_path / "scheduler.json", tmp_path / "o", records.parent / "few.jsonl"
+    job, watcher = generating(output, 1), Mock()
+    options = "--port", "0", "--host", "127.0.0.1", "--scheduler-file", str(file)
+    with dask_process(tmp_path, "dask_scheduler", *options) as scheduler:
+        wait(lambda: file.exists() and file.read_text().endswith("}"))
+        address = json.loads(file.read_text())["address"]
+        with dask_process(tmp_path, "dask_worker", address, "--no-nanny"):
+            with monkeypatch.context() as patch:
+                patch.setattr(identity, "of_program", lambda: "another")
+                message = "has gpt2block .*, this process has another: install the same version"
+                with pytest.raises(InputError, match=message):
+                    driver.run(job, [str(few)], watcher, scheduler=address)
+            assert not output.exists()
+            watcher.show.side_effect = lambda found, inside: found.lines_done and scheduler.kill()
+            lost = "the connection to the scheduler is lost.*the same command continues the job"
+            with pytest.raises(driver.JobError, match=lost):
+                driver.run(job, [str(few)], watcher, scheduler=address)
+    assert 0 < len(recorded(output)) < FEW // SHARD
+    driver.run(job, [str(few)], watcher)
+    assert contents(output, "part-*") == contents(alone / "seed1", "part-*")
 
 
-def test_workers_of_another_version(records: Path, tmp_path: Path) -> None:
-    change = "from __future__", "# another version\nfrom __future__"
-    other = changed_copy(tmp_path / "other", {"gpt2block/text/scoring.py": change})
-    short = few(records, tmp_path, 10)
-    with cluster(tmp_path / "cluster") as mixed:
-        mixed.add_worker(other)
-        message = refused("score", short, "--output", tmp_path / "o", "--scheduler", mixed.address)
-    assert "has gpt2block " in message
-    assert "install the same version" in message
-    assert not (tmp_path / "o").exists()
+@contextmanager
+def command(*words: str | Path, workers: int) -> Iterator[subprocess.Popen[str]]:
+    """`gpt2block` in a process of its own, and of a process group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt2block", *map(str, words), "--workers", str(workers)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def children(process: subprocess.Popen[str]) -> list[Any]:
+    return list(psutil.Process(process.pid).children(recursive=True))
+
+
+def test_a_worker_and_then_the_client_is_killed(
+    here: Any, alone: Path, records: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o"
+    with command(*score(records, output), workers=1) as process:
+        wait(lambda: (output / shards.MANIFEST).exists() and recorded(output))
+        before = recorded(output)
+        workers = [one for one in children(process) if "spawn_main" in " ".join(one.cmdline())]
+        assert len(workers) == 1
+        workers[0].kill()
+        wait(lambda: len(recorded(output)) > len(before) + 1)
+        workers = children(process)
+        process.kill()
+        assert not psutil.wait_procs(workers, timeout=60)[1]
+        assert "Restarting worker" in process.communicate()[0]
+    (output / ".part-00099.jsonl.0.tmp").write_bytes(b"half")
+    with (output / shards.MANIFEST).open("ab") as file:
+        file.write(b'{"shard": 23, "re')
+    done = recorded(output)
+    assert len(before) + 1 < len(done) < LINES // SHARD
+    files = [output / shards.part_name(number, "jsonl") for number in done]
+    times = [file.stat().st_mtime for file in files]
+    ended = gpt2block(*score(records, output))
+    assert ended.code == 0
+    for message in ("dashboard http://127.0.0.1:", " lines are done already"):
+        assert message in ended.err
+    for message in ("233 records, 5 errors in", " records/s, "):
+        assert message in ended.out
+    assert [file.stat().st_mtime for file in files] == times
+    assert contents(output) == contents(alone / "score")
+
+
+@pytest.mark.parametrize("moment", ["the lock", "the start of a worker", "the second shard"])
+def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
+    """One line, exit code 130, no process left. A terminal interrupts all processes at once."""
+    output = tmp_path / "o"
+    with command(*score(records, output), workers=1) as process:
+        wait(lambda: (output / shards.LOCK).exists() or process.poll() is not None)
+        if moment == "the start of a worker":
+            time.sleep(0.5)
+        elif moment == "the second shard":
+            wait(lambda: len(list(output.glob("part-*.jsonl"))) >= 2)
+        workers = children(process)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130, printed
+    *before, last = printed.splitlines()
+    assert last == "interrupted: the same command continues from here"
+    # Workers that had started are reported; how they ended is not.
+    assert all(line.startswith(("dashboard ", "1 x CPU")) for line in before), printed
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+    if not (output / shards.MANIFEST).exists():
+        assert not output.exists()
+
+
+HELD = """
+import os, signal, time
+from multiprocessing import resource_tracker
+from gpt2block.bulk import cluster
+from gpt2block.cli import interrupts
+interrupts.end_at_once_on_interrupt()
+interrupts.receive_on_a_thread()
+interrupts.raise_on_interrupt()
+resource_tracker.ensure_running()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the tracker's start has unblocked it
+try:
+    with cluster._uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print("ended")
+    for _ in range(200):  # a signal just before a sleep would come after it
+        time.sleep(0.1)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_comes_late_where_all_threads_block_it() -> None:
+    """As in a command, whose threads leave SIGINT to one that waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELD],
+        capture_output=True, text=True, check=False, timeout=TIMEOUT, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\ninterrupted\n", "")
+
+
+def test_progress_shows_records_inside_a_shard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cli_map, "monotonic", lambda: clock[0])
+    watcher, outcome = cli_map._Watcher(), driver.Outcome(lines=1000)
+    watcher.show(outcome, 0)
+    for now, inside, line in (
+        (10.0, 100, "100 of 1,000 lines, 10.0 records/s, 90 s left\n"),
+        (15.0, 150, ""),
+        (50.0, 10, "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left\n"),
+    ):
+        clock[0] = now
+        watcher.show(outcome, inside)
+        assert capsys.readouterr().err == line
+        outcome = driver.Outcome(lines=1000, lines_done=500, done_now=490, tokens_now=5000)

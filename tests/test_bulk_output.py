@@ -10,45 +10,34 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from gpt2block import InputError, cli
+from gpt2block import InputError
 from gpt2block.bulk import paths, records, shards
 from gpt2block.bulk.job import Job
+from gpt2block.cli import map as cli_map
 from tests import inline_cluster
-from tests.inline_cluster import InlineClient
+from tests.command_line import Ended, gpt2block
+from tests.inline_cluster import InlineClient, contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from gpt2block.bulk import driver
 
 MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
-Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
     return inline_cluster.use(monkeypatch)
 
 
-@pytest.fixture
-def run(client: InlineClient, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`gpt2block map` on the CPU; returns the exit code, stdout and stderr."""
-
-    def command(*words: str | Path) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main(["map", *map(str, words), "--device", "cpu"])
-        printed = capsys.readouterr()
-        code = end.value.code
-        return (code if isinstance(code, int) else 0), printed.out, printed.err
-
-    return command
+def run(*words: str | Path) -> Ended:
+    """`gpt2block map` on the CPU."""
+    return gpt2block("map", *words, "--device", "cpu")
 
 
 @pytest.fixture
@@ -58,18 +47,7 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def refused(result: tuple[int, str, str]) -> str:
-    """Return the one line that a refused command printed."""
-    code, out, message = result
-    assert (code, out) == (2, ""), message
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1, message
-    return message
-
-
-def test_the_exit_code_shows_whether_any_record_has_a_result(
-    run: Run, lines: Path, tmp_path: Path
-) -> None:
+def test_the_exit_code_shows_whether_any_record_has_a_result(lines: Path, tmp_path: Path) -> None:
     code, out, _ = run("score", lines, "--output", tmp_path / "some")
     assert code == 0
     assert "3 records, 1 errors in " in out
@@ -89,7 +67,7 @@ def test_the_exit_code_shows_whether_any_record_has_a_result(
     assert (code, out) == (0, f"{tmp_path / 'empty'}: 0 records\n")
 
 
-def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_path: Path) -> None:
+def test_ignored_entries_of_a_folder_are_reported(lines: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "older").mkdir(parents=True)
     lines.rename(folder / lines.name)
@@ -103,9 +81,8 @@ def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_pat
     assert f"{folder}: 4 entries are not read (.hidden.txt, a.csv, notes.md, …): expected" in err
     (folder / "a.csv").unlink()
     (folder / ".hidden.txt").unlink()
-    assert "2 entries are not read (notes.md, older/): expected" in run(
-        "score", folder, "--output", tmp_path / "o"
-    )[2]  # fmt: skip
+    err = run("score", folder, "--output", tmp_path / "o").err
+    assert "2 entries are not read (notes.md, older/): expected" in err
 
 
 @pytest.mark.parametrize(
@@ -126,7 +103,7 @@ def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_pat
     ],
 )
 def test_inputs_that_cannot_be_read(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.txt")
@@ -134,21 +111,19 @@ def test_inputs_that_cannot_be_read(
     Path("zero.txt").symlink_to("/dev/zero")
     Path("loop.txt").symlink_to("loop.txt")
     Path("in.csv").touch()
-    assert message in refused(run("score", path, "--output", "o"))
+    assert message in run("score", path, "--output", "o").error
     assert not Path("o").exists()
 
 
 @pytest.mark.parametrize("method", ["iterdir", "open"])
 def test_a_folder_or_files_without_permission(
-    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def closed(self: Path, *_: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     (tmp_path / "in").mkdir()
     lines.rename(tmp_path / "in" / lines.name)
-    monkeypatch.setattr(Path, method, closed)
-    message = refused(run("score", tmp_path / "in", "--output", tmp_path / "o"))
+    error = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, method, Mock(side_effect=error))
+    message = run("score", tmp_path / "in", "--output", tmp_path / "o").error
     assert "cannot be read: Permission denied" in message
 
 
@@ -172,7 +147,6 @@ def test_a_folder_or_files_without_permission(
     ],
 )
 def test_a_wrong_output_is_refused_before_the_input_is_read(
-    run: Run,
     lines: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,19 +161,17 @@ def test_a_wrong_output_is_refused_before_the_input_is_read(
     (tmp_path / "listed" / shards.MANIFEST).mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     source = lines if output == "listed" else tmp_path / "no such input.txt"
-    assert message in refused(run("score", source, "--output", output))
+    assert message in run("score", source, "--output", output).error
     (tmp_path / "listed" / shards.LOCK).unlink(missing_ok=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_read_only_file_system(
-    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_only(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(Path, "mkdir", read_only)
-    message = refused(run("score", lines, "--output", tmp_path / "o"))
+    message = run("score", lines, "--output", tmp_path / "o").error
     assert "cannot be written: Read-only file system" in message
     monkeypatch.undo()
     (tmp_path / "o").mkdir()
@@ -211,89 +183,116 @@ def test_a_read_only_file_system(
         pass
 
 
-def test_new_empty_folders_are_removed_again(run: Run, lines: Path, tmp_path: Path) -> None:
-    assert "no such file" in refused(run("score", "nowhere.txt", "--output", tmp_path / "a/b/c"))
+def test_new_empty_folders_are_removed_again(lines: Path, tmp_path: Path) -> None:
+    assert "no such file" in run("score", "nowhere.txt", "--output", tmp_path / "a/b/c").error
     assert not (tmp_path / "a").exists()
 
 
 def test_a_working_directory_that_was_deleted(
-    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deleted = tmp_path / "deleted"
     deleted.mkdir()
     monkeypatch.chdir(deleted)
     deleted.rmdir()
     for output in ("relative", tmp_path / "o"):
-        message = refused(run("score", lines, "--output", output))
+        message = run("score", lines, "--output", output).error
         assert "the working directory was deleted: change to one that exists" in message
 
 
 def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
-    """As with `ulimit -f 0`; also with a closed stderr, where only the exit code reports it."""
-    output = tmp_path / "o"
-    command = [sys.executable, "-m", "gpt2block", "map", "score", str(lines), "--device", "cpu",
-               "--output", str(output)]  # fmt: skip
-    for closed in (False, True):
-
-        def limit(closed: bool = closed) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-            if closed:
-                os.close(2)
-
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False,
-            preexec_fn=limit, timeout=100,
-        )  # fmt: skip
-        message = f"error: --output {output}: cannot be written: File too large\n"
-        assert (done.returncode, done.stdout) == (2, "")
-        assert closed or done.stderr == message
-        assert not output.exists()
+    """As with `ulimit -f 0`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        message = run("score", lines, "--output", tmp_path / "o").error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert message == f"--output {tmp_path / 'o'}: cannot be written: File too large"
+    assert not (tmp_path / "o").exists()
 
 
-def test_the_format_and_name_of_the_input_belong_to_the_job(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_disk_that_is_full(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """Before the first shard, or during the job, which continues when there is room."""
+    command = ("score", lines, "--shard-size", "1", "--output")
+    assert run(*command, tmp_path / "whole").code == 0
+    room, replace_file = [None] * written, shards.replace_file
+
+    def replace(path: Path, data: bytes) -> str:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room.pop()
+        return replace_file(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "replace_file", replace)
+        ended = run(*command, tmp_path / "o")
+    assert ended.code == 1
+    assert "cannot be written" in ended.err
+    assert ended.err.endswith("the same command continues the job\n")
+    assert "No space left on device" in ended.err
+    assert run(*command, tmp_path / "o").code == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "whole")
+
+
+def test_an_input_that_changes_during_the_job(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("score", lines, "--output", tmp_path / "o", "--shard-size", "1")
+    before = lines.read_text()
+    with monkeypatch.context() as patch:
+        changed = before.replace("to be", "to bee")
+        patch.setattr(cli_map._Watcher, "show", lambda *_: lines.write_text(changed))
+        ended = run(*command)
+    assert ended.code == 1
+    assert "shard 3 failed: ChangedError" in ended.err
+    assert "1 shards failed (3): the same command tries them again" in ended.out
+    lines.write_text(before)
+    assert run(*command).code == 0
+    assert list(shards.Manifest(tmp_path / "o").done) == [0, 1, 2, 3]
+
+
+def test_the_format_and_name_of_the_input_belong_to_the_job(tmp_path: Path) -> None:
     first = tmp_path / "in.txt"
     first.write_text('{"text": "To be"}\n{"text": "or not"}\n')
     command = ("--output", tmp_path / "o", "--shard-size", "1")
-    assert run("score", first, *command)[0] == 0
+    assert run("score", first, *command).code == 0
     again = first.rename(tmp_path / "in.jsonl")
-    message = refused(run("score", again, *command))
+    message = run("score", again, *command).error
     assert "inputs.kinds was 'text', now it is 'jsonl': choose another --output" in message
     renamed = again.rename(tmp_path / "other.txt")
-    assert "inputs.names_sha256 was" in refused(run("score", renamed, *command))
+    assert "inputs.names_sha256 was" in run("score", renamed, *command).error
     # The same bytes in two files: the second line has another file and line number.
     (tmp_path / "in.txt").write_text('{"text": "To be"}\n')
     (tmp_path / "rest.txt").write_text('{"text": "or not"}\n')
-    message = refused(run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command))
+    message = run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command).error
     assert "inputs.files was 1, now it is 2" in message
 
 
-def test_the_dtype_belongs_to_the_job(run: Run, lines: Path, tmp_path: Path) -> None:
+def test_the_dtype_belongs_to_the_job(lines: Path, tmp_path: Path) -> None:
     command = ("score", lines, "--output", tmp_path / "o")
-    assert run(*command)[0] == 0
-    message = refused(run(*command, "--dtype", "bfloat16"))
+    assert run(*command).code == 0
+    message = run(*command, "--dtype", "bfloat16").error
     assert "dtype was 'float32', now it is 'bfloat16': choose another --output" in message
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file's content by name, without the lock."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != shards.LOCK]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
 def test_a_job_is_finished_repaired_or_refused(
-    run: Run, client: InlineClient, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: InlineClient, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "o"
     command = ("embed", lines, "--output", output, "--shard-size", "2")
-    assert run(*command)[0] == 0
+    assert run(*command).code == 0
     before = contents(output)
     row = json.loads(before["part-00000.jsonl"].splitlines()[0])
     assert list(row) == ["index", "embedding", "n_tokens"]
     assert len(row["embedding"]) == 256
-    assert run(*command)[0] == 0
+    assert run(*command).code == 0
     assert client.tries == [0, 1]  # nothing was left to compute
     (output / "part-00001.jsonl").write_bytes(b"damaged")
-    assert "part-00001.jsonl was changed or removed" in run(*command)[2]
+    assert "part-00001.jsonl was changed or removed" in run(*command).err
     assert client.tries == [0, 1, 1]
 
     other = tmp_path / "model"
@@ -317,11 +316,11 @@ def test_a_job_is_finished_repaired_or_refused(
     }  # fmt: skip
     monkeypatch.setattr("gpt2block.bulk.cluster.CONNECT_SECONDS", 1)
     for message, words in changes.items():
-        assert message in refused(run(*words))
+        assert message in run(*words).error
     lines.write_text(lines.read_text().replace("T", "t"))
-    assert "input_sha256 was" in refused(run(*command))
+    assert "input_sha256 was" in run(*command).error
     with shards.locked(output, "token"):
-        assert "another gpt2block map writes to this folder" in refused(run(*command))
+        assert "another gpt2block map writes to this folder" in run(*command).error
     assert contents(output) == before
     assert not (tmp_path / "n").exists()
 
@@ -343,61 +342,56 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[record
     return (folder / "o" / shards.MANIFEST).read_text(), cut
 
 
-Refuse = Callable[[str], str]
-
-
-@pytest.fixture
-def refuse(finished: tuple[str, list[records.Shard]], tmp_path: Path) -> Refuse:
+def refused(finished: tuple[str, list[records.Shard]], folder: Path, text: str) -> str:
     """Refuse to continue the finished job with another text of the manifest; return the message."""
+    (folder / shards.MANIFEST).write_text(text)
     described = json.loads(finished[0].splitlines()[0])
-
-    def call(text: str) -> str:
-        (tmp_path / shards.MANIFEST).write_text(text)
-        with pytest.raises(InputError) as error:
-            driver._open_manifest(tmp_path, described, finished[1], Mock())
-        message = str(error.value)
-        assert message.startswith(f"{tmp_path / shards.MANIFEST}")
-        assert message.endswith("choose another --output")
-        return message
-
-    return call
+    with pytest.raises(InputError) as error:
+        driver._open_manifest(folder, described, finished[1], Mock())
+    message = str(error.value)
+    assert message.startswith(f"{folder / shards.MANIFEST}")
+    assert message.endswith("choose another --output")
+    return message
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("shard", "null"), ("shard", "-1"), ("shard", "1.5"), ("shard", "true"), ("shard", '"0"'),
-        ("shard", "7"), ("shard", "1" * 400), ("shard", "1" * 5000), ("records", "-1"),
-        ("records", "null"), ("records", "1000000"), ("errors", "[1]"), ("errors", "0"),
-        ("tokens", "{}"), ("tokens", "NaN"), ("tokens", "1e3"), ("sha256", "null"),
-        ("sha256", '"abc"'), ("sha256", "1" * 64), ("sha256", DEEP), ("errors_sha256", DEEPER),
-        ("errors_sha256", "5"), ("errors_sha256", "null"), ("more", "1"),
+        ("shard", ["null", "-1", "1.5", "true", '"0"', "7", "1" * 400, "1" * 5000]),
+        ("records", ["-1", "null", "1000000"]),
+        ("errors", ["[1]", "0"]),
+        ("tokens", ["{}", "NaN", "1e3"]),
+        ("sha256", ["null", '"abc"', "1" * 64, DEEP]),
+        ("errors_sha256", [DEEPER, "5", "null"]),
+        ("more", ["1"]),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_changed_by_hand(
-    finished: tuple[str, Any], refuse: Refuse, name: str, value: str
+    finished: tuple[str, Any], tmp_path: Path, name: str, values: list[str]
 ) -> None:
     job, done, _ = finished[0].split("\n")
     entry = json.dumps({**json.loads(done), name: "HERE"})
-    assert ": damaged" in refuse(f"{job}\n{entry}\n".replace('"HERE"', value))
+    for value in values:
+        changed = f"{job}\n{entry}\n".replace('"HERE"', value)
+        assert ": damaged" in refused(finished, tmp_path, changed)
 
 
 def test_a_manifest_whose_job_was_changed_by_hand(
-    finished: tuple[str, Any], refuse: Refuse
+    finished: tuple[str, Any], tmp_path: Path
 ) -> None:
     first, rest = finished[0].split("\n", 1)
     for name, correct in json.loads(first).items():
         for value in {"null", "{}", DEEP, "1" * 400} - {json.dumps(correct)}:
             changed = json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
-            refuse(f"{changed}\n{rest}")
+            refused(finished, tmp_path, f"{changed}\n{rest}")
 
 
-@pytest.mark.parametrize("text", ["", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"])
-def test_a_file_that_is_not_a_manifest(refuse: Refuse, text: str) -> None:
-    assert "damaged, or not a manifest" in refuse(text)
+def test_a_file_that_is_not_a_manifest(finished: tuple[str, Any], tmp_path: Path) -> None:
+    for text in ("", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"):
+        assert "damaged, or not a manifest" in refused(finished, tmp_path, text)
 
 
-def test_part_files_of_another_job_are_reported(run: Run, lines: Path, tmp_path: Path) -> None:
+def test_part_files_of_another_job_are_reported(lines: Path, tmp_path: Path) -> None:
     output = tmp_path / "o"
     run("score", lines, "--output", output)
     names = ["errors/part-00007.ndjson", "part-00001.jsonl", "part-00000.parquet", "part-x"]

@@ -42,7 +42,7 @@ class CUDARuntimeError(RuntimeError):
     """Like CuPy's."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
     return inline_cluster.use(monkeypatch)
 
@@ -117,59 +117,49 @@ def test_an_exception_becomes_the_error_of_its_record(
     assert client.tries == [0]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
-     CheckpointError("x")],
-)  # fmt: skip
-def test_errors_that_no_record_causes_are_raised(error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        problem_of(error)
-
-
 def test_the_reason_of_a_record_is_one_short_line() -> None:
+    for error in (
+        KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
+        CheckpointError("x"),
+    ):  # fmt: skip
+        with pytest.raises(type(error)):  # no record causes it
+            problem_of(error)
     reason = problem_of(ValueError("a\nb" * 10_000)).reason
     assert reason.isprintable()
     assert len(reason) <= 500
 
 
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (KeyError("a"), 1),
+        (PanicException("b"), 1),
+        (InputError("c"), 1),
+        (RecursionError("d"), 1),
+        (OSError("a"), 1 + driver.RETRIES),
+        (MemoryError("b"), 1 + driver.RETRIES),
+        (DeviceError("c"), 1 + driver.RETRIES),
+    ],
+)
 def test_a_shard_is_retried_only_for_errors_that_a_retry_may_avoid(
-    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, tries: int
 ) -> None:
-    def failing(error: BaseException) -> None:
-        client.tries.clear()
-
-        def wrong(*_: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(records, "read", wrong)
-        outcome, _ = run_job(tmp_path, json_texts("To be"))
-        name = type(error).__name__
-        assert outcome.failed == {0: f"{name}: {error}"}
-
-    for error in (KeyError("a"), PanicException("b"), InputError("c"), RecursionError("d")):
-        failing(error)
-        assert client.tries == [0]
-    for temporary in (OSError("a"), MemoryError("b"), DeviceError("c")):
-        failing(temporary)
-        assert client.tries == [0] * (1 + driver.RETRIES)
+    monkeypatch.setattr(records, "read", Mock(side_effect=error))
+    outcome, _ = run_job(tmp_path, json_texts("To be"))
+    assert outcome.failed == {0: f"{type(error).__name__}: {error}"}
+    assert client.tries == [0] * tries
 
 
 def test_a_shard_without_memory_for_any_record_is_retried(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(Scoring, "run", full)
+    monkeypatch.setattr(Scoring, "run", Mock(side_effect=MemoryError("no memory")))
     outcome, _ = run_job(tmp_path, json_texts("To be", "or not"))
     assert outcome.failed == {0: "MemoryError: not enough memory for any record of shard 0"}
     assert len(client.tries) == 1 + driver.RETRIES
 
 
-def test_a_panic_of_the_tokenizer(
-    monkeypatch: pytest.MonkeyPatch, client: InlineClient, tmp_path: Path
-) -> None:
+def test_a_panic_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     encode = tiktoken.Encoding.encode_ordinary
 
     def panic(self: tiktoken.Encoding, text: str) -> list[int]:
@@ -184,35 +174,24 @@ def test_a_panic_of_the_tokenizer(
     assert "the tokenizer fails on this text" in errors(output)[0]["reason"]
 
 
-@pytest.fixture
-def without_tokenizer(tmp_path: Path) -> Path:
-    """A model without a tokenizer, whose vocabulary is not of GPT-2's size."""
+def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> None:
+    """Lines of text are refused at the start; a text among token ids has an error."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
-    return GPT2(GPT2Weights.random(0, config), device="cpu").save_pretrained(tmp_path / "model")
-
-
-def test_text_lines_without_a_tokenizer_are_refused_at_the_start(
-    client: InlineClient, tmp_path: Path, without_tokenizer: Path
-) -> None:
+    model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(0, config)))
     path = tmp_path / "in.txt"
     path.write_text("To be\n")
     with pytest.raises(CheckpointError, match=r"expected tokenizer\.json for a vocabulary of 20"):
-        run_job(tmp_path, path, model=str(without_tokenizer))
+        run_job(tmp_path, path, model=model)
     assert client.tries == []
-
-
-def test_the_error_of_a_text_explains_the_missing_tokenizer(
-    client: InlineClient, tmp_path: Path, without_tokenizer: Path
-) -> None:
     lines = '{"text": "To be"}\n{"text": [1, 2, 3]}\n'
-    outcome, output = run_job(tmp_path, lines, model=str(without_tokenizer))
+    outcome, output = run_job(tmp_path, lines, model=model)
     assert counts(outcome) == (1, 1)
     assert errors(output)[0]["reason"].startswith("text needs a tokenizer: ")
     assert "expected tokenizer.json" in errors(output)[0]["reason"]
 
 
 def test_a_tokenizer_is_looked_up_for_text_only(
-    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-2's BPE for a model without a tokenizer; for ids none, also on the workers."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=50257)
@@ -235,7 +214,7 @@ def test_a_tokenizer_is_looked_up_for_text_only(
     assert found
 
 
-def test_texts_do_not_depend_on_the_size_of_shards(client: InlineClient, tmp_path: Path) -> None:
+def test_texts_do_not_depend_on_the_size_of_shards(tmp_path: Path) -> None:
     found = []
     for size in (3, 1):
         folder = tmp_path / str(size)
@@ -249,7 +228,7 @@ def test_texts_do_not_depend_on_the_size_of_shards(client: InlineClient, tmp_pat
     assert len({row["completion"] for row in found[0]}) == 3
 
 
-def test_a_job_with_another_end_token_is_another_job(client: InlineClient, tmp_path: Path) -> None:
+def test_a_job_with_another_end_token_is_another_job(tmp_path: Path) -> None:
     model = save_pretrained(tmp_path / "model", Checkpoint.open(MODEL))
     options = {"task": "generate", "options": {"max_new_tokens": 2}, "model": str(model)}
     run_job(tmp_path, json_texts("abc"), **options)
@@ -271,9 +250,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_kept_field_that_is_nested_too_deep(
-    client: InlineClient, tmp_path: Path, form: str
-) -> None:
+def test_a_kept_field_that_is_nested_too_deep(tmp_path: Path, form: str) -> None:
     """Python up to 3.11 reads this depth but cannot write it; then the record has an error."""
     if form == "parquet":
         pytest.importorskip("pyarrow")
@@ -288,7 +265,7 @@ def test_a_kept_field_that_is_nested_too_deep(
         assert "RecursionError" in error["reason"] or "not JSON" in error["reason"]
 
 
-def test_a_text_file_has_one_field(client: InlineClient, tmp_path: Path) -> None:
+def test_a_text_file_has_one_field(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_text("To be\nor not\n")
     outcome, output = run_job(tmp_path, path, keep=("text", "text"))
@@ -315,7 +292,7 @@ def test_parquet_without_pyarrow(
     assert not (tmp_path / "o").exists()
 
 
-def test_kept_columns_keep_their_arrow_types(client: InlineClient, pa: Any, tmp_path: Path) -> None:
+def test_kept_columns_keep_their_arrow_types(pa: Any, tmp_path: Path) -> None:
     table = pa.table(
         {
             "text": pa.array(["To be", "x", "or not"]),
@@ -354,7 +331,7 @@ def test_kept_columns_keep_their_arrow_types(client: InlineClient, pa: Any, tmp_
 
 
 def test_arrow_values_that_json_output_cannot_hold_are_errors_of_their_records(
-    client: InlineClient, pa: Any, tmp_path: Path
+    pa: Any, tmp_path: Path
 ) -> None:
     kinds = {"far": pa.timestamp("ms"), "zone": pa.timestamp("us", "Europe/Nowhere")}
     for name, kind in kinds.items():
@@ -371,7 +348,7 @@ def test_arrow_values_that_json_output_cannot_hold_are_errors_of_their_records(
         assert counts(outcome) == (0, 3)
 
 
-def test_types_that_differ_between_files(client: InlineClient, pa: Any, tmp_path: Path) -> None:
+def test_types_that_differ_between_files(pa: Any, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for number, kind in enumerate((pa.int32(), pa.string())):
@@ -389,9 +366,7 @@ def test_types_that_differ_between_files(client: InlineClient, pa: Any, tmp_path
     assert [row["id"] for row in rows(output)] == ["5", 5]
 
 
-def test_fields_of_mixed_input_are_text_in_parquet(
-    client: InlineClient, pa: Any, tmp_path: Path
-) -> None:
+def test_fields_of_mixed_input_are_text_in_parquet(pa: Any, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text(
@@ -448,7 +423,7 @@ def test_a_part_as_parquet(pa: Any) -> None:
     ]  # fmt: skip
 
 
-def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
+def test_embed_truncates(tmp_path: Path) -> None:
     """It keeps the last tokens of the context, as generate does."""
     model = GPT2.from_pretrained(device="cpu")
     long = "To be, or not to be. " * 20

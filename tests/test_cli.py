@@ -36,24 +36,20 @@ def assert_ten_steps(lines: list[str]) -> None:
 
 
 def test_block_runs_a_passage_through_the_bundled_model_by_default() -> None:
-    command = [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"]
     before = os.times()
-    done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
-    used = os.times().children_user - before.children_user  # whatever else the machine does
-    assert used < 10
-    assert done.stderr == ""
-    assert_ten_steps(done.stdout.splitlines())
-    assert "weights  shakespeare, block 0 of 6, mask: causal" in done.stdout
-    assert "kernels  none run: float32 NumPy compared with float64" in done.stdout
-    assert "Most likely next tokens: 'a' 99" in done.stdout  # "… a daughter, sir, called Katharin"
+    out = printed("block", "--device", "cpu")
+    assert os.times().user - before.user < 10  # whatever else the machine does
+    assert_ten_steps(out.splitlines())
+    assert "weights  shakespeare, block 0 of 6, mask: causal" in out
+    assert "kernels  none run: float32 NumPy compared with float64" in out
+    assert "Most likely next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
-@pytest.mark.parametrize("kernels", ["auto", "skeleton"])
-def test_a_terminal_of_80_columns_shows_every_number(kernels: str) -> None:
+def test_a_terminal_of_80_columns_shows_every_number() -> None:
     main, terminal = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu", "--kernels", kernels],
+        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"],
         stdout=terminal,
         env={**os.environ, "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"},
     )
@@ -118,7 +114,11 @@ def test_block_as_json() -> None:
     ("options", "weights", "shape"),
     [
         ("--size gpt2 --seq-len 5 --batch 2", "random, the shape of gpt2", [2, 5, 768]),
-        ("--size gpt2-xl --seq-len 5 --no-causal", "random, the shape of gpt2-xl", [5, 1600]),
+        (
+            "--size gpt2-medium --seq-len 5 --no-causal",
+            "random, the shape of gpt2-medium",
+            [5, 1024],
+        ),
         ("--text Tobeornot --seq-len 7 --batch 3", "shakespeare, block 0 of 6", [3, 7, 256]),
     ],
 )
@@ -133,33 +133,6 @@ def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
     rows = walkthrough._rows([1, 2, 3, 4], 3, 2)
     assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
     assert walkthrough._rows([1, 2], None, 1).tolist() == [1, 2]
-
-
-TOO_MANY = "tokens: at most 131,072 are compared"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layer", "6"], "shakespeare: --layer 6 is out of range: it has 6 layers, 0…5"),
-        (["--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2, gpt2-medium"),
-        (["--size", "gpt2", "--text", "x"], "--size uses random weights: leave out --weights"),
-        (["--text", ""], "expected at least one character, got none"),
-        (["--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
-        (["--text", "x" * 257], "257 tokens: shakespeare has positions for n_ctx = 256"),
-        (["--seq-len", "0"], "expected --batch and --seq-len of at least 1, got 1, 0"),
-        (["--batch", "0"], "expected --batch and --seq-len of at least 1"),
-        (["--size", "gpt2", "--batch", "1000000000000"], TOO_MANY),
-        (["--size", "gpt2", "--seq-len", "1000000000000"], TOO_MANY),
-        (["--text", "KING", "--batch", "1000000000000"], TOO_MANY),
-        (["--text", "KING", "--seq-len", "1000000000000"], TOO_MANY),
-        (["--weights", "no/such/dir"], "no such file or directory"),
-        (["--weights", "model.bin"], "model.bin: no such file or directory"),
-        (["--device", "gpu"], "--device: expected 'cuda', 'cuda:N' or 'cpu'"),
-    ],
-)
-def test_options_of_block_that_are_refused(arguments: list[str], message: str) -> None:
-    assert message in gpt2block("block", *arguments).error
 
 
 def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
@@ -193,13 +166,13 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_terminal_without_unicode() -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    for command in (["block", "--device", "cpu"], ["check"]):
-        words = [sys.executable, "-m", "gpt2block", *command]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode in (0, 1)
-        assert "Traceback" not in done.stderr
-        assert "?" in done.stdout  # in place of "…" and "→"
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu", "--text", "K" * 99],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout  # in place of "…"
 
 
 # check

@@ -5,7 +5,6 @@ Real processes: streams that are full, closed or gone, Ctrl-C at any time, a fol
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -22,7 +21,9 @@ from tests.command_line import Ended, gpt2block
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
     "generate": ["generate", "KING", "--max-new-tokens", "3", "--device", "cpu"],
-    "score": ["score", str(ROOT / "LICENSE"), "--device", "cpu", "--stride", "255"],
+    "endless": ["generate", "KING", "--max-new-tokens=999999", "--overflow=truncate",
+                "--device=cpu"],
+    "score": ["score", str(ROOT / "pyproject.toml"), "--device", "cpu", "--stride", "255"],
     "info": ["info", "--json"],
     "block": ["block", "--text", "KING", "--device", "cpu"],
     "kernels": ["kernels"],
@@ -31,57 +32,56 @@ COMMANDS = {
     "help": ["--help"],
     "map help": ["map", "score", "-h"],
     "version": ["--version"],
-}
-LONG = {"score": ["score", str(ROOT / "pyproject.toml"), "--device", "cpu", "--stride", "255"]}
-WRITING = [name for name in COMMANDS if name != "bench"]
-# Without a GPU, where `bench` and `kernels` would run.
+}  # fmt: skip
+CODES = {"check": 1, "bench": 2}  # exit codes without a GPU; the others end with 0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="streams and signals as POSIX has them")
 
 
-@functools.cache
-def usual_exit_code(name: str) -> int:
-    return int(shell('"$@"', COMMANDS[name], stdin=subprocess.DEVNULL).code)
-
-
-def shell(line: str, arguments: list[str], **options: Any) -> Ended:
+def shell(line: str, arguments: list[str]) -> Ended:
     """The command as "$@" in a line for the shell."""
     done = subprocess.run(
         ["bash", "-c", line, "bash", sys.executable, "-m", "gpt2block", *arguments],
-        capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT, **options,
+        capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize(
-    ("target", "reason"),
-    [(">&-", "Bad file descriptor"), ("> /dev/full", "No space left on device")],
+    ("target", "reason", "names"),
+    [
+        (">&-", "Bad file descriptor", ["generate", "score", "info", "kernels", "help"]),
+        ("> /dev/full", "No space left on device", ["generate", "block", "check", "map help"]),
+    ],
 )
-def test_output_that_cannot_be_written_is_one_line(name: str, target: str, reason: str) -> None:
+def test_output_that_cannot_be_written_is_one_line(
+    target: str, reason: str, names: list[str]
+) -> None:
     if target == "> /dev/full" and not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
-    done = shell(f'"$@" {target}', COMMANDS[name])
-    assert (done.code, done.err) == (1, f"error: cannot write to standard output: {reason}\n")
+    for name in names:
+        done = shell(f'"$@" {target}', COMMANDS[name])
+        assert (done.code, done.err) == (1, f"error: cannot write to standard output: {reason}\n")
 
 
-@pytest.mark.parametrize("name", ["generate", "info", "kernels", "help"])
-def test_a_closed_pipe_is_quiet(name: str) -> None:
-    """The reader is gone before anything is written."""
-    done = shell('{ sleep 0.1; "$@"; echo $? >&2; } | true', COMMANDS[name])
-    assert done.err.splitlines()[-1] == "141"
-    assert len(done.err.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("name", "reader"), [("generate", "true"), ("kernels", "true"), ("endless", "head -c 6")]
+)
+def test_a_closed_pipe_is_quiet(name: str, reader: str) -> None:
+    """The reader is gone before anything is written, or after the first words."""
+    done = shell(f'{{ sleep 0.1; "$@"; echo $? >&2; }} | {reader}', COMMANDS[name])
+    assert done.err == "141\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["generate", "check", "bench"])
 def test_a_closed_input_and_a_closed_standard_error_change_nothing(name: str) -> None:
     done = shell('"$@" <&- 2>&-', COMMANDS[name])
-    assert (done.code, done.err) == (usual_exit_code(name), "")
+    assert (done.code, done.err) == (CODES.get(name, 0), "")
     assert bool(done.out) == (name != "bench")
 
 
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("name", ["generate", "check"])
 def test_all_streams_closed(name: str) -> None:
     assert shell('"$@" <&- >&- 2>&-', COMMANDS[name]).code == 1
 
@@ -91,14 +91,10 @@ def test_standard_error_that_is_full_is_ignored() -> None:
     assert (done.code, done.out[:4]) == (0, "KING")
 
 
-@pytest.mark.parametrize("arguments", [["generate", "-"], ["score", "-"], ["generate"]])
-def test_standard_input_that_is_closed_is_empty(arguments: list[str]) -> None:
-    done = shell('"$@" <&-', [*arguments, "--device", "cpu"])
-    if arguments == ["generate"]:
-        assert done.code == 0
-        assert done.out.startswith("JULIET:")
-    else:
-        assert done.error
+def test_standard_input_that_is_closed_is_empty() -> None:
+    assert shell('"$@" <&-', ["score", "-", "--device", "cpu"]).error
+    done = shell('"$@" <&-', ["generate", "--device", "cpu", "--max-new-tokens", "3"])
+    assert (done.code, done.out[:7]) == (0, "JULIET:")
 
 
 def test_standard_input_that_only_writes(tmp_path: Path) -> None:
@@ -114,13 +110,13 @@ def test_a_file_is_never_opened_as_standard_output(tmp_path: Path) -> None:
     assert text.read_text() == "To be, or not to be"
 
 
-@pytest.mark.parametrize("name", ["generate", "block", "check", "kernels"])
-def test_a_deleted_working_directory(name: str, tmp_path: Path) -> None:
+def test_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    gone.mkdir()
-    done = shell(f'cd {gone}; rmdir {gone}; "$@"', COMMANDS[name])
-    assert "Traceback" not in done.err
-    assert done.code == usual_exit_code(name)
+    for name in ("generate", "check"):
+        gone.mkdir()
+        done = shell(f'cd {gone}; rmdir {gone}; "$@"', COMMANDS[name])
+        assert "Traceback" not in done.err
+        assert done.code == CODES.get(name, 0)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +125,13 @@ def test_a_deleted_working_directory(name: str, tmp_path: Path) -> None:
      ["generate", "x", "--tokenizer", "tokenizer.json"], ["info", "."]],
 )  # fmt: skip
 def test_a_relative_path_in_a_deleted_working_directory(
-    arguments: list[str], tmp_path: Path
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    assert shell(f'cd {gone}; rmdir {gone}; "$@"', arguments).error
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert gpt2block(*arguments).error
 
 
 @pytest.mark.parametrize(
@@ -165,12 +163,9 @@ def test_what_is_no_regular_file_is_refused(
     assert gpt2block(*arguments, path).error.startswith(f"{path}: expected a regular file")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "most"), [(["score", "-"], 256), (["generate", "-"], 16), (["generate"], 16)]
-)
-def test_a_text_without_end_is_refused(arguments: list[str], most: int) -> None:
-    said = shell('"$@" < /dev/zero', arguments).error
-    assert said == f"stdin: expected at most {most} MiB of text, got more"
+def test_a_text_without_end_is_refused() -> None:
+    said = gpt2block("generate", "-", stdin=bytes(2**24 + 1)).error
+    assert said == "stdin: expected at most 16 MiB of text, got more"
 
 
 # Ctrl-C
@@ -219,28 +214,32 @@ def interrupted(launcher: str, arguments: list[str], after: float) -> tuple[int,
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("after", [0, 0.05, 0.1])
+@pytest.mark.parametrize(
+    ("launcher", "after"), [("module", 0), ("module", 0.1), ("console script", 0.05)]
+)
 def test_ctrl_c_during_the_imports_is_quiet(launcher: str, after: float) -> None:
-    code, out, err = interrupted(launcher, ["generate", "KING", "--max-new-tokens=99999"], after)
+    code, out, err = interrupted(launcher, COMMANDS["endless"], after)
     assert (code, out, err) == (130, "", "")
 
 
-@pytest.mark.parametrize("after", [0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0])
-@pytest.mark.parametrize("name", ["score", "block", "check"])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("score", 0.2), ("score", 0.5), ("score", 0.8), ("score", 1.0), ("block", 0.3),
+     ("block", 0.6), ("check", 0.4), ("check", 0.7)],
+)  # fmt: skip
 def test_ctrl_c_at_any_time_leaves_no_traceback(name: str, after: float) -> None:
-    code, _, err = interrupted("module", {**COMMANDS, **LONG}[name], after)
+    code, _, err = interrupted("module", COMMANDS[name], after)
     assert "Traceback" not in err
     assert "Exception" not in err
     assert err.count("\n") <= 1
-    assert code in (130, usual_exit_code(name))  # the latter if it had ended before
+    assert code in (130, CODES.get(name, 0))  # the latter if it had ended before
 
 
-# The program that `check` compiles takes two seconds now, and stderr says when they begin.
+# The program that `check` compiles takes about a second now, and stderr says when they begin.
 LONG_PROGRAM = """
 import os
 from gpt2block import doctor
-doctor.PROGRAM += "".join(f"__device__ int f{i}(int x) {{ return x + {i}; }}" for i in range(30000))
+doctor.PROGRAM += "".join(f"__device__ int f{i}(int x) {{ return x + {i}; }}" for i in range(8000))
 compile_log = doctor.compile_log
 def announced(*arguments):
     os.write(2, b"compiling\\n")
@@ -249,7 +248,7 @@ doctor.compile_log = announced
 """
 
 
-@pytest.mark.parametrize("after", [0.1, 0.5, 1])
+@pytest.mark.parametrize("after", [0.05, 0.2])
 def test_ctrl_c_while_nvrtc_compiles_is_quiet(after: float) -> None:
     """NVRTC's own handler of SIGINT would exit with 4, or crash in another thread."""
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
@@ -258,16 +257,12 @@ def test_ctrl_c_while_nvrtc_compiles_is_quiet(after: float) -> None:
     assert process.stderr.readline() == "compiling\n"
     time.sleep(after)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "")
+    assert process.communicate(timeout=100) == ("", "")
     assert process.returncode == 130
 
 
 def test_ctrl_c_while_it_writes_says_so() -> None:
-    process = start(
-        "module",
-        ["generate", "KING", "--max-new-tokens=999999", "--overflow=truncate", "--device=cpu"],
-        signal.default_int_handler,
-    )
+    process = start("module", COMMANDS["endless"], signal.default_int_handler)
     assert process.stdout is not None
     assert process.stdout.read(12).startswith("KING")  # and what it continues with
     process.send_signal(signal.SIGINT)

@@ -1,18 +1,26 @@
-"""The README and the pages of docs/: their commands, the output they show, their links."""
+"""The README, the pages of docs/ and the examples: commands, the output they show, links."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpt2block import doctor
 from gpt2block.cuda import kernels
+from gpt2block.emulator import missing
 from gpt2block.ops.registry import OPERATIONS
+from tests.command_line import gpt2block, printed
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,20 +97,18 @@ def columns(lines: list[str]) -> list[list[str]]:
     return [row[:3] for row in rows if len(row) == 8 and row[0] in STEPS]
 
 
+def without_figures(lines: list[str]) -> list[str]:
+    return [re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", line) for line in lines]
+
+
 def test_the_output_without_a_gpu_is_what_the_command_prints() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
+    lines = printed("block", "--device", "cpu").splitlines()
+    assert columns(lines) == columns(shown("cpu"))
+    assert len(columns(lines)) == 10
+    found, expected = (
+        [line.split() for line in without_figures(each)[1:]] for each in (lines, shown("cpu"))
     )
-    printed = done.stdout.splitlines()
-    assert columns(printed) == columns(shown("cpu"))
-    assert len(columns(printed)) == 10
-    without_figures = [re.sub(r"[\d.]+(e-\d+)?", "#", line) for line in printed]
-    expected = [re.sub(r"[\d.]+(e-\d+)?", "#", line) for line in shown("cpu")]
-    assert [line.split() for line in without_figures[1:]] == [line.split() for line in expected[1:]]
+    assert found == expected
 
 
 def test_the_output_on_a_gpu_shows_real_kernels() -> None:
@@ -115,16 +121,12 @@ def test_the_output_on_a_gpu_shows_real_kernels() -> None:
 
 @pytest.mark.gpu
 def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "block", "--kernels", "skeleton"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert columns(done.stdout.splitlines()) == columns(shown("gpu"))
+    lines = printed("block", "--kernels", "skeleton").splitlines()
+    assert columns(lines) == columns(shown("gpu"))
 
 
-GENERATED = pytest.mark.parametrize(
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
     ("arguments", "output"),
     [
         (["--seed", "7"], "generate"),
@@ -137,70 +139,21 @@ GENERATED = pytest.mark.parametrize(
         ),
     ],
 )  # fmt: skip
+def test_the_models_write_what_is_shown(arguments: list[str], output: str, device: str) -> None:
+    ended = gpt2block("generate", *arguments, "--device", device)
+    assert (ended.code, ended.out.splitlines()) == (0, shown(output))
 
 
-@GENERATED
-def test_the_models_write_what_is_shown(arguments: list[str], output: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "generate", *arguments, "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    )
-    assert done.stdout.splitlines() == shown(output)
-
-
-@pytest.mark.gpu
-@GENERATED
-def test_they_write_the_same_on_a_gpu(arguments: list[str], output: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "generate", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == shown(output)
-
-
-@pytest.mark.parametrize(
-    ("example", "arguments"),
-    [("block_forward", []), ("real_gpt2", ["To be, or not to be", "--model", "shakespeare"])],
-)
-def test_the_examples_print_what_is_shown(example: str, arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"examples.{example}", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    )
-    printed, expected = (
-        [re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", line) for line in lines]
-        for lines in (done.stdout.splitlines(), shown(example))
-    )
-    assert printed == expected
-
-
-def test_the_score_shown(data: Path, tmp_path: Path) -> None:
+def test_the_score_shown(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (data / "tinyshakespeare" / "input.txt").read_bytes()[-4096:]
     (tmp_path / "end.txt").write_bytes(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "score", "end.txt", "--stride=64", "--device=cpu"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    )
-    printed = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
+    monkeypatch.chdir(tmp_path)
+    lines = printed("score", "end.txt", "--stride=64", "--device=cpu").splitlines()
+    found = {line.split("  ")[0].strip(): line for line in lines}
     for line in shown("score"):
         name = line.split("  ")[0]
         if name not in ("model", "time"):
-            assert printed[name].split() == line.split()
+            assert found[name].split() == line.split()
 
 
 def test_every_environment_variable_that_is_read_is_documented() -> None:
@@ -271,12 +224,77 @@ def test_the_python_snippets_run(page: str, expected: str | None) -> None:
     code = code.replace("from_pretrained()", "from_pretrained(device='cpu')")
     code = code.replace("Block(weights)", "Block(weights, device='cpu')", 1)
     assert "device='cpu'" in code
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
+    out = StringIO()
+    with redirect_stdout(out):
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    lines = out.getvalue().splitlines()
     if expected:
-        assert printed == shown(expected)
+        assert lines == shown(expected)
     else:
-        assert printed[2].startswith("attn reference.attention")
+        assert lines[2].startswith("attn reference.attention")
+
+
+# The examples
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run an example in this process, without a GPU; return the lines that it prints."""
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "hidden by the test")
+
+    def run(name: str, *arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with suppress(SystemExit):
+            runpy.run_module(f"examples.{name}", run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_block_forward(example: Any) -> None:
+    lines = example("block_forward")
+    assert without_figures(lines) == without_figures(shown("block_forward"))
+    assert 0 < float(lines[-1].split(":")[1]) < 1e-5
+
+
+def test_real_gpt2_with_the_bundled_model(example: Any) -> None:
+    lines = example("real_gpt2", "To be, or not to be", "--model", "shakespeare")
+    assert without_figures(lines) == without_figures(shown("real_gpt2"))
+    checks = [line for line in lines if "residual stream" in line]
+    assert len(checks) == 1 + 6
+    assert all(float(line.split("within")[1].split()[0]) < 1e-5 for line in checks)
+
+
+def test_real_gpt2_that_cannot_be_had_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.real_gpt2", "The capital of France is", "--model", "gpt2"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def outputs(cells: list[dict[str, Any]]) -> list[str]:
+    """What each cell of a notebook prints."""
+    return ["".join("".join(o.get("text", "")) for o in cell.get("outputs", [])) for cell in cells]
+
+
+@pytest.mark.parametrize("name", ["from_text_to_logits", "write_your_own_layernorm"])
+def test_a_notebook_runs_and_prints_what_it_shows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="running a notebook needs nbclient")
+    pytest.importorskip("ipykernel", reason="running a notebook needs ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="nbclient brings nbformat")
+    if name == "write_your_own_layernorm" and (why := missing()):
+        pytest.skip(why)
+    file = ROOT / "examples" / f"{name}.ipynb"
+    shown = outputs(json.loads(file.read_text(encoding="utf-8"))["cells"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = nbformat.read(file, as_version=4)
+    options = {"timeout": 120, "resources": {"metadata": {"path": str(file.parent)}}}
+    nbclient.NotebookClient(notebook, **options).execute()
+    assert outputs(notebook.cells) == shown

@@ -63,21 +63,19 @@ def test_two_workers_on_the_cpu(
 ) -> None:
     pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
     monkeypatch.setattr(scaling, "WARM_SECONDS", 0.1)
-    options = "--model shakespeare --dtype float32 --device cpu --seconds 1 --workers 1 2 "
+    options = "--model shakespeare --dtype float32 --device cpu --seconds 1 --workers 2 "
     options += "--records 300 --lengths 2 6 --shard-size 10 --most 3000 --limit 60"
     figures = tmp_path / "figures.json"
     outputs = ["--folder", str(tmp_path / "f"), "--json", str(figures)]
     monkeypatch.setattr(sys, "argv", ["scaling", *options.split(), *outputs])
     scaling.main()
     printed = capsys.readouterr().out
-    assert printed.count("\n| map, ") == 2
-    assert "Dask's overhead with one worker: " in printed
+    assert printed.count("\n| map, 2 ") == 1
     found = json.loads(figures.read_text())
     assert "NumPy" in found["device"]
-    loop, one, two = found["parts"]
-    for part in (loop, one, two):
+    loop, two = found["parts"]
+    for part in (loop, two):
         assert not part["problem"]
         assert part["records_per_s"] > 0
         assert part["start_up"] > 0
-    assert one["compared"] > 10  # files that equal the loop's
-    assert two["compared"] > 10
+    assert two["compared"] > 10  # files that equal the loop's

@@ -8,7 +8,7 @@ import queue
 import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,6 @@ RETRIES = 2  # of a shard that raised an error that a retry may avoid
 ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
 AHEAD = 4  # shards submitted for each thread: no worker is idle, and the scheduler holds few
 RECOUNT_SECONDS = 5.0  # between two counts of the workers' threads
-NAMED = 3  # files listed in a message at most
 LOST = "the connection to the scheduler is lost"
 
 
@@ -49,6 +48,8 @@ class Outcome:
     seconds: float = 0.0  # computing time of this run
     start_up: float = 0.0  # seconds until the workers had loaded the model
     first_error: str = ""  # of the first record with an error
+    lines: int = 0  # of the input
+    lines_done: int = 0  # in finished shards, also of earlier runs
 
 
 class Watcher(Protocol):
@@ -57,14 +58,11 @@ class Watcher(Protocol):
     def say(self, line: str) -> None:
         """Report a message of one line."""
 
-    def begin(self, lines: int, finished: int) -> None:
-        """Computing begins: the number of all lines, and of those that earlier runs finished."""
+    def show(self, outcome: Outcome, inside: int) -> None:
+        """Called when computing begins, after each shard and once a second.
 
-    def advance(self, lines: int, records: int, tokens: int) -> None:
-        """A shard is finished, with these numbers of lines, records and tokens."""
-
-    def wait(self, records: int) -> None:
-        """Called once a second; records: those computed in unfinished shards."""
+        inside: the number of records computed in unfinished shards.
+        """
 
 
 def run(
@@ -114,7 +112,10 @@ def run(
                 watcher.say(f"{len(devices)} x {devices[0]}, {ready}")
                 with _job_errors(f"{folder} cannot be written", OSError):
                     manifest.write(described)
-                watcher.begin(lines, lines - sum(shard.lines for shard in todo))
+                work.outcome.lines = lines
+                work.outcome.lines_done = finished = lines - sum(shard.lines for shard in todo)
+                if finished:
+                    watcher.say(f"{finished:,} of {lines:,} lines are done already")
                 work.compute(client, todo)
         with _job_errors(f"{folder} cannot be written", OSError):
             manifest.write(manifest.job or described)  # in order; also of an input without lines
@@ -130,16 +131,17 @@ def _read_input(
     """
     files = records.find_files(inputs, watcher.say)
     records.check_kept(files, job.column, job.keep)
-    has_text = any(records.kind_of(path) == "text" for path in files)
-    if job.tokenizer_sha256 is None and has_text:
-        job = job.checked(has_text=True)
     if job.form == "parquet":
         job = replace(job, typed=records.are_typed(files, job.keep))
     sizes = records.sizes(files)
     cut = records.cut(files, job.shard_size, [job.column, *job.keep])
-    if job.tokenizer_sha256 is None and records.begins_with_text(cut, job.column):
-        with suppress(CheckpointError):  # a record of text then has this error
+    of_text = any(records.kind_of(path) == "text" for path in files)
+    if job.tokenizer_sha256 is None and (of_text or records.begins_with_text(cut, job.column)):
+        try:
             job = job.checked(has_text=True)
+        except CheckpointError:
+            if of_text:  # else the records of text have this error
+                raise
     return job, sizes, cut
 
 
@@ -154,8 +156,8 @@ def _open_manifest(
         watcher.say(f"{name} was changed or removed after it was written: it is computed again")
     unknown = manifest.unknown_parts(form, len(cut))
     if unknown:
-        names = ", ".join(unknown[:NAMED]) + ", …" * (len(unknown) > NAMED)
-        watcher.say(f"{folder} has {len(unknown):,} part files that are not of this job: {names}")
+        many = f"{folder} has {len(unknown):,} part files that are not of this job"
+        watcher.say(f"{many}: {paths.listed(unknown)}")
     with shards.output_errors(folder):
         shards.remove_leftovers(folder)
     return manifest
@@ -184,6 +186,7 @@ class _Work:
         """Compute all of these shards. Raises JobError when the job cannot continue."""
         begun = perf_counter()
         waiting = deque(todo)
+        self._watcher.show(self.outcome, 0)
         try:
             while waiting or self._submitted or self._suspects:
                 while waiting and len(self._submitted) < self._capacity(client):
@@ -226,7 +229,8 @@ class _Work:
             future = self._ended.get(timeout=1)
         except queue.Empty:
             counts = cluster.progress(client, self._token)
-            self._watcher.wait(sum(counts.get(s.number, 0) for s in self._submitted.values()))
+            inside = sum(counts.get(shard.number, 0) for shard in self._submitted.values())
+            self._watcher.show(self.outcome, inside)
             if client.status != "running":
                 raise self._stopped(LOST) from None
             return
@@ -259,10 +263,10 @@ class _Work:
             self._manifest.add(result)
         except OSError as error:
             raise self._stopped(f"{self._manifest.path}: {paths.reason(error)}") from error
-        count = result.records + result.errors
-        self.outcome.done_now += count
+        self.outcome.done_now += result.records + result.errors
         self.outcome.tokens_now += result.tokens
-        self._watcher.advance(shard.lines, count, result.tokens)
+        self.outcome.lines_done += shard.lines
+        self._watcher.show(self.outcome, 0)
 
     def _stopped(self, reason: str) -> JobError:
         done = len(self._manifest.done)

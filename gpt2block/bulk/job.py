@@ -19,6 +19,7 @@ from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
+from gpt2block.checks import check_choice
 from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.run.model import check_dtype, kv_cache_dtype
@@ -27,10 +28,8 @@ from gpt2block.text.lookup import Lookup
 FORMAT = 2  # of the manifest
 # How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
 SWITCH_SECONDS = 1e-4
-_RESERVED = {"index"}  # a result that every task writes
 # The hashes identify the model and the tokenizer, wherever their files are.
 _LOCATIONS = ("output", "model", "revision", "tokenizer", "device")
-_LAST = ("batch_tokens", "kv_dtype", "model_sha256", "tokenizer_sha256", "typed")  # in a manifest
 
 
 def threads_of(task: str, engine: str) -> int:
@@ -70,10 +69,7 @@ class Job(Arguments):
                 f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
                 "choose GPUs"
             )
-        if self.form not in shards.FORMATS:
-            raise InputError(
-                f"format: expected one of {', '.join(shards.FORMATS)}, got {self.form!r}"
-            )
+        check_choice("format", self.form, shards.FORMATS)
         if self.form == "parquet":
             records.require_pyarrow()
         output = paths.absolute("output", self.output)
@@ -81,7 +77,7 @@ class Job(Arguments):
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
         encoding = lookup.encoding if has_text else lookup.at_hand
         columns = self.checked_task(checkpoint.config, encoding).columns
-        clash = ({*columns} | _RESERVED) & {*self.keep}
+        clash = {*columns, "index"} & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
         return replace(
@@ -102,8 +98,6 @@ class Job(Arguments):
         inputs: the files as `records.described` returns them.
         """
         given = {name: each for name, each in asdict(self).items() if name not in _LOCATIONS}
-        for name in _LAST:
-            given[name] = given.pop(name)
         return {
             "gpt2block map": FORMAT,
             **json.loads(json.dumps(given)),
@@ -217,7 +211,10 @@ def _run_shard(
 ) -> shards.Done | str:
     found = list(records.read(shard, job.column, job.keep))
     loaded = predictor(job)
-    part = _part(job, shard, loaded)
+    part: shards.Part = shards.JsonPart(loaded.columns)
+    if job.form == "parquet":
+        types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
+        part = shards.ParquetPart(loaded.columns, job.keep, types)
     rows = _computed(loaded, found, job.options.get("seed", 0), progress)
     done = tokens = without_memory = 0
     errors: list[dict[str, Any]] = []
@@ -243,13 +240,6 @@ def _run_shard(
     except OSError as error:
         return f"{folder} cannot be written on {socket.gethostname()}: {error.strerror or error}"
     return shards.Done(shard.number, done, len(errors), tokens, sha256, digest)
-
-
-def _part(job: Job, shard: Shard, loaded: Predictor) -> shards.Part:
-    if job.form == "jsonl":
-        return shards.JsonPart(loaded.columns)
-    types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
-    return shards.ParquetPart(loaded.columns, job.keep, types)
 
 
 def _computed(

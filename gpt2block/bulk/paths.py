@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpt2block.errors import InputError
 
+NAMED = 3  # files listed in a message at most
 _GONE = "the working directory was deleted: change to one that exists"
 
 
@@ -35,6 +36,11 @@ def require_working_directory() -> None:
         Path.cwd()
     except OSError as error:
         raise InputError(_GONE) from error
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names for a message, with an ellipsis for the others."""
+    return ", ".join(names[:NAMED]) + ", …" * (len(names) > NAMED)
 
 
 def reason(error: Exception) -> str:

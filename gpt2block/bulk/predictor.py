@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
+from gpt2block.checks import check_choice, check_integer
 from gpt2block.config import ModelConfig, check_count
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
@@ -26,6 +27,11 @@ from gpt2block.text.lookup import Lookup, of_outputs
 
 Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")
+_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # dtype, and the value of a record without a result
+    "float": (np.float64, np.nan), "int": (np.int64, 0), "text": (object, ""),
+    "texts": (object, []), "floats": (object, np.empty(0, np.float32)),
+    "ints": (object, np.empty(0, np.int32)), "vector": (np.float32, np.nan),
+}  # fmt: skip
 GROUP = 8192  # tokens that the CUDA engine scores or embeds at once, its TOKENS_AT_ONCE
 
 
@@ -45,8 +51,7 @@ class Arguments:
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
         """Return the task for a model. Raises InputError for an unknown one and wrong options."""
-        if self.task not in TASKS:
-            raise InputError(f"task: expected one of {', '.join(TASKS)}, got {self.task!r}")
+        check_choice("task", self.task, TASKS)
         check_count("batch_tokens", self.batch_tokens)
         try:
             return TASKS[self.task](config, encoding, self.batch_tokens, **self.options)
@@ -193,13 +198,18 @@ class Predictor:
         found: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
         own: dict[int, int] = {}
+        base = self.arguments.options.get("seed", 0)
         for index, value in enumerate(values):
             if isinstance(value, Problem):
                 found[index] = value
                 continue
             try:
                 tokens = self._ids(value)
-                own[index] = self._own_seed(tokens) if seeds is None else _seed(seeds[index])
+                if seeds is None:
+                    own[index] = record_seed(base, tokens.tobytes())
+                else:
+                    expected = "an integer from 0 to 2**64 - 1"
+                    own[index] = check_integer("seed", seeds[index], 0, 2**64 - 1, expected)
                 ids[index] = tokens
             except BaseException as error:
                 found[index] = problem_of(error)
@@ -279,28 +289,14 @@ class Predictor:
         halves = part[:middle], part[middle:]
         return [row for half in halves for row in self._run(half, ids, seeds)]
 
-    def _own_seed(self, ids: Ids) -> int:
-        """Return the seed of a record for which none was given."""
-        return record_seed(self.arguments.options.get("seed", 0), ids.tobytes())
-
     def _column(self, kind: Kind, values: list[Any]) -> Any:
-        n_embd = self.model.config.n_embd
-        filled = [_blank(kind, n_embd) if value is None else value for value in values]
-        if kind == "vector":
-            return np.array(filled, np.float32).reshape(-1, n_embd)
-        column = np.empty(len(filled), {"float": np.float64, "int": np.int64}.get(kind, object))
-        for index, value in enumerate(filled):
-            column[index] = value
+        """Return an array of the values, in which None stands for a record without a result."""
+        dtype, blank = _COLUMNS[kind]
+        entry = (self.model.config.n_embd,) if kind == "vector" else ()
+        column = np.empty((len(values), *entry), dtype)
+        for index, value in enumerate(values):
+            column[index] = copy(blank) if value is None else value
         return column
-
-
-def _blank(kind: Kind, n_embd: int) -> Any:
-    """Return what a column holds for a record without a result."""
-    blanks: dict[Kind, Any] = {
-        "float": np.nan, "int": 0, "text": "", "texts": [], "floats": np.empty(0, np.float32),
-        "ints": np.empty(0, np.int32), "vector": np.full(n_embd, np.nan, np.float32),
-    }  # fmt: skip
-    return blanks[kind]
 
 
 def _entries(name: str, column: Any) -> list[Any]:
@@ -311,14 +307,6 @@ def _entries(name: str, column: Any) -> list[Any]:
     raise InputError(
         f"{name}: expected a column with an entry for each record, got {type(column).__name__}"
     )
-
-
-def _seed(value: Any) -> int:
-    """Return an integer of 64 bits. Raises InputError for anything else."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or not 0 <= int(value) < 2**64:
-        raise InputError(f"seed: expected an integer from 0 to 2**64 - 1, got {value!r}")
-    return int(value)
 
 
 def record_seed(seed: int, record: int | bytes) -> int:

@@ -24,7 +24,6 @@ _KINDS = {
 _EXPECTED = f"a file that ends in {', '.join(_KINDS)}"
 LONGEST = 2**24  # bytes of a line at most; a longer line becomes an error
 _CHUNK = 2**24  # bytes read at once
-_NAMED = 3  # ignored entries of a folder that a message lists
 
 
 class ChangedError(RuntimeError):
@@ -125,8 +124,8 @@ def _in_folder(folder: Path, say: Callable[[str], None]) -> list[Path]:
         raise InputError(f"{folder}: expected {_EXPECTED} in this folder, found none")
     others = [path.name + "/" * path.is_dir() for path in inside if path not in set(files)]
     if others:
-        names = ", ".join(others[:_NAMED]) + ", …" * (len(others) > _NAMED)
-        say(f"{folder}: {len(others):,} entries are not read ({names}): expected {_EXPECTED}")
+        several = f"{len(others):,} entries are not read ({paths.listed(others)})"
+        say(f"{folder}: {several}: expected {_EXPECTED}")
     return files
 
 

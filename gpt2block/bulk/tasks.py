@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gpt2block.config import ModelConfig, check_count
+from gpt2block.checks import check_integer
+from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
 from gpt2block.text import scoring
 from gpt2block.text.encoding import Encoding, token_sizes
-from gpt2block.text.generation import Overflow, Run
+from gpt2block.text.generation import BAD_WEIGHTS, Overflow, Run
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
 Row = dict[str, Any]  # the results of a record by column, and perhaps others
-NAN = (
-    "the logits are NaN: the weights hold infinity or NaN, or numbers too large for their dtype: "
-    "try dtype='float32'"
-)
 # Interrupts, and errors of the model or the device, which no record causes.
 _NOT_FROM_RECORD = (
     KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
@@ -42,7 +38,8 @@ class Problem(NamedTuple):
 def problem_of(error: BaseException) -> Problem:
     """Return the Problem of the record that raised `error`; re-raise an error of no single record.
 
-    error: a BaseException, as a tokenizer written in Rust raises its panics as such.
+    error: a BaseException, as a tokenizer written in Rust raises its panics as such. The functions
+    that compute a task number their inputs; this record is their only one.
     """
     if isinstance(error, MemoryError):
         return Problem(printable(f"not enough memory: {error}"), True)
@@ -50,7 +47,7 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, _NOT_FROM_RECORD) or of_cuda:
         raise error
     if isinstance(error, InputError):
-        return Problem(str(error))
+        return Problem(re.sub("^(text|prompt|input) 0: ", "", str(error)))
     return Problem(printable(f"{type(error).__name__}: {error}"))
 
 
@@ -81,13 +78,11 @@ class Scoring(Task):
         stride: int | None = None,
         logprobs: bool = False,
     ) -> None:
-        self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
-        self._stride = max(1, config.n_ctx // 2) if stride is None else stride
-        check_count("stride", self._stride)
-        if self._stride >= config.n_ctx:
-            raise InputError(
-                f"stride: expected 1 to {config.n_ctx - 1}, less than n_ctx, got {self._stride}"
-            )
+        self.tokens_at_once = batch_tokens
+        most = config.n_ctx - 1
+        stride = max(1, config.n_ctx // 2) if stride is None else stride
+        self._stride = check_integer("stride", stride, 1, most, f"1 to {most}, less than n_ctx")
+        # of all tokens: a Score would count those of its own text again and again
         self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
         self.columns = {"log_likelihood": "float", "perplexity": "float", "n_tokens": "int"}
         if encoding is not None:
@@ -99,25 +94,19 @@ class Scoring(Task):
         return None if len(ids) > 1 else f"expected at least two tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        found: list[list[NDArray[np.float32]]] = [[] for _ in records]
-        at_once = self.tokens_at_once
-        for windows in scoring.window_batches(records, self._n_ctx, self._stride, at_once):
-            computed = engine.log_likelihood([window.tokens for window in windows])
-            for window, nats in zip(windows, computed, strict=True):
-                found[window.text].append(nats[-window.scored :])
+        scores = scoring.score(
+            engine, None, list(records), stride=self._stride, tokens_at_once=self.tokens_at_once
+        )
         return [
-            self._row(ids, np.concatenate(nats)) for ids, nats in zip(records, found, strict=True)
+            {
+                "log_likelihood": score.log_likelihood,
+                "perplexity": score.perplexity,
+                "n_tokens": score.n_tokens,
+                "n_bytes": None if self._sizes is None else int(self._sizes[ids[1:]].sum()),
+                "logprobs": score.tokens.logprobs,
+            }
+            for ids, score in zip(records, scores, strict=True)
         ]
-
-    def _row(self, ids: Ids, nats: NDArray[np.float32]) -> Row:
-        total, count = float(np.sum(nats, dtype=np.float64)), len(ids) - 1
-        if math.isnan(total):
-            raise InputError(NAN)
-        perplexity = math.exp(-total / count) if -total / count < 700 else math.inf
-        row: Row = {"log_likelihood": total, "perplexity": perplexity, "n_tokens": count}
-        if self._sizes is not None:
-            row["n_bytes"] = int(self._sizes[ids[1:]].sum())
-        return row | {"logprobs": nats}
 
 
 class Generating(Task):
@@ -163,7 +152,7 @@ class Generating(Task):
         try:
             self._start([ids])
         except InputError as error:
-            return str(error).removeprefix("prompt 0: ")
+            return problem_of(error).reason
         return None
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
@@ -215,7 +204,7 @@ class Embedding(Task):
             engine, None, list(records), self._pooling, self.tokens_at_once, self._overflow
         )
         if not np.isfinite(vectors).all():
-            raise InputError(NAN.replace("logits are", "vector holds"))
+            raise InputError("the vector holds NaN: ", *BAD_WEIGHTS)
         return [
             {"embedding": vector, "n_tokens": min(len(ids), self._n_ctx)}
             for vector, ids in zip(vectors, records, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 
 from gpt2block import walkthrough
@@ -40,8 +39,8 @@ def block(
     """Run a GPT-2 block and compare every step with float64 NumPy."""
     if size is None:
         result = walkthrough.with_trained_weights(
-            weights, layer, text, seq_len, batch, causal, device, _progress, dtype, kernels,
-            revision,
+            weights, layer, text, seq_len, batch, causal, device,
+            lambda indices: tracked(list(indices), "blocks"), dtype, kernels, revision,
         )  # fmt: skip
     elif (text, weights, revision, layer) != (None, BUNDLED, None, 0):
         raise InputError(
@@ -56,10 +55,6 @@ def block(
         print_json(asdict(result))
     else:
         _print_walkthrough(result)
-
-
-def _progress(indices: Iterable[int]) -> Iterable[int]:
-    return tracked(list(indices), "blocks")
 
 
 def _print_walkthrough(result: walkthrough.Walkthrough) -> None:

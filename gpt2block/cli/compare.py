@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -16,10 +17,7 @@ from gpt2block.errors import InputError
 
 MOST_TOKENS = 1024  # every tensor is kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
-
-
-def text_argument() -> Any:
-    return argument("Input text; by default a short one.")
+text_argument = partial(argument, "Input text; by default a short one.")
 
 
 def compare(

@@ -149,10 +149,7 @@ def _map(
     except ImportError as error:
         raise InputError(f"map needs Dask: pip install dask distributed bokeh ({error})") from error
     from gpt2block.bulk.job import Job  # noqa: PLC0415
-    from gpt2block.run.model import check_dtype, kv_cache_dtype  # noqa: PLC0415
 
-    check_dtype(model.dtype)  # before a worker is started
-    kv_cache_dtype(model.dtype, model.kv_dtype)
     fields = asdict(options) | asdict(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
     fields["keep"] = tuple(options.keep)
@@ -199,54 +196,36 @@ class _Watcher:
     """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False)
         self._terminal = sys.stderr.isatty()
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=console,
+            console=self._console,
             transient=True,
             disable=not self._terminal,
         )
-        self._console = console
-        self._lines = self._done = self._now = self._records = self._tokens = 0
-        self._begun = self._printed = monotonic()
-        self._task: Any = None
+        self._task = self.bar.add_task("", visible=False)
+        self._earlier: int | None = None  # lines that earlier runs finished
+        self._begun = self._printed = 0.0
 
     def say(self, line: str) -> None:
         self._console.print(escape(printable(line)), soft_wrap=True)
 
-    def begin(self, lines: int, finished: int) -> None:
-        self._lines, self._done = lines, finished
-        self._begun = self._printed = monotonic()
-        if finished:
-            self.say(f"{finished:,} of {lines:,} lines are done already")
-        self._task = self.bar.add_task("", total=lines, completed=finished)
-
-    def advance(self, lines: int, records: int, tokens: int) -> None:
-        self._done += lines
-        self._now += lines
-        self._records += records
-        self._tokens += tokens
-        self._show(0)
-
-    def wait(self, records: int) -> None:
-        self._show(records)
-
-    def _show(self, inside: int) -> None:
-        """inside: records of unfinished shards that are computed."""
-        done, rates = self._done + inside, self._rates(inside)
-        self.bar.update(self._task, completed=done, description=rates)
-        if self._terminal or monotonic() - self._printed < SECONDS_BETWEEN_LINES:
+    def show(self, outcome: Outcome, inside: int) -> None:
+        now, done = monotonic(), outcome.lines_done + inside
+        if self._earlier is None:
+            self._earlier, self._begun, self._printed = done, now, now
+        seconds = max(now - self._begun, 1e-9)
+        rates = f"{(outcome.done_now + inside) / seconds:,.1f} records/s"
+        if outcome.tokens_now:
+            rates += f", {outcome.tokens_now / seconds:,.0f} tokens/s"
+        total = outcome.lines
+        self.bar.update(self._task, total=total, completed=done, description=rates, visible=True)
+        if self._terminal or now - self._printed < SECONDS_BETWEEN_LINES:
             return
-        self._printed = monotonic()
-        now, seconds = self._now + inside, self._printed - self._begun
-        ends = f", {(self._lines - done) * seconds / now:,.0f} s left" if now else ""
-        self.say(f"{done:,} of {self._lines:,} lines, {rates}{ends}")
-
-    def _rates(self, inside: int) -> str:
-        seconds = max(monotonic() - self._begun, 1e-9)
-        tokens = f", {self._tokens / seconds:,.0f} tokens/s" if self._tokens else ""
-        return f"{(self._records + inside) / seconds:,.1f} records/s{tokens}"
+        self._printed, computed = now, done - self._earlier
+        left = f", {(total - done) * seconds / computed:,.0f} s left" if computed else ""
+        self.say(f"{done:,} of {total:,} lines, {rates}{left}")

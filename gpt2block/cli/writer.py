@@ -26,14 +26,10 @@ class Writer:
         self._current = -1
         self._tail = "\n\n"  # the last two characters written
 
-    def start(self) -> None:
-        """Write the prompt of the first row."""
-        if self._current < 0:
-            self._start_next()
-
     def show(self, row: Row) -> None:
         """Write the new text of a row if it is the current one."""
-        self.start()
+        if self._current < 0:
+            self._start_next()
         if row is self._rows[self._current]:
             self._write(self._take(row))
             while row.finish_reason and self._current + 1 < len(self._rows):
@@ -41,8 +37,8 @@ class Writer:
 
     def rest(self, logprobs: bool) -> None:
         """Write everything that is not yet written, after the last token."""
-        self.start()
-        self._write(self._take(self._rows[self._current]))
+        if self._current >= 0:
+            self._write(self._take(self._rows[self._current]))
         while self._current + 1 < len(self._rows):
             self._start_next()
         self._end_line("\n")
