@@ -371,6 +371,38 @@ def test_transformers_generates_the_same() -> None:
     assert relative <= reports.tolerance(work, "float32")
 
 
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [(TINY, "cpu"), *(pytest.param(SIZES[n], "cuda", marks=pytest.mark.gpu, id=n) for n in SIZES)],
+)
+def test_logits_equal_those_of_transformers(config: GPT2Config, device: str) -> None:
+    """Of random weights in the released shapes, also those of biases and LayerNorms."""
+    torch = pytest.importorskip("torch", reason="compares with transformers")
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from gpt2block.bench import token_peers  # noqa: PLC0415
+
+    torch.set_float32_matmul_precision("highest")
+    model = RandomGPT2(config, "float32")
+    length, split = (200, 150) if device == "cuda" else (20, 15)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=(2, length))
+    theirs = token_peers.transformers_gpt2(model, device)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(ids).to(device)).logits.cpu().numpy()
+    del theirs
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    ours = GPT2(model.weights, device=device)
+    error = np.abs(ours(ids) - expected).max() / np.abs(expected).max()
+    kv_cache = ours.new_cache(2)
+    ours(ids[:, :split], cache=kv_cache)
+    steps = [ours(ids[:, t : t + 1], cache=kv_cache, last=True) for t in range(split, length)]
+    off = np.abs(np.stack(steps, axis=1) - expected[:, split:])
+    decoded = off.max() / np.abs(expected).max()
+    print(f"{config}: relative to transformers {error:.1e}, decoded with a cache {decoded:.1e}")
+    assert error <= 1e-4
+    assert decoded <= 1e-4
+
+
 def test_a_peer_without_fp8_says_so(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = benches.torch_modules(monkeypatch)
     model = tiny("float8_e5m2")
