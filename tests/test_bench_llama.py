@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,30 +11,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import InputError, LlamaConfig, bench, cli, emulator
-from gpt2block.bench import (
-    Ceilings,
-    DecodeWork,
-    PromptWork,
-    Report,
-    Work,
-    llama_peers,
-    measure,
-    token_contenders,
-    token_peers,
-)
+from gpt2block import InputError, LlamaConfig, bench, emulator
+from gpt2block.bench import Report, Work, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.llama_works import (
     SHAPES,
-    LlamaDecodeWork,
-    LlamaPromptWork,
     RandomLlama,
     Stage,
+    StagedPass,
+    llama_decode,
+    llama_prompt,
     random_tensors,
     stages_of,
 )
 from gpt2block.bench.measure import tolerance
-from gpt2block.bench.staged_pass import StagedPass
+from gpt2block.bench.token_works import Steps
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.cuda import cupy
@@ -43,13 +33,16 @@ from gpt2block.emulator import loader
 from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
 from gpt2block.run.numpy_model import NumpyModel
+from tests import benches
+from tests.benches import BEST
+from tests.command_line import gpt2block
 from tests.outlines import outline
 
-BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 TINY = LlamaConfig(
-    n_layer=2, n_head=2, n_kv_head=1, n_embd=64, n_ctx=16, vocab_size=56, n_ff=32, head_size=64,
+    n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ctx=16, vocab_size=56, n_ff=32, head_size=64,
     tie_word_embeddings=True,
 )  # fmt: skip
+LLAMA_WORKS = sys.modules["gpt2block.bench.llama_works"]  # the package has a function of that name
 STAGES = {
     "float16": ["unfused", "+ residuals", "+ RoPE", "+ graph", "+ overlap"],
     "float8_e5m2": ["unfused", "+ RMSNorm", "+ RoPE", "+ feed-forward", "+ graph"],
@@ -62,7 +55,7 @@ def test_bytes_of_llama_7b() -> None:
     wte = 2 * 32000 * 4096
     assert model.weight_bytes == weight_bytes(model.config, "float16") - wte
     assert model.token_bytes == 2 * 32 * 4096 * 2
-    step = LlamaDecodeWork("float16", model, 1)
+    step = llama_decode(model, 1)
     assert step.traffic == pytest.approx(13.48e9, rel=0.01)
     assert step.flops == 2 * model.matrix_elements + 4 * 32 * 4096 * 512
     small = RandomLlama(SHAPES["1b"], "bfloat16")
@@ -93,7 +86,7 @@ def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
     for stage in stages_of(dtype):
         do = outline(TINY)
         stage.run(do, TINY)
-        steps = [step for step in do.steps if step.name.startswith("h.1.")]
+        steps = [step for step in do.steps if step.name.startswith("h.0.")]
         found.append((len(steps), {step.op for step in steps}))
     return found
 
@@ -136,42 +129,49 @@ def test_weights_are_made_in_device_memory() -> None:
         assert array.shape == (shapes[name] if name == "wte" else shapes[name][::-1])
         assert wide.std() == pytest.approx(0.02, rel=0.1)
         assert len(np.unique(wide, axis=0)) == len(wide)
-    assert not np.array_equal(made["h.0.w_gate"][0], made["h.1.w_gate"][0])
+    assert not np.array_equal(made["h.0.w_gate"][0], made["h.0.w_up"][0])
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn of one step after the one that is checked."""
-    for kind in (DecodeWork, PromptWork):
-        monkeypatch.setattr(kind, "rounds", 1)
-        monkeypatch.setattr(kind, "turns", 1)
+    monkeypatch.setattr(token_works, "STEPS", 1)
+    monkeypatch.setattr(token_works, "TURNS", 1)
+
+
+def raced(work: Work) -> list[bench.Row]:
+    rows, skipped = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
+    assert skipped == []
+    return rows
 
 
 @pytest.mark.usefixtures("emulated", "short")
 def test_all_stages_are_right_with_fp8_weights() -> None:
-    """Compared with a prompt in float32, which is compared with NumPy."""
+    """Compared with a prompt in float32, which is compared with NumPy.
+
+    Then a step with a kv_cache of FP8: without stages, and compared with a prompt that rounds keys
+    and values, too.
+    """
     model = RandomLlama(TINY, "float8_e5m2")
-    work = LlamaDecodeWork("float8_e5m2", model, 1, position=6)
-    rows, skipped = reports.rows_of(work, reports._entrants(work, [{}], 0, None), 1, BEST)
-    assert skipped == []
+    rows = raced(llama_decode(model, 1, 6))
     assert [row.contender for row in rows] == ["gpt2block", *STAGES["float8_e5m2"]]
     for row in rows:
         assert row.right, row
         assert row.us > 0
     check_exact(model)
-
-
-@pytest.mark.usefixtures("emulated", "short")
-def test_a_step_with_a_kv_cache_of_fp8() -> None:
-    """Without the stages of fusion, and compared with a prompt that rounds keys and values, too."""
-    model = RandomLlama(TINY, "float8_e5m2", "float8_e5m2")
-    work = LlamaDecodeWork("float8_e5m2", model, 2, position=6)
-    rows, skipped = reports.rows_of(work, reports._entrants(work, [{}], 0, None), 1, BEST)
-    assert skipped == []
+    work = llama_decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
+    rows = raced(work)
     assert [row.contender for row in rows] == ["+ FP8 kv_cache"]
     assert rows[0].work == "2 rows, kv_cache float8_e5m2"
     assert rows[0].right, rows[0]
-    peers: Any = token_peers.contenders(work, None)  # type: ignore[arg-type]
+
+
+def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = llama_decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
+    modules = benches.torch_modules(monkeypatch)
+    monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
+    peers = list(work.theirs([{}], modules.TorchPeers(0)))
+    assert [peer.name for peer in peers] == ["torch", "torch.compile", "transformers"]
     for peer in peers:
         with pytest.raises(InputError, match="no PyTorch operation here takes a kv_cache of float"):
             peer.capture(1)
@@ -179,15 +179,11 @@ def test_a_step_with_a_kv_cache_of_fp8() -> None:
 
 def check_exact(model: RandomLlama) -> None:
     """The logits that results are compared with are NumPy's, but for keys stored in float16."""
-    ids = work_ids(model)
+    ids = Steps(model, 1, 6).prompts()[0]
     tensors = list(model.on(0).tensors())
     exact = NumpyModel(TINY, tensors, "float32").forward([ids], "last")[0]
     off = np.abs(model.last_logits(ids) - exact).max() / np.abs(exact).max()
     assert off < tolerance("float16")
-
-
-def work_ids(model: RandomLlama) -> Any:
-    return LlamaDecodeWork(model.dtype, model, 1, position=6).prompts()[0]
 
 
 @pytest.mark.usefixtures("emulated", "short")
@@ -199,25 +195,20 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             y = super()._product(p._replace(add=None))
             return self.do(p.result, "add", (y, y)) if p.add else y
 
-    monkeypatch.setattr(sys.modules["gpt2block.bench.llama_works"], "StagedPass", Wrong)
-    monkeypatch.setattr(token_contenders, "stages_of", lambda dtype: [Stage("wrong", {})])
-    work = LlamaDecodeWork("float16", RandomLlama(TINY, "float16"), 1, position=6)
-    entrants = [each for each in token_contenders.contenders(work, 0) if each.name == "wrong"]
+    monkeypatch.setattr(LLAMA_WORKS, "StagedPass", Wrong)
+    monkeypatch.setattr(LLAMA_WORKS, "stages_of", lambda dtype: [Stage("wrong")])
+    work = llama_decode(RandomLlama(TINY, "float16"), 1, 6)
+    entrants = [each for each in work.ours([{}], 0) if each.name == "wrong"]
     rows, _ = reports.rows_of(work, entrants, 1, BEST)
     assert [row.right for row in rows] == [False]
 
 
 @pytest.mark.usefixtures("emulated", "short")
-def test_all_stages_are_right_in_the_table_and_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     model = RandomLlama(TINY, "float16")
-    step = LlamaDecodeWork("float16", model, 2, position=6)
-    works = [step, LlamaPromptWork("float16", model, T=7)]
+    works = [llama_decode(model, 2, 6), llama_prompt(model, 7)]
     monkeypatch.setattr(bench, "llama_works", lambda *arguments: works)
-    monkeypatch.setattr(measure, "gpu_index", lambda device: 0)
-    monkeypatch.setattr(reports, "measured", lambda: BEST)
-    monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
+    benches.without_measuring(monkeypatch)
     reported: list[Report] = []
     honest = bench.run
 
@@ -226,10 +217,9 @@ def test_all_stages_are_right_in_the_table_and_json(
         return reported[0]
 
     monkeypatch.setattr(bench, "run", run)
-    with pytest.raises(SystemExit) as done:
-        cli.main(["bench", "--llama", "--json"])
-    assert done.value.code == 0
-    found = json.loads(capsys.readouterr().out)
+    ended = gpt2block("bench", "--llama", "--json")
+    assert ended.code == 0
+    found = ended.json
     assert found["skipped"] == []
     rows = found["rows"]
     assert [row["contender"] for row in rows] == ["gpt2block", *STAGES["float16"], "gpt2block"]
@@ -241,7 +231,7 @@ def test_all_stages_are_right_in_the_table_and_json(
     with console.capture() as captured:
         print_report(console, both_dtypes(reported[0]))
     shown = captured.get()
-    assert "Llama of 2 layers of 64 channels, random weights" in shown
+    assert "Llama of 1 layers of 64 channels, random weights" in shown
     assert shown.count(" unfused ") == 2
     assert "WRONG" not in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -262,17 +252,21 @@ def both_dtypes(report: Report) -> Report:
 def test_pytorch_computes_the_same(grouped: bool) -> None:
     pytest.importorskip("torch", reason="compares with PyTorch")
     pytest.importorskip("transformers", reason="compares with transformers")
-    config = TINY if grouped else replace(TINY, n_kv_head=2, tie_word_embeddings=False)
+    from gpt2block.bench import token_peers  # noqa: PLC0415
+
+    config = replace(TINY, n_layer=2)
+    config = config if grouped else replace(config, n_kv_head=2, tie_word_embeddings=False)
     model = RandomLlama(config, "float32")
-    steps = LlamaDecodeWork("float32", model, 2, position=10)
-    prompt = LlamaPromptWork("float32", model, T=11)
+    steps, work, prompt = Steps(model, 2, 10), llama_decode(model, 2, 10), llama_prompt(model, 11)
+    (ids,) = model.prompts([11])
+    of, called = token_peers, token_peers.called
     runs: list[tuple[Work, Callable[[int], Any]]] = [
-        (steps, lambda n: token_peers.steps(steps, "cpu", token_peers.called, n)),
-        (steps, lambda n: llama_peers.transformers_steps(steps, "cpu", n)),
-        (prompt, lambda n: llama_peers.prompt(prompt, "cpu", token_peers.called, n)),
-        (prompt, lambda n: llama_peers.transformers_prompt(prompt, "cpu", n)),
+        (work, lambda n: of.steps(steps, "cpu", called, n)),
+        (work, lambda n: of.transformers_steps(steps, "cpu", n)),
+        (prompt, lambda n: of.prompt(model, ids, "cpu", called, n)),
+        (prompt, lambda n: of.transformers_prompt(model, ids, "cpu", n)),
     ]
-    for work, capture in runs:
+    for each, capture in runs:
         run = capture(2)
-        _, relative = work.check(run.replay, run.outs)
-        assert relative <= reports.tolerance(work, "float32")
+        _, relative = each.check(run.replay, run.outs)
+        assert relative <= reports.tolerance(each, "float32")

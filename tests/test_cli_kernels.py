@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2block import doctor, emulator
-from gpt2block.bench import Ceilings, Measurement
+from gpt2block.bench import Ceilings, Measurement, peers
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
 from gpt2block.mine import on_gpu
@@ -47,7 +47,6 @@ def test_without_a_gpu_the_emulator_runs() -> None:
     assert "reduced sizes: B=1 NH=1 T=5 (on a GPU B=2 NH=12 T=1024)" in ended.out
     assert "three_pass" in ended.out
     assert "No times" in ended.out
-    assert "unknown --variant '1'" in kernels("softmax", "--variant", "1", "--json").error
 
 
 @on_emulator
@@ -76,8 +75,14 @@ def test_a_wrong_variant_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> Non
     "options",
     [["--device", "cuda"], ["--sweep"], ["--plot", "a.png"], ["--device", "cuda", "--json"]],
 )
-def test_what_needs_a_gpu_says_so(options: list[str]) -> None:
+def test_what_needs_a_gpu_says_so(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--plot" in options:
+        pytest.importorskip("matplotlib", reason="without it --plot says that first")
+    monkeypatch.chdir(tmp_path)
     ended = kernels("softmax", *options)
+    assert list(tmp_path.iterdir()) == []  # nothing is drawn
     assert ended.code == 1
     why = f"softmax: no kernel was run: {NO_GPU}: this needs a GPU, and {doctor.ADVICE}"
     if "--json" in options:
@@ -142,9 +147,18 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
         (["softmax", "--device", "tpu"], "--device tpu: expected cuda or cpu"),
         (["softmax", "--device", "cpu", "--sweep"], "times are measured on a GPU"),
         (["sample_token", "--template"], "sample_token has no template: expected one of add"),
+        (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),
+        (["trimat", "--variant", "9"], "unknown --variant '9'"),
+        (["trimat", "--shape", "B"], "expected sizes such as"),
+        (["trimat", "--peer", "jax"], "--peer: expected torch, got 'jax'"),
+        (["add", "--peer", "torch"], "--peer torch: PyTorch is not installed"),
+        (["encoder_rows", "--peer", "torch"], "--peer torch: expected one of add, attention, "),
     ],
 )
-def test_options_that_do_not_fit(arguments: list[str], said: str) -> None:
+def test_options_that_do_not_fit(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert said in kernels(*arguments).error
 
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, cli, ops, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
-from gpt2block.bench import LlamaDecodeWork, llama_works
-from gpt2block.bench.llama_works import SHAPES, RandomLlama
+from gpt2block.bench import llama_works
+from gpt2block.bench.llama_works import SHAPES, RandomLlama, llama_decode
 from gpt2block.bench.report import tolerance
 from gpt2block.bench.token_works import RandomGPT2
 from gpt2block.bulk import job as bulk_job
@@ -731,7 +731,7 @@ def test_the_bench_counts_the_bytes_of_the_cache() -> None:
         *[("float8_e5m2", f"{name}, {kept}") for name in ("1 row", "4 rows")],
     ]
     models = [RandomLlama(SHAPES["small"], "float8_e5m2", kv) for kv in (None, "float8_e5m2")]
-    plain, narrow = (LlamaDecodeWork("float8_e5m2", model, 4) for model in models)
+    plain, narrow = (llama_decode(model, 4) for model in models)
     assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 4 * 128
     assert tolerance(narrow, "float16") < 8 * tolerance(plain, "float16")
     one = RandomLlama(LLAMA_SMALL, "float16", "float8_e4m3fn")

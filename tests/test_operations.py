@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -14,14 +13,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import InputError, cli, doctor, emulator, reference
+from gpt2block import InputError, doctor, emulator, reference
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants, variants
-from gpt2block.bench.measure import counted_sizes, errors, inputs_and_truth, tolerance
-from gpt2block.cli import display
+from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
+from tests.benches import drawn
+from tests.command_line import gpt2block, printed
 
 SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8}
 BEST = Ceilings(4000.0, {"float32": 50.0, "float16": 700.0})
@@ -91,38 +91,6 @@ def test_sizes_from_a_text() -> None:
         parse_sizes(trimat, "B=1,Q=1")
 
 
-def test_without_a_gpu_no_kernel_is_ever_called_ok(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
-    with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", "trimat", "--device", "cuda"])
-    out, err = capsys.readouterr()
-    assert done.value.code == 1
-    assert out == ""
-    assert err == (
-        "error: trimat: no kernel was run: no driver today: this needs a GPU, and `gpt2block "
-        "check` says what to do\n"
-    )
-
-
-def test_bytes_are_right_or_wrong() -> None:
-    truth = np.arange(5, dtype=np.uint8)
-    assert errors(truth.copy(), truth) == (0, 0)
-    assert errors(truth + np.uint8(1), truth) == (255, 1)
-
-
-def test_without_a_gpu_nothing_is_drawn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
-    with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", "trimat", "--plot", str(tmp_path / "x.png")])
-    assert done.value.code == 1
-    assert "no kernel was run" in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
-
-
 @pytest.mark.gpu
 def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {"count": 0}
@@ -140,37 +108,13 @@ def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch)
     assert [row.right for row in rows] == [True, False, False, False]
 
 
-def test_the_list_names_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["kernels"], ["kernels", "--json"]):
-        with pytest.raises(SystemExit):
-            cli.main(arguments)
-        printed = capsys.readouterr().out
-        for operation in OPERATIONS.values():
-            assert operation.name in printed
-            for variant in operation.variants:
-                assert all(name in printed for name in variant.kernels)
-    assert [entry["operation"] for entry in json.loads(printed)] == list(OPERATIONS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),
-        (["trimat", "--variant", "9"], "unknown --variant '9'"),
-        (["trimat", "--shape", "B"], "expected sizes such as"),
-        (["trimat", "--peer", "jax"], "--peer: expected torch, got 'jax'"),
-    ],
-)
-def test_wrong_words_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", *arguments])
-    assert done.value.code == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert message in err
+def test_the_list_names_every_variant() -> None:
+    texts = printed("kernels"), printed("kernels", "--json")
+    for operation in OPERATIONS.values():
+        names = {name for variant in operation.variants for name in variant.kernels}
+        assert all(name in text for text in texts for name in (operation.name, *names))
+    listed = gpt2block("kernels", "--json").json
+    assert [entry["operation"] for entry in listed] == list(OPERATIONS)
 
 
 def sweep(rates: dict[str, list[float]]) -> list[Measurement]:
@@ -181,44 +125,39 @@ def sweep(rates: dict[str, list[float]]) -> list[Measurement]:
     ]
 
 
-def test_the_plot_is_a_png(tmp_path: Path) -> None:
+SWEEP = {"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]}
+
+
+def test_a_plot_is_a_png_or_of_another_format(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    rows = sweep({"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]})
-    file = tmp_path / "sweep.png"
-    draw_sweep(rows, Ceilings(100.0, {"float32": 50.0}), "a GPU", file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match="--plot"):
-        draw_sweep(rows, BEST, "a GPU", tmp_path / "none" / "sweep.png")
-    file.with_suffix(".txt").write_text("old")
-    with pytest.raises(InputError, match="Format 'txt' is not supported"):
-        draw_sweep(rows, BEST, "a GPU", file.with_suffix(".txt"))
-    assert file.with_suffix(".txt").read_text() == "old"
-    draw_sweep(rows, BEST, "a GPU", tmp_path / "sweep")
-    assert (tmp_path / "sweep").read_bytes().startswith(b"\x89PNG")
-    draw_sweep(rows, BEST, "a GPU", tmp_path / "sweep.svg")
-    assert b"<svg" in (tmp_path / "sweep.svg").read_bytes()
-    assert len(list(tmp_path.iterdir())) == 4
+    file = tmp_path / "sweep.txt"
+    file.write_text("old")
+    for wrong, said in (
+        (tmp_path / "none" / "sweep.png", "--plot"),
+        (file, "Format 'txt' is not supported"),
+    ):
+        with pytest.raises(InputError, match=said):
+            draw_sweep(sweep(SWEEP), BEST, "a GPU", wrong)
+    assert file.read_text() == "old"
+    for name, start in (("sweep", b"\x89PNG"), ("sweep.svg", b"<?xml")):
+        draw_sweep(sweep(SWEEP), BEST, "a GPU", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_every_line_of_a_plot_has_its_name_next_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+def test_every_line_of_a_plot_has_its_name_next_to_it(tmp_path: Path) -> None:
     one_size = replace(sweep({"tri6": [80.0]})[0], block=None)
-    rows = [*sweep({"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]}), one_size]
-    draw_sweep(rows, Ceilings(100.0, {"float32": 50.0}), "a GPU", tmp_path / "sweep.png")
-    (axes,) = drawn[0].axes
+    rows = [*sweep(SWEEP), one_size]
+    best = Ceilings(100.0, {"float32": 50.0})
+    figure = drawn(draw_sweep, tmp_path / "sweep.png", rows, best, "a GPU")
+    (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == [
         "variant 1: 20, best at 64",
         "variant 5: 60, best at 64",
         "tri6: 80, one block size",
         "copy: 100",
     ]
-    assert drawn[0].legends == []
+    assert figure.legends == []
     heights = sorted(text.xyann[1] for text in axes.texts)
     assert all(b - a >= 0.06 - 1e-9 for a, b in pairwise(heights))
 
@@ -226,11 +165,6 @@ def test_every_line_of_a_plot_has_its_name_next_to_it(
 def test_sizes_that_make_no_sense_together_are_refused() -> None:
     with pytest.raises(InputError, match="attention cannot run at B=1, T=5, C=50: "):
         inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
-
-
-def test_nan_in_a_report_is_null() -> None:
-    report = {"rows": [{"percent": float("nan"), "block": None}], "why": "x"}
-    assert display.for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
 
 
 class StandIn:
@@ -322,6 +256,7 @@ def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
     assert error["rows"] == pytest.approx(1, rel=1e-5)
     assert error["three_pass"] < 1e-6
     assert [row.variant for row in rows if not row.right] == ["rows"]
+    assert not replace(rows[0], max_rel=float("nan")).right
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -338,22 +273,18 @@ def test_measuring_in_sixteen_bits(measured: Callable[..., Any], dtype: str) -> 
 
 def test_a_storage_that_an_operation_has_not_is_refused() -> None:
     check = measure.check_storage
-    with pytest.raises(InputError, match="trimat: dtype 'float16': expected one of float32"):
-        check(find("trimat"), "float16")
-    with pytest.raises(InputError, match="trimat: layout 'NK': it has no weights"):
-        check(find("trimat"), None, "NK")
-    with pytest.raises(InputError, match="rmsnorm_ffn: layout 'nk': expected one of KN, NK"):
-        check(find("rmsnorm_ffn"), None, "nk")
+    for name, dtype, layout, said in (
+        ("trimat", "float16", None, "dtype 'float16': expected one of float32"),
+        ("trimat", None, "NK", "layout 'NK': it has no weights"),
+        ("rmsnorm_ffn", None, "nk", "layout 'nk': expected one of KN, NK"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: {said}"):
+            check(find(name), dtype, layout)
     assert check(find("rmsnorm_ffn")) == ("float16", "NK")
     assert check(find("rmsnorm_ffn"), "float8_e5m2", "KN") == ("float8_e5m2", "KN")
 
 
-def test_nan_is_never_right() -> None:
-    row = replace(sweep({"1": [1.0]})[0], max_rel=float("nan"))
-    assert not row.right
-
-
-def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_series_shows_where_the_fastest_changes() -> None:
     operation = find("rmsnorm_matmul")
     sizes = all_sizes(operation)
     assert [size["M"] for size in sizes] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -366,8 +297,10 @@ def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[
         for at in sizes[:4]
     ]
     skipped = ["mma: takes float16"] * 2
-    print_series(Console(width=120), operation, series, skipped, BEST)
-    printed = capsys.readouterr().out
+    console = Console(width=120)
+    with console.capture() as captured:
+        print_series(console, operation, series, skipped, BEST)
+    printed = captured.get()
     assert "from M = 8 on, mma is faster than matvec" in printed
     assert printed.count("WRONG") == 1
     assert printed.count("not run: mma: takes float16") == 1
@@ -377,15 +310,13 @@ def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[
 def test_a_variant_that_cannot_run_is_told_and_the_others_run(
     measured: Callable[..., Any],
 ) -> None:
-    (rows, skipped), _ = measured(find("softmax"), refused="rows")
-    assert "rows" not in {row.variant for row in rows}
-    assert skipped == ["rows, block 256: variant rows does not take this"]
-
-
-def test_when_no_variant_can_run_the_reason_is_raised(measured: Callable[..., Any]) -> None:
-    alone = replace(find("softmax"), variants=(find("softmax").variant("rows"),))
-    with pytest.raises(InputError, match="softmax: rows, block 256: variant rows does not take"):
-        measured(alone, refused="rows")
+    why = "rows, block 256: variant rows does not take this"
+    softmax = find("softmax")
+    (rows, skipped), _ = measured(softmax, refused="rows")
+    assert [row.variant for row in rows] == [v.name for v in softmax.variants if v.name != "rows"]
+    assert skipped == [why]
+    with pytest.raises(InputError, match=f"softmax: {why}"):
+        measured(replace(softmax, variants=(softmax.variant("rows"),)), refused="rows")
 
 
 @pytest.fixture
@@ -403,11 +334,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_the_command_measures_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", "softmax", "--shape", "B=1,NH=1,T=5", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert done.value.code == 0
+def test_the_command_measures_on_the_emulator() -> None:
+    ended = gpt2block("kernels", "softmax", "--shape", "B=1,NH=1,T=5", "--json")
+    assert ended.code == 0
+    found = ended.json
     assert found["ceilings"] == {
         "copy_gb_s": 4000.0,
         "fp32_tflop_s": 50.0,

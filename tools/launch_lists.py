@@ -38,8 +38,7 @@ from gpt2block import (
     solve,
 )
 from gpt2block.array_checks import FLOATS
-from gpt2block.bench.llama_works import LlamaDecodeWork, RandomLlama
-from gpt2block.bench.token_contenders import contenders
+from gpt2block.bench.llama_works import RandomLlama, llama_decode
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import RopeScaling
 from gpt2block.cuda import cupy
@@ -154,8 +153,8 @@ def stages(dtype: str, to: Recorder) -> None:
     """The bench's steps of decoding, with fewer fusions."""
     for rows in (1, 4, 16, 64):
         config = llama((4, 2, 64), 128, 192, 104)
-        work = LlamaDecodeWork(dtype, RandomLlama(config, dtype), rows)
-        for each in contenders(work, 0):
+        work = llama_decode(RandomLlama(config, dtype), rows)
+        for each in work.ours([{}], 0):
             run = to.call(f"{rows} rows {each.name}", each.capture, 1)
             to.call(f"{rows} rows {each.name} run", run.replay)
 

@@ -1,32 +1,25 @@
 """Benchmarks on a GPU.
 
-`report` times blocks, matrix products and attention against PyTorch and the ceilings of the GPU,
-and `variants` the variants of one operation. Both are a `race` of contenders on the same buffers.
-`token_works` are whole models from tokens to tokens, which take part in the same race.
-`document` times the block against LeetGPU's figures.
+A `Work` is a row of a table: its sizes, operations and bytes, what is right, and its contenders,
+those of gpt2block and of PyTorch. `run` races the contenders of each work on the same buffers, and
+returns a `Report`. The works are blocks, matrix products and attention (`works`), and GPT-2
+(`token_works`) and Llama (`llama_works`) from tokens to tokens. `measure_variants` times the
+variants of one operation, and `document` the block against LeetGPU's figures.
 """
 
 from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.document import BlockTime, block_against_document
-from gpt2block.bench.llama_works import LlamaDecodeWork, LlamaPromptWork, llama_works
+from gpt2block.bench.llama_works import llama_works
 from gpt2block.bench.report import Report, Row, run
-from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, decode_works
+from gpt2block.bench.token_works import decode_works
 from gpt2block.bench.variants import Measurement, measure_variants
-from gpt2block.bench.works import KINDS, AttentionWork, BlockWork, GemmWork, Work, chosen_works
+from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
     "KINDS",
-    "AttentionWork",
     "BlockTime",
-    "BlockWork",
     "Ceilings",
-    "DecodeWork",
-    "GemmWork",
-    "GenerateWork",
-    "LlamaDecodeWork",
-    "LlamaPromptWork",
     "Measurement",
-    "PromptWork",
     "Report",
     "Row",
     "Work",

@@ -7,17 +7,27 @@ each fusion in addition, and last a CUDA graph: the table of kernl's Llama optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.array_checks import FLOATS
-from gpt2block.bench.staged_pass import StagedPass
-from gpt2block.bench.token_works import DecodeWork, PromptWork, RandomModel, parse_rows
-from gpt2block.bench.works import Work
+from gpt2block.bench.race import Run
+from gpt2block.bench.token_works import (
+    GREEDY,
+    NAME,
+    UNFUSED,
+    Captures,
+    RandomModel,
+    Steps,
+    parse_rows,
+    prompt,
+)
+from gpt2block.bench.works import Work, Written
 from gpt2block.checks import check_choice
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import LlamaConfig
@@ -29,12 +39,16 @@ from gpt2block.model import Llama
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
-from gpt2block.passes.forward import forward
+from gpt2block.passes.decoding import DecodePass, Rows
+from gpt2block.passes.forward import Product, To, forward
 from gpt2block.passes.machine import Machine, Value
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import DTYPES, Ids, Tensors
+from gpt2block.run.model import DTYPES, Ids, Tensors, cache_tensors
 from gpt2block.weights.matrix import WeightMatrix
+
+if TYPE_CHECKING:
+    from gpt2block.bench.torch_peers import TorchPeers
 
 SHAPES: Mapping[str, LlamaConfig] = {
     "7b": LlamaConfig(),
@@ -48,7 +62,7 @@ SHAPES: Mapping[str, LlamaConfig] = {
 }  # fmt: skip
 ROWS = (1, 4, 16, 64)
 NARROW = "float8_e5m2"  # the dtype after the 16-bit one, if none is given
-UNFUSED = "unfused"  # the name of the first stage
+FP8_CACHE = "+ FP8 kv_cache"  # a step of all stages, and a kv_cache of FP8
 BFLOAT16 = ("1b",)  # sizes whose checkpoints have bfloat16 weights; the others have float16
 NUMBERS = 2**22 - 3  # different random weights; a prime, so that rows of a matrix differ
 DEVIATION = 0.02
@@ -63,13 +77,13 @@ class Stage:
     """
 
     name: str
-    fusions: Mapping[str, bool]
+    fusions: Sequence[str] = ()
     graph: bool = False
     overlapping: bool = False
 
     def run(self, do: Machine, config: ModelConfig) -> Value:
         """The step, to logits."""
-        step = StagedPass(do, Settings.of(config), **self.fusions)
+        step = StagedPass(do, Settings.of(config), **dict.fromkeys(self.fusions, True))
         return forward(step, architecture_of(config), config, "logits")
 
 
@@ -80,56 +94,101 @@ def stages_of(dtype: str) -> tuple[Stage, ...]:
     Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
     not overlap.
     """
-    residuals = {"adds": True}
-    norms = {"adds": True, "norms": True}
     if dtype in SIXTEEN_BITS:
-        into_cache = {**residuals, "into_cache": True}
+        into_cache = ("adds", "into_cache")
         return (
-            Stage(UNFUSED, {}),
-            Stage("+ residuals", residuals),
+            Stage(UNFUSED),
+            Stage("+ residuals", ("adds",)),
             Stage("+ RoPE", into_cache),
             Stage("+ graph", into_cache, graph=True),
             Stage("+ overlap", into_cache, graph=True, overlapping=True),
         )
-    into_cache = {**norms, "into_cache": True}
-    gates = {**into_cache, "gates": True}
+    norms = ("adds", "norms")
+    gates = (*norms, "into_cache", "gates")
     return (
-        Stage(UNFUSED, {}),
+        Stage(UNFUSED),
         Stage("+ RMSNorm", norms),
-        Stage("+ RoPE", into_cache),
+        Stage("+ RoPE", (*norms, "into_cache")),
         Stage("+ feed-forward", gates),
         Stage("+ graph", gates, graph=True),
     )
 
 
-class RandomLlama(RandomModel):
+class StagedPass(DecodePass):
+    """Steps of decoding with some of the fusions.
+
+    adds, norms, gates: whether products have residuals, RMSNorm, and gate and up of the
+    feed-forward. into_cache: whether RoPE also appends K and V to the kv_cache, which the attention
+    of decoding then reads; else they are appended by a kernel of their own, and attention takes
+    rows [Q | K | V].
+    """
+
+    def __init__(
+        self,
+        do: Machine,
+        settings: Settings,
+        adds: bool = False,
+        norms: bool = False,
+        gates: bool = False,
+        into_cache: bool = False,
+    ) -> None:
+        super().__init__(do, settings, norms)
+        self.adds, self.gates, self.into_cache = adds, gates, into_cache
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if self.norms and to != ("lm_head",):
+            return Rows(x, gamma)
+        return super().norm(name, x, gamma, beta, to)
+
+    def _product(self, p: Product) -> Value:
+        if p.a.gamma:
+            return self.do(p.name, "rmsnorm_matmul", (p.a.x, p.a.gamma, p.w), eps=self.c.eps)
+        if not p.add or self.adds:
+            return super()._product(p)
+        y = super()._product(p._replace(add=None, to=()))
+        return self.do(p.result, "add", (p.residual, y), into=p.residual)
+
+    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
+        if self.into_cache:
+            options: dict[str, Any] = {"n_head": self.c.n_head, "half_split": True}
+            return self.do(f"{h}q", "rope_append", (y, "frequencies", *self._cache(h)), **options)
+        inputs = (y, "positions", "frequencies")
+        return self.do(f"{h}rope", "rope_qkv", inputs, into=y, **self.c.turn)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
+        if self.into_cache:
+            return super().attend(h, qkv, to)
+        k, v = f"{h}k", f"{h}v"
+        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
+        inputs = (qkv, k, v, "cu_seqlens", "start")
+        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": 1}
+        return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Rows:
+        if not (self.gates and x.gamma):
+            return super().gated(h, x, to)
+        inputs = (x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
+        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.eps))
+
+
+class RandomLlama(RandomModel[LlamaConfig]):
     """Llama with weights that are made in device memory, in their dtype.
 
     Results are compared with those of a prompt, for which 16-bit weights are multiplied with
     float32 activations by other kernels.
     """
 
-    config: LlamaConfig
+    _exact: CudaModel | None = None
 
-    def __init__(self, config: LlamaConfig, dtype: str, kv_dtype: str | None = None) -> None:
-        super().__init__(config, dtype, kv_dtype)
-        self._on: dict[int, Llama] = {}
-        self._device = 0  # that of the last call of `on`
-        self._exact: CudaModel | None = None
-
-    def on(self, device: int) -> Llama:
-        self._device = device
-        if device not in self._on:
-            with cupy.cuda.Device(device):
-                tensors = random_tensors(self.config, self.dtype)
-                name = f"cuda:{device}"
-                made = Llama.from_tensors(self.config, tensors, name, self.dtype, self.kv_dtype)
-                self._on[device] = made
-        return self._on[device]
+    def _made(self, device: str) -> Llama:
+        with cupy.cuda.Device(self.device):
+            tensors = random_tensors(self.config, self.dtype)
+            return Llama.from_tensors(self.config, tensors, device, self.dtype, self.kv_dtype)
 
     def stored(self) -> Tensors:
         """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
-        given = self.on(self._device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
+        given = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
         for name in model_shapes(self.config):
             value = given[name]
             if isinstance(value, WeightMatrix):
@@ -139,12 +198,12 @@ class RandomLlama(RandomModel):
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
-            engine: Any = self.on(self._device).engine
+            engine: Any = self.on(self.device).engine
             if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
                 engine = _Float32Activations(
-                    self.config, tensors, self.dtype, self._device, kv_dtype=self.kv_dtype
+                    self.config, tensors, self.dtype, self.device, kv_dtype=self.kv_dtype
                 )
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
@@ -188,24 +247,88 @@ def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
         at, start = at + part.size, 0
 
 
-class LlamaDecodeWork(DecodeWork):
-    """A step of decoding of a Llama."""
+def llama_decode(model: RandomLlama, rows: int, position: int = 512) -> Work:
+    """A step of decoding, and its stages, which do not have a kv_cache of FP8."""
+    steps = Steps(model, rows, position)
 
-    model: RandomLlama
+    def ours(device: int) -> Captures:
+        step = partial(steps.decoded, device, GREEDY)
+        if model.kv_dtype in FP8:
+            return {FP8_CACHE: step}
+        shared: list[Any] = []
+        stages = {s.name: partial(_stage, steps, device, s, shared) for s in stages_of(model.dtype)}
+        return {NAME: step, **stages}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return super().sizes | {"n_kv_head": self.model.config.n_kv_head}
+    def theirs(torch: TorchPeers) -> Captures:
+        of = torch.of_models
+        return {
+            "torch": partial(of.steps, steps, "cuda", of.called),
+            "torch.compile": partial(of.steps, steps, "cuda", torch.repeated),
+            "transformers": partial(of.transformers_steps, steps, "cuda"),
+        }
+
+    return steps.work(ours, theirs)
 
 
-class LlamaPromptWork(PromptWork):
-    """A prompt of a Llama."""
+def _stage(steps: Steps, device: int, stage: Stage, shared: list[Any], rounds: int) -> Run:
+    """Greedy steps of a plan with fewer fusions, or without a graph.
 
-    model: RandomLlama
+    shared: the kv_cache of all stages, which is large; each one writes it again from the prompts.
+    """
+    prompts, M = steps.prompts(), steps.rows
+    engine: Any = steps.model.on(device).engine
+    with engine.running():
+        if not shared:
+            shared.append(engine.new_cache(M, steps.end))
+        cache = shared[0]
+        cache.lengths = [0] * M
+        first = engine.forward(prompts, "last", cache)
+        tokens = cupy.asarray(np.array([logits.argmax() for logits in first], np.int32))
+        positions = cupy.asarray(np.full(M, steps.start, np.int32))
+        rows = cupy.asarray(np.arange(M + 1, dtype=np.int32))
+        batch = {"tokens": tokens, "positions": positions, "row": rows[:M]}
+        batch |= {"cu_seqlens": rows, "start": positions}
+        caches = cache_tensors(cache.layers, engine.config.n_layer)
+        recording = engine.recordings.make(
+            lambda do: stage.run(do, engine.config),
+            {**engine.given(), **caches, **batch},
+            overlapping=stage.overlapping,
+        )
+    columns = [tokens.get()]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return super().sizes | {"n_kv_head": self.model.config.n_kv_head}
+    def replay() -> None:
+        with engine.running():
+            for _ in range(rounds):
+                if stage.graph:
+                    recording.repeat(engine.stream)
+                else:
+                    recording.run()
+                tokens[...] = recording.out.argmax(axis=1)
+                positions[...] += 1
+                columns.append(tokens.get())
+
+    def written() -> Written:
+        with engine.running():
+            logits = recording.out.get().astype(np.float64)
+        largest = logits.max(axis=1, keepdims=True)
+        scores = logits - largest - np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
+        return steps.written(np.stack(columns, axis=1), lambda row, token: scores[row, token])
+
+    return Run(replay, (written,), cache)
+
+
+def _prompt_peers(model: RandomLlama, torch: TorchPeers, ids: Ids) -> Captures:
+    of = torch.of_models
+    return {
+        "torch": partial(of.prompt, model, ids, "cuda", of.called),
+        "torch.compile": partial(of.prompt, model, ids, "cuda", torch.repeated),
+        "transformers": partial(of.transformers_prompt, model, ids, "cuda"),
+    }
+
+
+def llama_prompt(model: RandomLlama, T: int = 512) -> Work:
+    """A prompt, to the logits after its last token."""
+    return prompt(model, T, partial(_prompt_peers, model))
 
 
 def llama_works(
@@ -230,12 +353,10 @@ def llama_works(
     dtypes = [(each, kv_dtype) for each in ((dtype,) if dtype else (stored, NARROW))]
     if dtype is None and kv_dtype is None:
         dtypes.append((NARROW, NARROW))
-    return [work for each in dtypes for work in _works(*each, counts, name)]
-
-
-def _works(dtype: str, kv_dtype: str | None, rows: tuple[int, ...], name: str) -> Iterator[Work]:
-    model = RandomLlama(SHAPES[name], dtype, kv_dtype)
-    for count in rows:
-        yield LlamaDecodeWork(dtype, model, count)
-    if dtype in SIXTEEN_BITS:  # else the exact logits would be those that are timed
-        yield LlamaPromptWork(dtype, model, T=512)
+    works: list[Work] = []
+    for stored, kv in dtypes:
+        model = RandomLlama(SHAPES[name], stored, kv)
+        works += [llama_decode(model, count) for count in counts]
+        if stored in SIXTEEN_BITS:  # else the exact logits would be those that are timed
+            works.append(llama_prompt(model))
+    return works

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import ceil, nan
 from typing import Any, NamedTuple
 
-from gpt2block.bench.contenders import REFUSALS, Contender, Run
 from gpt2block.cuda import timing
+from gpt2block.errors import InputError, KernelError
 
+REFUSALS = (InputError, KernelError, MemoryError)  # reasons that a variant cannot run
 REPLAY_MS = 3.0  # of one contender; the launch of the graph itself is then negligible
 MOST_CALLS = 2000  # captured in one graph
 
 Replay = Callable[[], None]
 Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
+
+
+class Run(NamedTuple):
+    """A captured graph: a call replays it. `outs` are some of the outputs that it writes."""
+
+    replay: Replay
+    outs: tuple[Any, ...]
+    kept: Any = None  # a graph holds pointers only, and these objects hold the memory
+
+
+Capture = Callable[[int], Run]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute something.
+
+    `capture(rounds)` returns a graph that goes over all copies of the inputs that many times.
+    `arithmetic` is a dtype or "tf32"; it chooses the ceiling and the allowed error.
+    """
+
+    name: str
+    peer: bool
+    capture: Capture
+    arithmetic: str
+    note: Callable[[], str] = str
 
 
 class Timed(NamedTuple):
@@ -24,44 +52,48 @@ class Timed(NamedTuple):
     errors: tuple[float, float]
 
 
+def refuse(why: str, rounds: int) -> Run:
+    """The capture of a contender that cannot run."""
+    raise InputError(why)
+
+
+def first_and_last(outs: Iterable[Any]) -> tuple[Any, ...]:
+    """The outputs that are checked."""
+    first, *others = outs
+    return (first, *others[-1:])
+
+
 def race(
     contenders: Iterable[Contender],
     copies: int,
     check: Check | None = None,
     rounds: int | None = None,
-    strict: bool = False,
     times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
     """Capture, check and time every contender; also returns those that cannot run, with the reason.
 
     copies: of the inputs; a call is one pass over one of them. check: gives the errors of the
-    outputs that a replay writes; None skips it, and the errors are NaN. rounds: over all copies in
-    one graph; by default as many as take REPLAY_MS. A contender of gpt2block cannot run if it
-    raises one of REFUSALS, a peer if it raises anything; with `strict`, every exception is raised
-    instead. times: gives the ms of each replay, by default `timing.interleaved_ms`.
+    outputs that a replay writes. A contender of gpt2block cannot run if it raises one of REFUSALS,
+    a peer if it raises anything. Without a check, the errors are NaN, and every exception is
+    raised. rounds: over all copies in one graph; by default as many as take REPLAY_MS. times: gives
+    the ms of each replay, by default `timing.interleaved_ms`.
     """
-    graphs: dict[str, Run] = {}
-    calls: dict[str, int] = {}
-    checked: list[tuple[Contender, tuple[float, float]]] = []
+    found: list[tuple[Contender, Run, int, tuple[float, float]]] = []
     refused: list[tuple[Contender, str]] = []
     for each in contenders:
         try:
-            graph, repeated = _captured(each, copies, rounds)
-            errors = check(graph.replay, graph.outs) if check else (nan, nan)
+            run, repeated = _captured(each, copies, rounds)
+            errors = check(run.replay, run.outs) if check else (nan, nan)
         except Exception as error:
-            if strict or not (each.peer or isinstance(error, REFUSALS)):
+            if check is None or not (each.peer or isinstance(error, REFUSALS)):
                 raise
             refused.append((each, first_line(error)))
             continue
-        graphs[each.name] = graph
-        calls[each.name] = repeated * copies
-        checked.append((each, errors))
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    ms = (times or timing.interleaved_ms)(replays)
-    timed = [
-        Timed(each, 1e3 * ms[each.name] / calls[each.name], errors) for each, errors in checked
-    ]
-    return timed, refused
+        found.append((each, run, repeated * copies, errors))
+    ms = (times or timing.interleaved_ms)({each.name: run.replay for each, run, *_ in found})
+    return [
+        Timed(each, 1e3 * ms[each.name] / calls, errors) for each, _, calls, errors in found
+    ], refused
 
 
 def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Run, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bench import contenders, measure, token_contenders, token_peers
+from gpt2block.bench import measure
 from gpt2block.bench.ceilings import TF32, Ceilings, measured
-from gpt2block.bench.contenders import Contender
-from gpt2block.bench.race import Timed, first_line, race
-from gpt2block.bench.token_works import TokenWork
-from gpt2block.bench.torch_peers import TorchPeers
+from gpt2block.bench.peers import check_peer, torch_peers
+from gpt2block.bench.race import Contender, Timed, first_line, race
 from gpt2block.bench.works import Work
 from gpt2block.cuda import cupy
-from gpt2block.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -77,18 +74,18 @@ def run(
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
 ) -> Report:
     """Time every work. peer: "torch" or None. Raises InputError, DeviceError."""
-    if peer not in (None, "torch"):
-        raise InputError(f"--peer: expected torch, got {peer!r}")
+    check_peer(peer)
     index = measure.gpu_index(device)
     rows: list[Row] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
-        torch = TorchPeers(index) if peer else None  # first, since it loads cuBLAS
+        torch = torch_peers().TorchPeers(index) if peer else None  # first, since it loads cuBLAS
         best = measured()
         for work in progress(list(works)):
             try:
                 sets = work.sets()
-                entrants = [*_entrants(work, sets, index, torch)]
+                entrants = [*work.ours(sets, index)]
+                entrants += work.theirs(sets, torch) if torch else ()
                 found, lines = rows_of(work, entrants, len(sets), best)
             except MemoryError as error:
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
@@ -100,20 +97,6 @@ def run(
                 torch.tidy()
         versions = _versions(index, torch.versions if torch else {})
     return Report(versions, best, rows, list(dict.fromkeys(skipped)))
-
-
-def _entrants(
-    work: Work, sets: Sequence[measure.Host], device: int, torch: TorchPeers | None
-) -> Iterator[Contender]:
-    """The contenders of gpt2block, then those of PyTorch."""
-    if isinstance(work, TokenWork):
-        yield from token_contenders.contenders(work, device)
-        if torch:
-            yield from token_peers.contenders(work, torch)
-        return
-    yield from contenders.contenders(work, sets, device)
-    if torch:
-        yield from torch.contenders(work, sets)
 
 
 def rows_of(

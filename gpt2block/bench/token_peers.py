@@ -1,89 +1,55 @@
 """Contenders of PyTorch and `transformers` for works from tokens to tokens.
 
 A step of decoding is written out here: linear layers by cuBLAS, scaled_dot_product_attention over a
-static kv_cache no longer than the sequences become, compiled, and replayed as a CUDA graph. Many
-prompts are continued by `generate`, left-padded to one batch, and by `generate_batch`, which is
-continuous batching.
+static kv_cache no longer than the sequences become, compiled, and replayed as a CUDA graph; for a
+prompt of a Llama over its tokens alone, on the weights of gpt2block's model. Many prompts are
+continued by `generate`, left-padded to one batch, and by `generate_batch`, which is continuous
+batching.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from gpt2block.bench import llama_peers
-from gpt2block.bench.contenders import Contender, Run, refuse
-from gpt2block.bench.llama_works import RandomLlama
-from gpt2block.bench.token_contenders import continued
-from gpt2block.bench.token_works import (
-    DecodeWork,
-    GenerateWork,
-    PromptWork,
-    RandomGPT2,
-    RandomModel,
-    TokenWork,
-    Written,
+import torch
+from torch.nn.functional import (
+    gelu,
+    layer_norm,
+    linear,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
 )
-from gpt2block.bench.torch_peers import TorchPeers, captured
-from gpt2block.checkpoints.naming import GPT2_NAMING
-from gpt2block.cuda.kernels import FP8
-from gpt2block.errors import InputError
-from gpt2block.run.model import kv_cache_dtype
 
-NOTES = {
-    "transformers": "generate, left-padded to one batch",
-    "transformers, paged": "generate_batch, which is continuous batching",
-}
+from gpt2block.bench.peers import check_weights
+from gpt2block.bench.race import Run
+from gpt2block.bench.torch_functions import tensor
+from gpt2block.checkpoints.naming import GPT2_NAMING
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2block.bench.llama_works import RandomLlama
+    from gpt2block.bench.token_works import Continuations, RandomGPT2, Steps
+    from gpt2block.bench.works import Written
+    from gpt2block.run.model import Ids
+
 CACHE_STEP = 64  # the length of a static kv_cache is a multiple of it
 
 Tensor = Any
 Tensors = dict[str, Tensor]
-Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, heads, S, HS)
-Forward = Callable[[Tensor, Tensor, Tensors, Caches], Tensor]
+Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, KV heads, S, HS)
+Forward = Callable[[Tensor, Tensor, Tensors, Caches | None], Tensor]
+# From a function and its arguments, what calls it again, in place.
+Repeated = Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tensor]]
 
 
-def contenders(work: TokenWork, peers: TorchPeers) -> Iterator[Contender]:
-    """The contenders for a work; capturing shows whether they run."""
-    captures: dict[str, Callable[[int], Run]] = {}
-    if isinstance(work, DecodeWork) and isinstance(work.model, RandomLlama):
-        captures["torch"] = partial(steps, work, "cuda", called)
-        captures["torch.compile"] = partial(steps, work, "cuda", partial(_replayed, peers))
-        captures["transformers"] = partial(llama_peers.transformers_steps, work, "cuda")
-    elif isinstance(work, PromptWork) and isinstance(work.model, RandomLlama):
-        captures["torch"] = partial(llama_peers.prompt, work, "cuda", called)
-        compiled = partial(_replayed, peers)
-        captures["torch.compile"] = partial(llama_peers.prompt, work, "cuda", compiled)
-        captures["transformers"] = partial(llama_peers.transformers_prompt, work, "cuda")
-    elif isinstance(work, DecodeWork) and work.peers:
-        captures["torch.compile"] = partial(steps, work, "cuda", partial(_replayed, peers))
-    elif isinstance(work, GenerateWork):
-        captures["transformers"] = partial(_generate, work, "cuda")
-        captures["transformers, paged"] = partial(_generate_batch, work, "cuda")
-    if work.model.kv_dtype in FP8:
-        why = f"no PyTorch operation here takes a kv_cache of {work.model.kv_dtype}"
-        captures = dict.fromkeys(captures, partial(refuse, why))
-    for name, capture in captures.items():
-        note = partial(str, NOTES.get(name, ""))
-        yield Contender(name, True, capture, kv_cache_dtype(work.dtype), note)
-
-
-def steps(
-    work: DecodeWork,
-    device: str,
-    repeated: Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tensor]],
-    rounds: int,
-) -> Run:
-    """Decoding with every token on the host.
-
-    repeated: gives from a function and its arguments what calls it again, in place.
-    """
-    import torch  # noqa: PLC0415
-
+def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Run:
+    """Decoding with every token on the host."""
     c, prompts = work.model.config, work.prompts()
     weights, forward = model_of(work.model, device)
     length = -(-work.end // CACHE_STEP) * CACHE_STEP
@@ -116,32 +82,17 @@ def steps(
             logits[:] = [again()]
             tokens.append(token.cpu().numpy().copy())
 
-    def written() -> Written:
-        columns = np.stack(tokens, axis=1).astype(np.int32)
-        scores = logits[0].float().log_softmax(-1)
-        logprobs = [float(scores[row, int(columns[row, -1])]) for row in work.checked]
-        sequences = [np.concatenate([prompts[row], columns[row]]) for row in work.checked]
-        return Written(sequences, logprobs)
-
-    return Run(replay, (written,), again)
+    return Run(replay, (lambda: _written(work, tokens, logits[0]),), again)
 
 
-def _replayed(
-    peers: TorchPeers, function: Callable[..., Tensor], arguments: tuple[Any, ...]
-) -> Callable[[], Tensor]:
-    """The compiled function as a CUDA graph; a call replays it and returns its output."""
-    run = captured(peers.compiled(function), [arguments], rounds=1)
-
-    def replay() -> Tensor:
-        run.replay()
-        return run.outs[0]
-
-    return replay
+def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> Written:
+    """From the tokens of each step, and the logits of the last one."""
+    scores = logits.float().log_softmax(-1)
+    return work.written(np.stack(tokens, axis=1), lambda row, token: scores[row, token])
 
 
 def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Callable[[], Tensor]:
     """The function itself; a call returns its output."""
-    import torch  # noqa: PLC0415
 
     def again() -> Tensor:
         with torch.no_grad():
@@ -154,8 +105,6 @@ def prefilled(
     forward: Forward, ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches
 ) -> int:
     """The token after a prompt, whose keys and values are stored in these rows of the caches."""
-    import torch  # noqa: PLC0415
-
     device = weights["wte"].device
     one = [tuple(torch.zeros_like(half[:1]) for half in pair) for pair in caches]
     positions = torch.arange(len(ids), device=device)
@@ -169,11 +118,10 @@ def prefilled(
     return int(logits[0].argmax())
 
 
-def model_of(model: RandomModel, device: str) -> tuple[Tensors, Forward]:
+def model_of(model: Any, device: str) -> tuple[Tensors, Forward]:
     """The weights, and the function that computes logits with them."""
-    if isinstance(model, RandomLlama):
-        return llama_peers.weights_of(model), partial(llama_peers.forward, model.config)
-    assert isinstance(model, RandomGPT2)
+    if isinstance(model.config, LlamaConfig):
+        return llama_weights(model), partial(llama_forward, model.config)
     return weights_of(model, device), partial(forward, model.config.eps)
 
 
@@ -181,13 +129,6 @@ def forward(
     eps: float, tokens: Tensor, positions: Tensor, weights: Tensors, caches: Caches
 ) -> Tensor:
     """The logits (B, V) after tokens (B, T) at positions (T,), whose keys and values are stored."""
-    import torch  # noqa: PLC0415
-    from torch.nn.functional import (  # noqa: PLC0415
-        gelu,
-        layer_norm,
-        linear,
-        scaled_dot_product_attention,
-    )
 
     def norm(x: Tensor, name: str, number: str) -> Tensor:
         gamma, beta = weights[f"{name}gamma{number}"], weights[f"{name}beta{number}"]
@@ -213,10 +154,7 @@ def forward(
 
 def weights_of(model: RandomGPT2, device: str) -> Tensors:
     """The weights in the model's dtype; matrices are (out, in). Raises InputError for FP8."""
-    import torch  # noqa: PLC0415
-
-    if model.dtype in FP8:
-        raise InputError(f"no PyTorch operation here takes {model.dtype} weights")
+    check_weights(model.dtype)
     found = {}
     for name, array, layout in model.weights.tensors():
         rows = np.ascontiguousarray(array.T if layout == "KN" else array)
@@ -224,45 +162,39 @@ def weights_of(model: RandomGPT2, device: str) -> Tensors:
     return found
 
 
-def _generate(work: GenerateWork, device: str, rounds: int) -> Run:
-    import torch  # noqa: PLC0415
-
-    model, prompts = transformers_model(work.model, device), work.ids()
-    longest = max(map(len, prompts))
-    padded = np.zeros((2, len(prompts), longest), np.int64)  # tokens, and where they are
-    for row, ids in enumerate(prompts):
+def generated(work: Continuations, device: str, rounds: int) -> Run:
+    """By `generate`."""
+    model, config = transformers_gpt2(work.model, device), _greedy(work)
+    longest = max(map(len, work.prompts))
+    padded = np.zeros((2, len(work.prompts), longest), np.int64)  # tokens, and where they are
+    for row, ids in enumerate(work.prompts):
         padded[:, row, longest - len(ids) :] = ids, np.ones_like(ids)
     tokens, mask = torch.from_numpy(padded).to(device)
-    config = _greedy(work)
-    found: list[Any] = []
 
-    def replay() -> None:
-        for _ in range(rounds):
-            out = model.generate(tokens, attention_mask=mask, generation_config=config)
-            found[:] = out[:, longest:].tolist()
+    def generate() -> list[list[int]]:
+        out = model.generate(tokens, attention_mask=mask, generation_config=config)
+        new: list[list[int]] = out[:, longest:].tolist()
+        return new
 
-    return Run(replay, (lambda: continued(work, prompts, found),))
+    return work.run(generate, rounds)
 
 
-def _generate_batch(work: GenerateWork, device: str, rounds: int) -> Run:
-    import torch  # noqa: PLC0415
+def generated_in_pages(work: Continuations, device: str, rounds: int) -> Run:
+    """By `generate_batch`."""
+    model, config = transformers_gpt2(work.model, device), _greedy(work, eos_token_id=-1)
 
-    model, prompts = transformers_model(work.model, device), work.ids()
-    config = _greedy(work, eos_token_id=-1)
-    found: list[Any] = []
-
-    def replay() -> None:
-        for _ in range(rounds):
-            out = model.generate_batch([ids.tolist() for ids in prompts], generation_config=config)
-            found[:] = [each.generated_tokens for each in out.values()]
+    def generate() -> list[list[int]]:
+        out = model.generate_batch([ids.tolist() for ids in work.prompts], generation_config=config)
+        new = [each.generated_tokens for each in out.values()]
         del out  # its kv_cache took most of the free memory
         gc.collect()
         torch.cuda.empty_cache()
+        return new
 
-    return Run(replay, (lambda: continued(work, prompts, found),))
+    return work.run(generate, rounds)
 
 
-def _greedy(work: GenerateWork, eos_token_id: int | None = None) -> Any:
+def _greedy(work: Continuations, eos_token_id: int | None = None) -> Any:
     from transformers import GenerationConfig  # noqa: PLC0415
 
     return GenerationConfig(
@@ -270,18 +202,22 @@ def _greedy(work: GenerateWork, eos_token_id: int | None = None) -> Any:
     )
 
 
-def transformers_model(model: RandomGPT2, device: str) -> Any:
-    """The same model in `transformers`. Raises InputError if it is not installed."""
-    if find_spec("transformers") is None:
-        raise InputError("transformers is not installed")
-    import torch  # noqa: PLC0415
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+def _transformers() -> Any:
+    """The module. Raises InputError if it is not installed."""
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError("transformers is not installed") from error
+    return transformers
 
-    if model.dtype in FP8:
-        raise InputError(f"no PyTorch operation here takes {model.dtype} weights")
+
+def transformers_gpt2(model: RandomGPT2, device: str) -> Any:
+    """The same model in `transformers`. Raises InputError if it is not installed."""
+    transformers = _transformers()
+    check_weights(model.dtype)
     settings = {**model.config.to_hugging_face(), "bos_token_id": None, "eos_token_id": None}
     with torch.device(device):
-        theirs = GPT2LMHeadModel(GPT2Config(**settings))
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
     state = {
         GPT2_NAMING.with_prefix(GPT2_NAMING.in_file(name)[0]): torch.from_numpy(
             np.ascontiguousarray(array)
@@ -290,3 +226,160 @@ def transformers_model(model: RandomGPT2, device: str) -> Any:
     }
     theirs.load_state_dict(state, strict=False)  # lm_head is wte
     return theirs.to(getattr(torch, model.dtype)).eval()
+
+
+def llama_weights(model: RandomLlama) -> Tensors:
+    """The weights in the same memory, vectors in the model's dtype, and the frequencies of RoPE.
+
+    Matrices are (out, in). Raises InputError for FP8.
+    """
+    check_weights(model.dtype)
+    dtype = getattr(torch, model.dtype)
+    found = {name: tensor(array).to(dtype) for name, array, _ in model.stored()}
+    frequencies = torch.from_numpy(model.config.frequencies().astype(np.float32))
+    return {**found, "frequencies": frequencies.to(found["wte"].device)}
+
+
+def llama_forward(
+    config: LlamaConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    weights: Tensors,
+    caches: Caches | None,
+) -> Tensor:
+    """The logits (B, V) after tokens (B, T) at positions (T,).
+
+    Their keys and values are stored in the caches; without caches, the tokens are a whole prompt.
+    """
+    C, Q = config.n_embd, config.q_width
+    widths = [Q, config.kv_width, config.kv_width]
+    angles = positions[:, None] * weights["frequencies"]
+    cos, sin = angles.cos(), angles.sin()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, (C,), weights[name], config.eps)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+    x = weights["wte"][tokens]
+    for n in range(config.n_layer):
+        h = f"h.{n}."
+        qkv = linear(norm(x, f"{h}gamma1"), weights[f"{h}w_qkv"]).split(widths, -1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_size)).transpose(1, 2) for part in qkv)
+        q, k = turned(q), turned(k)
+        if caches is None:
+            heads = _causal(q, k, v)
+        else:
+            for cache, new in zip(caches[n], (k, v), strict=True):
+                cache.index_copy_(2, positions, new)
+            heads = _over_cache(q, *caches[n], positions)
+        x = x + linear(heads.transpose(1, 2).flatten(-2), weights[f"{h}w_o"])
+        normed = norm(x, f"{h}gamma2")
+        gate, up = (linear(normed, weights[f"{h}w_{name}"]) for name in ("gate", "up"))
+        x = x + linear(silu(gate) * up, weights[f"{h}w_down"])
+    return linear(norm(x[:, -1], "gamma_f"), weights.get("lm_head", weights["wte"]))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attention over a cache; the queries that share keys are rows of one matrix, not copies."""
+    B, NH, T, HS = q.shape
+    group = NH // keys.shape[1]
+    rows = q.reshape(B, keys.shape[1], group * T, HS)
+    visible = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
+    mask = visible.repeat(group, 1)[None, None]
+    heads = scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+    return heads.reshape(B, NH, T, HS)
+
+
+def prompt(model: RandomLlama, ids: Ids, device: str, repeated: Repeated, rounds: int) -> Run:
+    """The logits after a prompt of a Llama, on the host."""
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
+    positions = torch.arange(len(ids), device=device)
+
+    def step(tokens: Tensor, positions: Tensor, weights: Tensors) -> Tensor:
+        return llama_forward(model.config, tokens, positions, weights, None)
+
+    again = repeated(step, (tokens, positions, llama_weights(model)))
+    logits: list[Any] = []
+
+    def replay() -> None:
+        logits[:] = [again().float().cpu().numpy() for _ in range(rounds)]
+
+    return Run(replay, (lambda: logits[-1],), again)
+
+
+def transformers_prompt(model: RandomLlama, ids: Ids, device: str, rounds: int) -> Run:
+    """As `prompt`, by LlamaForCausalLM."""
+    theirs = transformers_llama(model)
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
+    logits: list[Any] = []
+
+    def replay() -> None:
+        with torch.no_grad():
+            for _ in range(rounds):
+                out = theirs(tokens, use_cache=False, logits_to_keep=1)
+                logits[:] = [out.logits[:, -1].float().cpu().numpy()]
+
+    return Run(replay, (lambda: logits[-1],))
+
+
+def transformers_steps(work: Steps, device: str, rounds: int) -> Run:
+    """Greedy decoding by LlamaForCausalLM with its default kv_cache."""
+    theirs = transformers_llama(work.model)
+    tokens: list[Any] = []
+    state: dict[str, Any] = {}
+
+    def step(ids: Tensor) -> None:
+        out = theirs(ids, past_key_values=state.get("cache"), use_cache=True, logits_to_keep=1)
+        state.update(cache=out.past_key_values, logits=out.logits[:, -1])
+        tokens.append(state["logits"].argmax(-1).cpu().numpy())
+
+    with torch.no_grad():
+        step(torch.from_numpy(np.stack(work.prompts()).astype(np.int64)).to(device))
+
+    def replay() -> None:
+        with torch.no_grad():
+            for _ in range(rounds):
+                step(torch.from_numpy(tokens[-1]).to(device)[:, None])
+
+    return Run(replay, (lambda: _written(work, tokens, state["logits"]),))
+
+
+def transformers_llama(model: Any) -> Any:
+    """The same model in `transformers`, on the same memory. Raises InputError without it."""
+    transformers = _transformers()
+    weights = llama_weights(model)
+    config = transformers.LlamaConfig(**model.config.to_hugging_face())
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    theirs.load_state_dict(_state(model.config, weights), strict=False, assign=True)
+    theirs.tie_weights()
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(weights["wte"].device)
+    return theirs.eval()
+
+
+def _state(config: LlamaConfig, weights: Tensors) -> Tensors:
+    """The tensors under the names of Hugging Face; Q, K and V are rows of one matrix."""
+    state = {"model.embed_tokens.weight": weights["wte"], "model.norm.weight": weights["gamma_f"]}
+    if "lm_head" in weights:
+        state["lm_head.weight"] = weights["lm_head"]
+    names = {
+        "gamma1": "input_layernorm", "gamma2": "post_attention_layernorm",
+        "w_o": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
+        "w_down": "mlp.down_proj",
+    }  # fmt: skip
+    widths = [config.q_width, config.kv_width, config.kv_width]
+    for n in range(config.n_layer):
+        layer = f"model.layers.{n}."
+        for ours, theirs in names.items():
+            state[f"{layer}{theirs}.weight"] = weights[f"h.{n}.{ours}"]
+        for part, rows in zip("qkv", weights[f"h.{n}.w_qkv"].split(widths), strict=True):
+            state[f"{layer}self_attn.{part}_proj.weight"] = rows
+    return state

@@ -8,44 +8,69 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.bench import measure
-from gpt2block.bench.measure import Host
-from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
+from gpt2block.bench.race import Capture, Contender, Run, refuse
+from gpt2block.bench.works import STEPS_OF_A_BLOCK, Sets, Work, Written
 from gpt2block.checks import check_choice
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes, size
-from gpt2block.cuda import timing
+from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.model import GPT2, Model
-from gpt2block.run.model import DTYPES, Ids, itemsize, kv_cache_dtype
+from gpt2block.run.cuda_decoding import IN_FLIGHT
+from gpt2block.run.model import DTYPES, Floats, Ids, Sampled, itemsize, kv_cache_dtype, start_all
+from gpt2block.sampling import Sampling
+
+if TYPE_CHECKING:
+    from gpt2block.bench.torch_peers import TorchPeers
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PEER_ROWS = (1, 8, 64, 256)  # of ROWS; compiling PyTorch's step takes seconds for each
 MOST_ROWS = 4096
 STEPS = 16  # of decoding in one turn
+TURNS = timing.REPLAYS
 DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
+GREEDY = Sampling(temperature=0)
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
+NAME = "gpt2block"
+UNFUSED = "unfused"  # the first stage of a Llama
+NOTES = {
+    UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above",
+    "transformers": "generate, left-padded to one batch",
+    "transformers, paged": "generate_batch, which is continuous batching",
+}
+
+Config = TypeVar("Config", bound=ModelConfig)
 
 
-class RandomModel(ABC):
+class RandomModel(ABC, Generic[Config]):
     """A model with random weights in one dtype; several works share it."""
 
-    def __init__(self, config: ModelConfig, dtype: str, kv_dtype: str | None = None) -> None:
+    def __init__(self, config: Config, dtype: str, kv_dtype: str | None = None) -> None:
         """kv_dtype: as in `kv_cache_dtype`."""
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
+        self.device = 0  # that of the last call of `on`
+        self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
-    @abstractmethod
     def on(self, device: int) -> Model[Any]:
         """The model on a GPU, created at the first call."""
+        self.device = device
+        if device not in self._on:
+            self._on[device] = self._made(f"cuda:{device}")
+        return self._on[device]
+
+    @abstractmethod
+    def _made(self, device: str) -> Model[Any]:
+        """The model on a device."""
 
     @abstractmethod
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
@@ -83,15 +108,13 @@ class RandomModel(ABC):
         """Bytes of the keys and values of a token in all layers."""
         return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
 
+    def attention_flops(self, keys: int) -> int:
+        """FLOPs of attention in all layers, for queries that see so many keys in total."""
+        return 4 * self.config.n_layer * self.config.q_width * keys
 
-class RandomGPT2(RandomModel):
+
+class RandomGPT2(RandomModel[GPT2Config]):
     """GPT-2, with weights on the host as well; the results are compared with NumPy's."""
-
-    config: GPT2Config
-
-    def __init__(self, config: GPT2Config, dtype: str, kv_dtype: str | None = None) -> None:
-        super().__init__(config, dtype, kv_dtype)
-        self._on: dict[int, GPT2] = {}
 
     @cached_property
     def weights(self) -> GPT2Weights:
@@ -99,219 +122,269 @@ class RandomGPT2(RandomModel):
 
     @cached_property
     def _reference(self) -> GPT2:
-        return GPT2(self.weights, device="cpu", dtype=self.dtype, kv_dtype=self.kv_dtype)
+        return self._made("cpu")
 
-    def on(self, device: int) -> GPT2:
-        if device not in self._on:
-            name = f"cuda:{device}"
-            self._on[device] = GPT2(self.weights, name, self.dtype, kv_dtype=self.kv_dtype)
-        return self._on[device]
+    def _made(self, device: str) -> GPT2:
+        return GPT2(self.weights, device, self.dtype, kv_dtype=self.kv_dtype)
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._reference(ids, last=True)
         return logits
 
 
-class Written(NamedTuple):
-    """Some of the sequences that a contender has continued.
+Captures = Mapping[str, Capture]  # by the names of contenders
 
-    logprobs: the log-probability of the last token of each, if the contender returns it. greedy:
-    whether that token was the most likely one.
+
+def model_work(
+    model: RandomModel[Any],
+    what: str,
+    name: str,
+    sizes: Mapping[str, int],
+    flops: int,
+    traffic: int,
+    truth: Callable[..., NDArray[Any]],
+    ours: Callable[[int], Captures],
+    theirs: Callable[[TorchPeers], Captures],
+    rounds: int,
+    turns: int,
+    tokens: int | None = None,
+) -> Work:
+    """A work of a whole model: calls from Python, not graphs.
+
+    The model has its weights, which exceed the L2 cache. With a kv_cache of FP8 the rounding errors
+    are those of bfloat16, eight times those of float16: keys and values near a tie are rounded to
+    either side, by steps of 1/4 or 1/8 of them, which attention averages.
     """
+    fp8 = model.kv_dtype in FP8
+    config = vars(model.config)
+    shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
-    sequences: Sequence[Ids]
-    logprobs: Sequence[float] | None = None
-    greedy: bool = True
+    def contenders(captures: Captures, peer: bool) -> Iterator[Contender]:
+        for by, capture in captures.items():
+            note = partial(str, NOTES.get(by, ""))
+            yield Contender(by, peer, capture, kv_cache_dtype(model.dtype), note)
 
+    def peers(sets: Sets, torch: TorchPeers) -> Iterator[Contender]:
+        captures = theirs(torch)
+        if fp8:
+            why = f"no PyTorch operation here takes a kv_cache of {model.kv_dtype}"
+            captures = dict.fromkeys(captures, partial(refuse, why))
+        return contenders(captures, True)
 
-@dataclass(frozen=True)
-class TokenWork(Work):
-    """A work of a whole model; `dtype` is that of its weights."""
-
-    model: RandomModel
-    turns: ClassVar[int] = timing.REPLAYS
-    roundings = STEPS_OF_A_BLOCK
-
-    def sets(self) -> list[Host]:
-        return [{}]  # the model has its weights, which exceed the L2 cache
-
-    def times(self, replays: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-        return timing.interleaved_host_ms(replays, self.turns)
-
-    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
-        """Errors of the last tokens: the difference of their logits from the largest ones, and
-        that of their log-probabilities, by NumPy; relative to the largest logit."""
-        replay()
-        (written,) = outs
-        sequences, logprobs, greedy = written()
-        found = []
-        for i, ids in enumerate(sequences):
-            logits = self.model.last_logits(ids[:-1])
-            top, chosen = logits.max(), logits[ids[-1]]
-            off = [top - chosen] if greedy else []
-            if logprobs is not None:
-                exact = chosen - top - np.log(np.exp(logits - top).sum())
-                off.append(abs(logprobs[i] - exact))
-            found.append((np.max(off), np.max(off) / np.abs(logits).max()))
-        worst, relative = np.max(found, axis=0)  # NaN if one of them is
-        return float(worst), float(relative)
-
-    @property
-    def rounding(self) -> str | None:
-        """With a kv_cache of FP8 that of bfloat16, eight times the errors of float16.
-
-        Keys and values near a tie are rounded to either side, by steps of 1/4 or 1/8 of them, which
-        attention averages.
-        """
-        return "bfloat16" if self.model.kv_dtype in FP8 else None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return super().sizes | {n: getattr(self.model.config, n) for n in ("n_layer", "n_embd")}
-
-    def named_with_cache(self, name: str) -> str:
-        """The name of a work, with the dtype of the kv_cache where it is FP8."""
-        kv_dtype = self.model.kv_dtype
-        return f"{name}, kv_cache {kv_dtype}" if kv_dtype in FP8 else name
-
-    def attention_flops(self, keys: int) -> int:
-        """FLOPs of attention in all layers, for queries that see so many keys in total."""
-        return 4 * self.model.config.n_layer * self.model.config.q_width * keys
+    return Work(
+        what,
+        f"{name}, kv_cache {model.kv_dtype}" if fp8 else name,
+        model.dtype,
+        {**sizes, **{each: config[each] for each in shown}},
+        flops=flops,
+        traffic=traffic,
+        truth=truth,
+        ours=lambda sets, device: contenders(ours(device), False),
+        theirs=peers,
+        roundings=STEPS_OF_A_BLOCK,
+        rounding="bfloat16" if fp8 else None,
+        rounds=rounds,
+        turns=turns,
+        tokens=tokens,
+    )
 
 
 @dataclass(frozen=True)
-class DecodeWork(TokenWork):
-    """A step of decoding: the next token of every row, with about `position` tokens before it."""
+class Steps:
+    """Steps of decoding: the next token of every row, with about `position` tokens before it."""
 
+    model: RandomModel[Any]
     rows: int
-    peers: bool = True
     position: int = 512
-    what = "decode"
-    named = "rows", "position"
-    rounds: ClassVar[int] = STEPS
-
-    @property
-    def name(self) -> str:
-        return self.named_with_cache(f"{self.rows} rows" if self.rows > 1 else "1 row")
-
-    @property
-    def tokens(self) -> int:
-        return self.rows
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.model.matrix_elements + self.attention_flops(
-            self.rows * self.position
-        )
-
-    @property
-    def traffic(self) -> int:
-        """Bytes of all weights once, and of the keys and values of all rows once."""
-        return self.model.weight_bytes + self.rows * self.position * self.model.token_bytes
 
     @property
     def start(self) -> int:
         """Tokens of a prompt; `position` is the middle of the turns after the checked one."""
-        return self.position - self.rounds * (2 + self.turns) // 2
+        return self.position - STEPS * (2 + TURNS) // 2
 
     @property
     def end(self) -> int:
         """Tokens of a sequence after all turns."""
-        return self.start + self.rounds * (1 + self.turns)
+        return self.start + STEPS * (1 + TURNS)
 
     def prompts(self) -> list[Ids]:
         different = self.model.prompts([self.start] * DIFFERENT)
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
-    @property
-    def checked(self) -> list[int]:
-        """The rows whose results are checked."""
-        return sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1})
+    def work(
+        self, ours: Callable[[int], Captures], theirs: Callable[[TorchPeers], Captures]
+    ) -> Work:
+        """A step; all weights are read once, and the keys and values of all rows once."""
+        model, keys = self.model, self.rows * self.position
+        return model_work(
+            model,
+            "decode",
+            f"{self.rows} rows" if self.rows > 1 else "1 row",
+            {"rows": self.rows, "position": self.position},
+            flops=2 * self.rows * model.matrix_elements + model.attention_flops(keys),
+            traffic=model.weight_bytes + keys * model.token_bytes,
+            truth=model.last_logits,
+            ours=ours,
+            theirs=theirs,
+            rounds=STEPS,
+            turns=TURNS,
+            tokens=self.rows,
+        )
+
+    def decoded(self, device: int, sampling: Sampling, rounds: int) -> Run:
+        """By a decoding, which has room for the steps of all turns."""
+        engine, prompts = self.model.on(device).engine, self.prompts()
+        end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
+        decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
+        steps: list[Sampled] = []
+        waiting = set(range(self.rows))
+        while waiting:  # prompts that start in several groups have separate first steps
+            steps.append(decoding.next())
+            waiting -= set(steps[-1].slots.tolist())
+
+        def replay() -> None:
+            for _ in range(rounds):
+                steps.append(decoding.next())
+            cupy.cuda.Device().synchronize()  # the next step is in flight and counts in this turn
+
+        def written() -> Written:
+            tokens: list[list[int]] = [[] for _ in prompts]
+            logprobs = np.empty(self.rows)
+            for step in steps:
+                for slot, token in zip(step.slots.tolist(), step.tokens.tolist(), strict=True):
+                    tokens[slot].append(token)
+                logprobs[step.slots] = step.logprobs
+            found = self.written(tokens, lambda row, token: logprobs[row])
+            return found._replace(greedy=sampling.temperature == 0)
+
+        return Run(replay, (written,))
+
+    def written(
+        self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
+    ) -> Written:
+        """The rows that are checked, after the new tokens of all rows.
+
+        logprob: of a row and its last token.
+        """
+        rows, prompts = sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1}), self.prompts()
+        sequences = [np.array([*prompts[row], *tokens[row]], np.int32) for row in rows]
+        return Written(sequences, [float(logprob(row, int(tokens[row][-1]))) for row in rows])
 
 
-@dataclass(frozen=True)
-class PromptWork(TokenWork):
+def decode(model: RandomGPT2, rows: int, peers: bool = True, position: int = 512) -> Work:
+    """A step of decoding. peers: whether PyTorch takes part."""
+    steps = Steps(model, rows, position)
+    samplings = {NAME: GREEDY, "sampled": SAMPLED}
+
+    def theirs(torch: TorchPeers) -> Captures:
+        compiled = partial(torch.of_models.steps, steps, "cuda", torch.repeated)
+        return {"torch.compile": compiled} if peers else {}
+
+    return steps.work(
+        lambda device: {by: partial(steps.decoded, device, s) for by, s in samplings.items()},
+        theirs,
+    )
+
+
+def prompt(
+    model: RandomModel[Any],
+    T: int = 1024,
+    theirs: Callable[[TorchPeers, Ids], Captures] = lambda torch, ids: {},
+) -> Work:
     """One prompt, to the logits after its last token."""
+    (ids,) = model.prompts([T])
+    head = model.config.vocab_size * model.config.n_embd
+    products = 2 * T * (model.matrix_elements - head) + 2 * head
 
-    T: int = 1024
-    what = "prompt"
-    named = ("T",)
-    rounds = 4
+    def capture(device: int, rounds: int) -> Run:
+        on = model.on(device)
+        logits: list[Floats] = []
 
-    @property
-    def name(self) -> str:
-        return self.named_with_cache(f"1x{self.T}")
+        def replay() -> None:
+            logits[:] = [on(ids, last=True) for _ in range(rounds)]
 
-    @property
-    def flops(self) -> int:
-        c = self.model.config
-        head = c.vocab_size * c.n_embd
-        products = 2 * self.T * (self.model.matrix_elements - head) + 2 * head
-        return products + self.attention_flops(self.T * (self.T + 1) // 2)
+        return Run(replay, (lambda: logits[-1][None],))
 
-    @property
-    def traffic(self) -> int:
-        return self.model.weight_bytes
-
-    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
-        """Errors of the logits, which are compared with NumPy's."""
-        replay()
-        (logits,) = outs
-        return measure.errors(logits(), self.model.last_logits(self.prompt()))
-
-    def prompt(self) -> Ids:
-        return self.model.prompts([self.T])[0]
+    return model_work(
+        model,
+        "prompt",
+        f"1x{T}",
+        {"T": T},
+        flops=products + model.attention_flops(T * (T + 1) // 2),
+        traffic=model.weight_bytes,
+        truth=lambda: model.last_logits(ids),
+        ours=lambda device: {NAME: partial(capture, device)},
+        theirs=lambda torch: theirs(torch, ids),
+        rounds=4,
+        turns=TURNS,
+    )
 
 
 @dataclass(frozen=True)
-class GenerateWork(TokenWork):
-    """Many prompts of 16 to `longest` tokens, each continued by `new` tokens, greedily."""
+class Continuations:
+    """Many prompts, each continued by `new` tokens, greedily."""
 
     model: RandomGPT2
-    prompts: int = 512
-    new: int = 128
-    longest: int = 256
-    what = "generate"
-    named = "prompts", "new"
-    rounds = 1
-    turns = 1
+    prompts: Sequence[Ids]
+    new: int
 
-    @property
-    def name(self) -> str:
-        return self.named_with_cache(f"{self.prompts} prompts")
+    def run(self, generate: Callable[[], Any], rounds: int) -> Run:
+        """generate: gives the new tokens of each prompt."""
+        found: list[Any] = []
 
-    @property
-    def tokens(self) -> int:
-        return self.prompts * self.new
+        def replay() -> None:
+            for _ in range(rounds):
+                found[:] = generate()
 
-    @property
-    def lengths(self) -> list[int]:
-        rng = np.random.default_rng(1)
-        return [int(n) for n in rng.integers(16, self.longest + 1, size=self.prompts)]
+        return Run(replay, (lambda: self.written(found),))
 
-    @property
-    def _seen(self) -> int:
-        """The sum of the keys that each new token sees."""
-        return sum(n * self.new + self.new * (self.new - 1) // 2 for n in self.lengths)
+    def written(self, new: Sequence[Sequence[int]]) -> Written:
+        """Those that are checked. Raises InputError for a continuation of a wrong length."""
+        lengths = sorted({len(tokens) for tokens in new})
+        if lengths != [self.new]:
+            raise InputError(f"{self.new} new tokens of each prompt were requested, got {lengths}")
+        checked = sorted({0, len(new) // 2, len(new) - 1})
+        return Written([np.array([*self.prompts[i], *new[i]], np.int32) for i in checked])
 
-    @property
-    def flops(self) -> int:
-        """Those of the new tokens, and of the matrices of the prompts."""
-        tokens = sum(self.lengths) + self.tokens
-        return 2 * tokens * self.model.matrix_elements + self.attention_flops(self._seen)
+    def generated(self, device: int, rounds: int) -> Run:
+        from gpt2block.text.generation import generate  # noqa: PLC0415  (tiktoken imports slowly)
 
-    @property
-    def traffic(self) -> int:
-        """Bytes of `new` steps with all prompts in one batch."""
-        return self.new * self.model.weight_bytes + self._seen * self.model.token_bytes
+        engine = self.model.on(device).engine
+        options: dict[str, Any] = {"max_new_tokens": self.new, "temperature": 0, "stop_ids": ()}
 
-    def ids(self) -> list[Ids]:
-        return self.model.prompts(self.lengths)
+        def tokens() -> list[Sequence[int]]:
+            return [each.tokens for each in generate(engine, None, self.prompts, **options)]
 
-    @property
-    def checked(self) -> list[int]:
-        """The prompts whose continuations are checked."""
-        return sorted({0, self.prompts // 2, self.prompts - 1})
+        return self.run(tokens, rounds)
+
+
+def generate(model: RandomGPT2, prompts: int = 512, new: int = 128, longest: int = 256) -> Work:
+    """Prompts of 16 to `longest` tokens, each continued by `new` tokens, in one batch."""
+    lengths = np.random.default_rng(1).integers(16, longest + 1, size=prompts).tolist()
+    seen = sum(n * new + new * (new - 1) // 2 for n in lengths)  # keys that each new token sees
+    many = Continuations(model, model.prompts(lengths), new)
+
+    def theirs(torch: TorchPeers) -> Captures:
+        return {
+            "transformers": partial(torch.of_models.generated, many, "cuda"),
+            "transformers, paged": partial(torch.of_models.generated_in_pages, many, "cuda"),
+        }
+
+    tokens = sum(lengths) + prompts * new
+    return model_work(
+        model,
+        "generate",
+        f"{prompts} prompts",
+        {"prompts": prompts, "new": new},
+        flops=2 * tokens * model.matrix_elements + model.attention_flops(seen),
+        traffic=new * model.weight_bytes + seen * model.token_bytes,
+        truth=model.last_logits,
+        ours=lambda device: {NAME: partial(many.generated, device)},
+        theirs=theirs,
+        rounds=1,
+        turns=1,
+        tokens=prompts * new,
+    )
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
@@ -338,9 +411,6 @@ def decode_works(
     dtype = dtype or "bfloat16"
     check_choice("--dtype", dtype, DTYPES)
     model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype)
-    steps = (
-        [DecodeWork(dtype, model, n, n in PEER_ROWS) for n in ROWS]
-        if rows is None
-        else [DecodeWork(dtype, model, n) for n in parse_rows(rows)]
-    )
-    return [*steps, PromptWork(dtype, model), GenerateWork(dtype, model)]
+    counts = ROWS if rows is None else parse_rows(rows)
+    steps = [decode(model, n, rows is not None or n in PEER_ROWS) for n in counts]
+    return [*steps, prompt(model), generate(model)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from gpt2block import doctor, ops
-from gpt2block.bench import measure, torch_peers
+from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.contenders import Contender, bind_copies, capture_bound
-from gpt2block.bench.race import race
+from gpt2block.bench.peers import check_peer, torch_peers
+from gpt2block.bench.race import Contender, race
+from gpt2block.bench.works import bind_copies, capture_bound
 from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import Operation, Variant
@@ -67,11 +68,12 @@ def measure_variants(
     traffic = operation.traffic(counted)
     copies = measure.rotated({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
-    entrants = torch_peers.operation_peers(operation.name, inputs, dtype) if peer else []
+    check_peer(peer, operation.name)
+    of = operation.name
+    entrants = torch_peers().operation_peers(of, inputs, dtype) if peer else []
     peers = [each.name for each in entrants]
     outs: list[Any] = [None] * len(inputs)
-    calls: dict[str, Callable[[], Any]] = {}
-    found: dict[str, tuple[Variant, int | None, tuple[float, float]]] = {}
+    found: list[tuple[Variant, int | None, tuple[float, float], partial[Any]]] = []
     skipped = []
     for variant in variants:
         for block in (variant.blocks or (None,)) if sweep else (None,):
@@ -86,32 +88,30 @@ def measure_variants(
             measure.poison(bound[0].out, inputs[0])
             # Before the capture, which runs every launch: an operation may have a state.
             off = measure.errors(bound[0].run(), truth)
-            name = f"{variant.name}/{block}"
-            found[name] = variant, block, off
-            if not variant.own:
-                calls[name] = partial(getattr(ops, operation.name), *inputs[0], **options)
-            entrants.append(Contender(name, False, partial(capture_bound, bound), dtype))
+            capture = partial(capture_bound, bound)
+            entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
+            found.append((variant, block, off, partial(getattr(ops, of), *inputs[0], **options)))
     if not found:
-        raise InputError(f"{operation.name}: {skipped[-1]}")
-    rounds = rounds_for(len(inputs), traffic)
-    timed, _ = race(entrants, len(inputs), rounds=rounds, strict=True)
+        raise InputError(f"{of}: {skipped[-1]}")
+    timed, _ = race(entrants, len(inputs), rounds=rounds_for(len(inputs), traffic))
     us = {each.contender.name: each.us for each in timed}
     rows = []
-    for name, (variant, block, off) in found.items():
-        rate, unit, percent = _rate(operation, counted, dtype, us[name], ceilings)
+    for variant, block, (max_abs, max_rel), call in found:
+        gpu_us = us[f"{variant.name}/{block}"]
+        rate, unit, percent = _rate(operation, counted, dtype, gpu_us, ceilings)
         rows.append(
             Measurement(
-                operation=operation.name,
+                operation=of,
                 variant=variant.name,
                 block=block,
                 sizes=sizes,
-                gpu_us=us[name],
-                call_us=timing.call_times(calls[name])[1] if name in calls else None,
+                gpu_us=gpu_us,
+                call_us=None if variant.own else timing.call_times(call)[1],
                 rate=rate,
                 unit=unit,
                 percent=percent,
-                max_abs=off[0],
-                max_rel=off[1],
+                max_abs=max_abs,
+                max_rel=max_rel,
                 peers={peer: us[peer] for peer in peers},
                 dtype=dtype,
             )

@@ -7,12 +7,11 @@ NumPy computes within seconds.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, isfinite
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +19,24 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.architectures.gpt2_weights import BlockWeights
 from gpt2block.bench import measure
-from gpt2block.bench.measure import Host, Truth, matrix, widened
+from gpt2block.bench.measure import Host, matrix, widened
+from gpt2block.bench.race import REFUSALS, Contender, Replay, Run, first_and_last, refuse
+from gpt2block.block import Block
 from gpt2block.checks import check_choice
-from gpt2block.cuda import timing
-from gpt2block.errors import InputError
+from gpt2block.cuda import cupy, overlap, timing
+from gpt2block.cuda.arrays import Bound
+from gpt2block.errors import InputError, KernelError
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.run.block import BlockSpec
+from gpt2block.run.cuda_block import OUTPUT
+from gpt2block.run.model import Ids
+from gpt2block.run.recording import Recording, Recordings
 from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
+
+if TYPE_CHECKING:
+    from gpt2block.bench.torch_peers import TorchPeers
 
 C, NH = 768, 12
 TOKENS = 3072  # in different sequences
@@ -32,189 +44,203 @@ ROWS = 509  # different rows of a product; a prime, so that no tile of rows divi
 DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
 STEPS_OF_A_BLOCK = 7  # the result of each is rounded to the dtype of the block
+OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
+BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "cuDNN": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+}
+
+Sets = Sequence[Host]  # copies of the inputs in device memory
+Errors = tuple[float, float]  # absolute and relative, as `measure.errors` returns them
 
 
 @dataclass(frozen=True)
-class Work(ABC):
-    """One thing to time. Bytes and operations are the minimum that every implementation needs."""
+class Work:
+    """One thing to time.
 
+    name: its sizes in words, such as "8x1024 causal"; the same for all dtypes. flops: a
+    multiplication and an addition count as two; masked scores do not count. traffic: bytes, every
+    input and weight read once, the output written once. Both are the minimum that every
+    implementation needs.
+
+    truth: gives the exact output, (n, columns), of which row i is row i mod n of the output; for
+    sequences of tokens, the exact logits after one. ours: the contenders of gpt2block, on copies of
+    the inputs and a device, of which the first one is what a user gets; theirs: those of PyTorch.
+    Capturing shows whether they run.
+
+    roundings: consecutive results that are rounded to the dtype. rounding: the dtype whose rounding
+    errors results may have; None: that of the arithmetic. rounds: of all copies in one turn; None:
+    some milliseconds. turns: of calls that return when their result is on the host; None: of
+    graphs. tokens: that a call writes; None for other works.
+    """
+
+    what: str
+    name: str
     dtype: str
-    what: ClassVar[str]
-    named: ClassVar[tuple[str, ...]]  # the fields that are sizes
-    roundings: ClassVar[int] = 1  # consecutive results that are rounded to the dtype
-    rounds: ClassVar[int | None] = None  # of all copies in one turn; None: some milliseconds
+    sizes: Mapping[str, int]
+    flops: int
+    traffic: int
+    truth: Callable[..., NDArray[Any]]
+    ours: Callable[[Sets, int], Iterable[Contender]]
+    theirs: Callable[[Sets, TorchPeers], Iterable[Contender]]
+    inputs: Callable[[], Host] = dict
+    roundings: int = 1
+    rounding: str | None = None
+    rounds: int | None = None
+    turns: int | None = None
+    tokens: int | None = None
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Its sizes in words, such as "8x1024 causal"; the same for all dtypes."""
-
-    @property
-    @abstractmethod
-    def flops(self) -> int:
-        """A multiplication and an addition count as two; masked scores do not count."""
-
-    @property
-    @abstractmethod
-    def traffic(self) -> int:
-        """Bytes: every input and weight read once, the output written once."""
-
-    @abstractmethod
-    def sets(self) -> list[Host]:
+    def sets(self) -> Sets:
         """Copies of the inputs in device memory, which calls use in turn."""
+        inputs = self.inputs()
+        return measure.rotated(inputs, self.traffic) if inputs else [inputs]
 
-    @abstractmethod
-    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
-        """Absolute and relative error of the outputs of a replay."""
+    def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
+        """Errors of the worst output of a replay.
 
-    def times(self, replays: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-        """Name → median ms of a replay, all of them in turn."""
-        return timing.interleaved_ms(replays)
-
-    @property
-    def rounding(self) -> str | None:
-        """The dtype whose rounding errors results may have; None: that of the arithmetic."""
-        return None
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens that a call writes; None for other works."""
-        return None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: int(getattr(self, name)) for name in self.named}
-
-    @property
-    def item(self) -> int:
-        return int(np.dtype(self.dtype).itemsize)
-
-
-class ArrayWork(Work):
-    """From arrays to an array, which is compared with float64."""
-
-    @abstractmethod
-    def host(self) -> Host:
-        """The inputs, as stored."""
-
-    @abstractmethod
-    def truth(self) -> Truth:
-        """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
-
-    def sets(self) -> list[Host]:
-        return [*measure.rotated(self.host(), self.traffic)]
-
-    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
-        """Errors of the worst output; they are filled with NaN before the replay."""
-        truth = self.truth()
+        Arrays are filled with NaN before it; functions give an output after it.
+        """
         for out in outs:
-            measure.poison(out)
+            if not callable(out):
+                measure.poison(out)
         replay()
-        found = [measure.errors(out, truth) for out in outs]
+        found = [self._errors(out() if callable(out) else out) for out in outs]
         return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
 
+    def _errors(self, out: Any) -> Errors:
+        if isinstance(out, Written):
+            return out.errors(self.truth)
+        return measure.errors(out, self.truth())
 
-@dataclass(frozen=True)
-class _SequenceWork(ArrayWork):
-    """B sequences of T tokens."""
-
-    B: int
-    T: int
-    causal: bool
-    named = "B", "T", "causal"
-
-    @property
-    def name(self) -> str:
-        return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of attention: the scores, and their product with V."""
-        scores = self.T * (self.T + 1) // 2 if self.causal else self.T * self.T
-        return 4 * self.B * scores * C
-
-    def repeated(self, width: int) -> NDArray[Any]:
-        return np.resize(_sequences(self.T, width, self.dtype), (self.B, self.T, width))
+    def times(self, replays: Mapping[str, Replay]) -> dict[str, float]:
+        """Name → median ms of a replay, all of them in turn."""
+        if self.turns is None:
+            return timing.interleaved_ms(replays)
+        return timing.interleaved_host_ms(replays, self.turns)
 
 
-class BlockWork(_SequenceWork):
+class Written(NamedTuple):
+    """Some of the sequences that a contender has continued.
+
+    logprobs: the log-probability of the last token of each, if the contender returns it. greedy:
+    whether that token was the most likely one.
+    """
+
+    sequences: Sequence[Ids]
+    logprobs: Sequence[float] | None = None
+    greedy: bool = True
+
+    def errors(self, last_logits: Callable[[Ids], NDArray[np.float64]]) -> Errors:
+        """Errors of the last tokens: the difference of their logits from the largest ones, and
+        that of their log-probabilities; relative to the largest logit."""
+        found = []
+        for i, ids in enumerate(self.sequences):
+            logits = last_logits(ids[:-1])
+            top, chosen = logits.max(), logits[ids[-1]]
+            off = [top - chosen] if self.greedy else []
+            if self.logprobs is not None:
+                exact = chosen - top - np.log(np.exp(logits - top).sum())
+                off.append(abs(self.logprobs[i] - exact))
+            found.append((np.max(off), np.max(off) / np.abs(logits).max()))
+        worst, relative = np.max(found, axis=0)  # NaN if one of them is
+        return float(worst), float(relative)
+
+
+def block(dtype: str, B: int, T: int, causal: bool) -> Work:
     """The whole block on (B, T, C)."""
+    item = np.dtype(dtype).itemsize
+    weights = block_weights(dtype)
 
-    what = "block"
-    roundings = STEPS_OF_A_BLOCK
+    def inputs() -> Host:
+        """Weights as the skeleton plan takes them in float32; else matrices (N, K) in the dtype."""
+        tensors: dict[str, Any] = weights.tensors()
+        if dtype != "float32":
+            tensors |= {name: matrix(tensors[name], dtype, "NK") for name in MATRICES}
+        return {"x": np.resize(_sequences(T, C, dtype), (B, T, C)), **tensors}
 
-    @property
-    def flops(self) -> int:
-        return 24 * self.B * self.T * C * C + super().flops
+    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
+        functions = {"torch": partial(torch.functions.block, weights.eps, causal)}
+        return torch.contenders(functions, sets, dtype, search=dtype != "float32")
 
-    @property
-    def traffic(self) -> int:
-        return self.item * (2 * self.B * self.T * C + 12 * C * C) + 4 * 13 * C
+    return Work(
+        "block",
+        _sequences_name(B, T, causal),
+        dtype,
+        {"B": B, "T": T, "causal": int(causal)},
+        flops=24 * B * T * C * C + _attention_flops(B, T, causal),
+        traffic=item * (2 * B * T * C + 12 * C * C) + 4 * 13 * C,
+        truth=partial(_block_truth, T, causal, dtype),
+        ours=partial(_blocks, weights, causal, dtype),
+        theirs=theirs,
+        inputs=inputs,
+        roundings=STEPS_OF_A_BLOCK,
+    )
 
-    def weights(self) -> BlockWeights:
-        """In float32, of values that the dtype has."""
-        return _block_weights(self.dtype)
 
-    def host(self) -> Host:
-        return {"x": self.repeated(C), **_stored_weights(self.dtype)}
-
-    def truth(self) -> Truth:
-        return _block_truth(self.T, self.causal, self.dtype)
-
-
-class AttentionWork(_SequenceWork):
+def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
     """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
 
-    what = "attention"
+    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
+        by = torch.functions.attention_by
+        functions = {f"torch, {name}": partial(by, b, causal) for name, b in BACKENDS.items()}
+        return torch.contenders(functions, sets, dtype, compiled=False, tf32=False)
 
-    @property
-    def traffic(self) -> int:
-        return self.item * 4 * self.B * self.T * C
+    return Work(
+        "attention",
+        _sequences_name(B, T, causal),
+        dtype,
+        {"B": B, "T": T, "causal": int(causal)},
+        flops=_attention_flops(B, T, causal),
+        traffic=np.dtype(dtype).itemsize * 4 * B * T * C,
+        truth=partial(_attention_truth, T, causal, dtype),
+        ours=partial(_variants, "attention", {"n_head": NH, "causal": causal}, dtype),
+        theirs=theirs,
+        inputs=lambda: {"qkv": np.resize(_sequences(T, 3 * C, dtype), (B, T, 3 * C))},
+    )
 
-    def host(self) -> Host:
-        return {"qkv": self.repeated(3 * C)}
 
-    def truth(self) -> Truth:
-        return _attention_truth(self.T, self.causal, self.dtype)
-
-
-@dataclass(frozen=True)
-class GemmWork(ArrayWork):
+def gemm(
+    dtype: str, product: str, M: int, N: int, K: int, gelu: bool = False, residual: bool = False
+) -> Work:
     """[residual +] [gelu](a w + bias): a (M, K), w (K, N)."""
+    elements = M * K + K * N + (1 + residual) * M * N
 
-    product: str
-    M: int
-    N: int
-    K: int
-    gelu: bool = False
-    residual: bool = False
-    what = "gemm"
-    named = "M", "N", "K"
+    def inputs() -> Host:
+        a, w, bias, added = _product_inputs(N, K, dtype)
+        arrays = {"a": np.resize(a, (M, K)), "w": w, "bias": bias}
+        return arrays | ({"residual": np.resize(added, (M, N))} if residual else {})
 
-    @property
-    def name(self) -> str:
-        return f"{self.product} M={self.M}"
+    def truth() -> NDArray[Any]:
+        a, w, bias, added = _product_inputs(N, K, dtype)
+        wide = widened(a), widened(w.dequantized()), widened(bias)
+        return reference.gemm(*wide, widened(added) if residual else None, gelu=gelu)
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.M * self.N * self.K
+    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
+        functions = torch.functions.products(gelu, residual)
+        return torch.contenders(functions, sets, dtype, compiled=gelu or residual)
 
-    @property
-    def traffic(self) -> int:
-        outputs = (1 + self.residual) * self.M * self.N
-        return self.item * (self.M * self.K + self.K * self.N + outputs) + 4 * self.N
+    return Work(
+        "gemm",
+        f"{product} M={M}",
+        dtype,
+        {"M": M, "N": N, "K": K},
+        flops=2 * M * N * K,
+        traffic=np.dtype(dtype).itemsize * elements + 4 * N,
+        truth=truth,
+        ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),  # as in a block
+        theirs=theirs,
+        inputs=inputs,
+    )
 
-    def host(self) -> Host:
-        a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
-        arrays = {"a": np.resize(a, (self.M, self.K)), "w": w, "bias": bias}
-        added = {"residual": np.resize(residual, (self.M, self.N))} if self.residual else {}
-        return arrays | added
 
-    def truth(self) -> Truth:
-        a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
-        added = widened(residual) if self.residual else None
-        product = widened(a), widened(w.dequantized()), widened(bias), added
-        return reference.gemm(*product, gelu=self.gelu)
+def _sequences_name(B: int, T: int, causal: bool) -> str:
+    return f"{B}x{T} {'causal' if causal else 'full'}"
+
+
+def _attention_flops(B: int, T: int, causal: bool) -> int:
+    """The scores, and their product with V."""
+    return 4 * B * (T * (T + 1) // 2 if causal else T * T) * C
 
 
 BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))
@@ -226,18 +252,19 @@ PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → N, K, gelu, 
     "proj": (C, 4 * C, False, False),
     "proj+residual": (C, 4 * C, False, True),
 }
-MANY_ROWS = (128, 1024, 8192, 65536)
-ATTENTIONS = tuple(
-    (B, T, causal)
-    for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096))
-    for causal in (False, True)
-)
-DEFAULT_DTYPES: Mapping[str, tuple[str, ...]] = {
-    "block": ("bfloat16", "float32"),
-    "gemm": ("bfloat16",),
-    "attention": ("bfloat16",),
+ATTENTIONS = tuple((B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096))
+                   for mask in (False, True))  # fmt: skip
+WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
+    # kind → dtypes by default, and a work by its arguments after the dtype
+    "block": (("bfloat16", "float32"), block, BLOCKS),
+    "gemm": (
+        ("bfloat16",),
+        gemm,
+        [(name, M, *of) for M in (128, 1024, 8192, 65536) for name, of in PRODUCTS.items()],
+    ),
+    "attention": (("bfloat16",), attention, ATTENTIONS),
 }
-KINDS = tuple(DEFAULT_DTYPES)
+KINDS = tuple(WORKS)
 
 
 def chosen_works(
@@ -251,23 +278,15 @@ def chosen_works(
     if dtype is not None:
         check_choice("--dtype", dtype, DTYPES)
     works = [
-        work
-        for kind in (KINDS if what == "all" else (what,))
-        for each in ((dtype,) if dtype else DEFAULT_DTYPES[kind])
-        for work in _works(kind, each)
-        if only is None or only in work.name
+        work(each, *sizes)
+        for dtypes, work, rows in (WORKS.values() if what == "all" else (WORKS[what],))
+        for each in ((dtype,) if dtype else dtypes)
+        for sizes in rows
     ]
-    if not works:
+    found = [work for work in works if only is None or only in work.name]
+    if not found:
         raise InputError(f"--only {only!r}: no name contains it; a name is such as '8x1024 causal'")
-    return works
-
-
-def _works(kind: str, dtype: str) -> Iterable[Work]:
-    if kind == "block":
-        return [BlockWork(dtype, *sizes) for sizes in BLOCKS]
-    if kind == "attention":
-        return [AttentionWork(dtype, *sizes) for sizes in ATTENTIONS]
-    return [GemmWork(dtype, name, M, *of_it) for M in MANY_ROWS for name, of_it in PRODUCTS.items()]
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -279,18 +298,11 @@ def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
 
 
 @lru_cache(maxsize=4)
-def _block_weights(dtype: str) -> BlockWeights:
+def block_weights(dtype: str) -> BlockWeights:
+    """In float32, of values that the dtype has."""
     random = BlockWeights.random(0)
     tensors = {n: a.astype(dtype).astype(np.float32) for n, a in random.tensors().items()}
     return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
-
-
-def _stored_weights(dtype: str) -> dict[str, Any]:
-    """As the skeleton plan takes them in float32; else matrices (N, K) in the dtype."""
-    tensors: dict[str, Any] = _block_weights(dtype).tensors()
-    if dtype == "float32":
-        return tensors
-    return {n: matrix(a, dtype, "NK") if n in MATRICES else a for n, a in tensors.items()}
 
 
 @lru_cache(maxsize=4)
@@ -307,12 +319,132 @@ def _product_inputs(
 
 
 @lru_cache(maxsize=8)
-def _block_truth(T: int, causal: bool, dtype: str) -> Truth:
+def _block_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
     x = widened(_sequences(T, C, dtype))
-    return reference.block_forward(x, _block_weights(dtype), causal).reshape(-1, C)
+    return reference.block_forward(x, block_weights(dtype), causal).reshape(-1, C)
 
 
 @lru_cache(maxsize=8)
-def _attention_truth(T: int, causal: bool, dtype: str) -> Truth:
+def _attention_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
     qkv = widened(_sequences(T, 3 * C, dtype))
     return reference.attention(qkv, NH, causal).reshape(-1, C)
+
+
+def bind_copies(
+    bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
+) -> list[Bound]:
+    """`bind(arrays, out)` for each copy; `outs`, at first None, then holds the outputs.
+
+    So the variants of an operation share one output for each copy.
+    """
+    bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
+    outs[:] = [each.out for each in bound]
+    return bound
+
+
+def capture_bound(
+    bound: Sequence[Bound | Recording],
+    rounds: int,
+    overlapping: bool = False,
+    outs: Sequence[Any] = (),
+) -> Run:
+    """A graph of all launches, with the first and the last of `outs`, or of all outputs.
+
+    overlapping: every kernel waits for the previous one itself, so launches may overlap.
+    """
+    launches = [launch for each in bound for launch in each.launches]
+    if overlapping:
+        launches = [overlap.early(launch) for launch in launches]
+    ends = first_and_last(outs or [each.out for each in bound])
+    return Run(timing.captured(launches * rounds), ends, bound)
+
+
+def _variants(
+    name: str, options: Mapping[str, Any], dtype: str, sets: Sets, device: int
+) -> Iterator[Contender]:
+    """The variants of an operation, the default one first."""
+    operation = OPERATIONS[name]
+    inputs = [tuple(each.values()) for each in sets]
+    outs: list[Any] = [None] * len(inputs)
+
+    def capture(variant: str, rounds: int) -> Run:
+        bound = bind_copies(partial(operation.bind, **options, variant=variant), inputs, outs)
+        overlapping = dtype != "float32"  # kernels of float32 do not wait for the previous one
+        return capture_bound(bound, rounds, overlapping)
+
+    try:
+        kernel = operation.bind(inputs[0], **options).launches[0].name
+    except (InputError, KernelError):
+        kernel = ""
+    default = next((each.name for each in operation.variants if kernel in each.kernels), None)
+    names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
+    for variant in sorted(names, key=lambda each: each != default):
+        yield Contender(variant, False, partial(capture, variant), dtype)
+
+
+def _blocks(
+    weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
+) -> Iterator[Contender]:
+    """The fused block, the same with variant `mma` instead of Hopper's, and the skeleton.
+
+    A block reads the weights of `sets`, of which each copy of x has its own.
+    """
+    for kernels in ("fused", "skeleton"):
+        try:
+            block = Block(weights, causal, f"cuda:{device}", dtype, kernels)
+            copies = _Copies(block.spec, sets)
+        except REFUSALS as error:
+            yield Contender(kernels, False, partial(refuse, str(error)), dtype)
+            continue
+        yield Contender(kernels, False, copies.capture, dtype)
+        if any("hopper" in launch.name for each in copies.bound for launch in each.launches):
+            older = partial(_capture_older, block.spec, sets)
+            yield Contender(f"{kernels}, {OLDER}", False, older, dtype)
+
+
+class _Variant(Machine):
+    """Runs the steps of a machine, matrix products and attention by a variant."""
+
+    def __init__(self, do: Machine, variant: str) -> None:
+        super().__init__(do.tensors)
+        self._do, self._variant = do, variant
+
+    def do(self, step: Step, into: Value) -> Value:
+        if step.op in ("gemm", "attention"):
+            step = step._replace(attrs={**step.attrs, "variant": self._variant})
+        return self._do.do(step, into)
+
+
+class _Copies:
+    """A block bound to each copy of x and weights; the copies share the memory of activations.
+
+    variant: of matrix products and attention; None is the default one.
+    """
+
+    def __init__(self, spec: BlockSpec, sets: Sets, variant: str | None = None) -> None:
+        def run(do: Machine) -> Value:
+            return spec.run(do if variant is None else _Variant(do, variant))
+
+        if spec.bounds is not None:
+            sets = [_with_two_part(spec, each) for each in sets]
+        self._outs = [cupy.empty_like(each["x"]) for each in sets]
+        recordings = Recordings()
+        self._overlapping = spec.overlapping
+        self.bound = [
+            recordings.make(run, each, {OUTPUT: out})
+            for each, out in zip(sets, self._outs, strict=True)
+        ]
+
+    def capture(self, rounds: int) -> Run:
+        run = capture_bound(self.bound, rounds, self._overlapping, self._outs)
+        return run._replace(kept=self)
+
+
+def _capture_older(spec: BlockSpec, sets: Sets, rounds: int) -> Run:
+    return _Copies(spec, sets, OLDER).capture(rounds)
+
+
+def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
+    """The arrays with the matrices as float32 on tensor cores takes them."""
+    matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in spec.matrices}
+    return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}

@@ -1,17 +1,21 @@
-"""Tables of `gpt2block bench` that compare kernels and decoding with PyTorch and the ceilings."""
+"""What `gpt2block bench` runs and prints: races with peers and the ceilings, or LeetGPU's block."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite
 
 from rich.console import Console
 from rich.markup import escape
 
-from gpt2block.bench import DecodeWork, Report, Row
+from gpt2block import bench
+from gpt2block.bench import Report, Row, token_works
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
-from gpt2block.bench.token_contenders import SAMPLED
-from gpt2block.cli.display import new_table, print_table
+from gpt2block.bench.plots import check_file, draw, draw_decoding
+from gpt2block.bench.token_works import SAMPLED
+from gpt2block.cli.bench_command import BenchOptions
+from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cuda.timing import REPLAYS
 
 TITLES = {  # with sizes of the work
@@ -27,6 +31,55 @@ COLUMNS = {  # of the figures of a kind of work; the others have RATES
     "generate": ("s", "tokens/s", "% floor"),
 }
 RATES = ("us", "TFLOP/s", "% matmul", "% copy")
+
+
+def run(options: BenchOptions) -> bool:
+    """Time what the options choose, and print it; False if a result of gpt2block is wrong."""
+    if options.decode or options.llama:
+        works_of = bench.llama_works if options.llama else bench.decode_works
+        works = works_of(options.dtype, options.rows, options.size, options.kv_dtype)
+        return _race(works, options)
+    chosen = options.what, options.dtype, options.only, options.peer, options.plot
+    if chosen != (None,) * len(chosen):
+        works = bench.chosen_works(options.what or "all", options.dtype, options.only)
+        return _race(works, options)
+    _compare_with_document(options)
+    return True
+
+
+def _race(works: list[bench.Work], options: BenchOptions) -> bool:
+    """Time our kernels and their peers, print and plot the results; False if ours are wrong."""
+    if options.plot is not None:
+        check_file(options.plot)
+    report = bench.run(works, options.device, options.peer, lambda each: tracked(each, "bench"))
+    if options.as_json:
+        print_json(report.as_dict())
+    else:
+        print_report(console(), report)
+    if options.plot is not None:
+        (draw_decoding if options.decode else draw)(report, options.plot)
+    return report.right
+
+
+def _compare_with_document(options: BenchOptions) -> None:
+    times = bench.block_against_document(options.device)
+    if options.as_json:
+        print_json([asdict(row) for row in times])
+        return
+    columns = ("T", "mask", "GPU ms", "document ms", "times faster")
+    table = new_table((), (*columns, "block(x, out) µs", "block(x) µs"))
+    for row in times:
+        document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
+        host = (f"{row.out_us:.1f}", f"{row.call_us:.1f}")
+        table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, *host)
+    out = console()
+    out.print(shown(times[0].device))
+    out.print(
+        "GPT-2 small, float32, B = 1. GPU: the graph, calls queued one behind the other, median."
+    )
+    out.print("Document: its own solve on an H200, device memory allocated in every call.")
+    out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
+    print_table(out, table)
 
 
 def print_report(out: Console, report: Report) -> None:
@@ -74,7 +127,7 @@ def _decoding(row: Row) -> tuple[str, ...]:
     return (
         f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {DecodeWork.turns} turns of {DecodeWork.rounds}{steps}",
+        f"a step: median of {token_works.TURNS} turns of {token_works.STEPS}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
         f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",

@@ -57,7 +57,7 @@ def bench(options: BenchOptions) -> None:
     PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
     with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
     """
-    from gpt2block.cli.bench_run import run  # noqa: PLC0415  (slow to import)
+    from gpt2block.cli.bench import run  # noqa: PLC0415  (slow to import)
 
     _check_together(options)
     if not run(options):

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gpt2block.bench import Ceilings, Measurement
 from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
-from gpt2block.bench.roofline import LEADER, check_file, save, spread
+from gpt2block.bench.plots import End, check_file, label_ends, save
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.mine.kernel import MINE
@@ -154,39 +154,36 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    unit = rows[0].unit
-    ends: list[tuple[str, float, str]] = []  # label, rate at the right end, color
+    lines: list[tuple[str, float, str]] = []  # label, rate at the right end, color
     for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         of_it = [row for row in rows if row.variant == name]
         best = max(of_it, key=lambda row: row.rate)
         color, title = f"C{index}", f"variant {name}" if name.isdigit() else name
         if best.block is None:
             axes.axhline(best.rate, color=color)
-            ends.append((f"{title}: {best.rate:.4g}, one block size", best.rate, color))
+            lines.append((f"{title}: {best.rate:.4g}, one block size", best.rate, color))
             continue
         blocks = [row.block or 0 for row in of_it]
         axes.plot(blocks, [row.rate for row in of_it], "o-", color=color)
         at = f", best at {best.block}" if len(of_it) > 1 else f" at {best.block}"
-        ends.append((f"{title}: {best.rate:.4g}{at}", of_it[-1].rate, color))
+        lines.append((f"{title}: {best.rate:.4g}{at}", of_it[-1].rate, color))
     limit, label = _ceiling_of(rows[0], ceiling)
     axes.axhline(limit, color="black", linestyle="--")
-    ends.append((f"{label}: {limit:.4g}", limit, "black"))
+    lines.append((f"{label}: {limit:.4g}", limit, "black"))
     ticks = sorted({row.block for row in rows if row.block is not None})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(block) for block in ticks])
     axes.set_xlabel("threads of a block")
-    axes.set_ylabel(unit)
-    axes.set_ylim(0, 1.06 * max(rate for _, rate, _ in ends))
+    axes.set_ylabel(rows[0].unit)
+    top = 1.06 * max(rate for _, rate, _ in lines)
+    axes.set_ylim(0, top)
     axes.grid(alpha=0.3)
     sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
-    axes.set_title(
-        f"{rows[0].operation}, {sizes}, {rows[0].dtype}\n{device}", fontsize=10, loc="left"
-    )
-    places = spread([rate / axes.get_ylim()[1] for _, rate, _ in ends])
-    for (text, rate, color), place in zip(ends, places, strict=True):
-        axes.annotate(text, (axes.get_xlim()[1], rate), (1.04, place), textcoords="axes fraction",
-                      fontsize=10, color=color, va="center",
-                      arrowprops=LEADER | {"color": color})  # fmt: skip
+    title = f"{rows[0].operation}, {sizes}, {rows[0].dtype}\n{device}"
+    axes.set_title(title, fontsize=10, loc="left")
+    right = axes.get_xlim()[1]
+    ends = [End(text, (right, rate), rate / top, color) for text, rate, color in lines]
+    label_ends(axes, ends, 10)
     save(figure, file)
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gpt2block import doctor
 from gpt2block.bench import ceilings, measure
-from gpt2block.bench.roofline import check_file
-from gpt2block.bench.torch_peers import check_peer
+from gpt2block.bench.peers import check_peer
+from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.display import console, print_json, tracked
 from gpt2block.cli.kernels import (
@@ -73,8 +73,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     parse_sizes(found, options.shape)
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = measure.check_storage(found, options.dtype, options.layout)
-    if options.peer is not None:
-        check_peer(options.peer, found.name)
+    check_peer(options.peer, found.name)
     if options.plot is not None:
         check_file(options.plot)
     user = None

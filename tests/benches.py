@@ -1,0 +1,73 @@
+"""What the tests of the bench share: ceilings, rows of a report, an idle GPU, PyTorch and plots."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from gpt2block.bench import Ceilings, Row, Work
+from gpt2block.bench import report as reports
+from gpt2block.bench.race import Contender, Run, Timed
+
+BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
+NO_GPU = "no driver today"
+
+
+def row(
+    work: Work,
+    contender: str,
+    us: float = 2.0,
+    peer: bool = False,
+    error: float = 0.0,
+    **changes: Any,
+) -> Row:
+    """A row of a report; changes: of its fields."""
+    each = Contender(contender, peer, lambda rounds: Run(lambda: None, ()), work.dtype)
+    return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
+
+
+def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench.run` with given ceilings and versions."""
+    monkeypatch.setattr("gpt2block.bench.measure.gpu_index", lambda device: 0)
+    monkeypatch.setattr(reports, "measured", lambda: BEST)
+    monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
+
+
+def torch_modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`gpt2block.bench.torch_peers`; where PyTorch is not installed, with a stand-in for it."""
+    if find_spec("torch") is None:
+        for name in ("torch", "torch.nn", "torch.nn.functional"):
+            monkeypatch.setitem(sys.modules, name, MagicMock())
+        for name in ("torch_functions", "token_peers", "torch_peers"):
+            full = f"gpt2block.bench.{name}"
+            monkeypatch.delitem(sys.modules, full, raising=False)
+            monkeypatch.setitem(sys.modules, full, importlib.import_module(full))
+    return importlib.import_module("gpt2block.bench.torch_peers")
+
+
+def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:
+    """The figure that `draw(*arguments, file)` has written."""
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figures: list[Any] = []
+    honest = Figure.savefig
+
+    def savefig(figure: Any, *others: Any, **options: Any) -> None:
+        figures.append(figure)
+        honest(figure, *others, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", savefig)
+        draw(*arguments, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    return figures[0]
