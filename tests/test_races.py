@@ -132,8 +132,8 @@ def test_a_kernel_that_does_not_end_says_where(monkeypatch: pytest.MonkeyPatch) 
     text = 'extern "C" __global__ void k(float* out, int n) {\n    while (n == 0) {\n'
     text += "        out[0] += 1.0f;\n    }\n}\n"
     monkeypatch.setattr(kernels, "read_source", lambda file: text)
-    with emulated(checks=Checks(limit_s=1.0)) as cupy:
+    with emulated(checks=Checks(limit_s=0.5)) as cupy:
         array = cupy.asarray(out(1))
         kernel = cupy.RawModule(kernels.program("elementwise/gelu.cu")).get_function("k")
-        with pytest.raises(ShimError, match=r"still running after 1 s(.|\n)*gelu\.cu:[23]"):
+        with pytest.raises(ShimError, match=r"still running after 0.5 s(.|\n)*gelu\.cu:[23]"):
             kernel((1,), (1,), (np.uintp(array.data.ptr), np.int32(0)))

@@ -18,6 +18,7 @@
 #include <sanitizer/common_interface_defs.h>
 #include <string>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <vector>
@@ -414,7 +415,9 @@ int main(int argc, char** argv) {
     std::signal(SIGABRT, on_abort);
     if (const char* limit = std::getenv("TIME_LIMIT")) {
         std::signal(SIGALRM, on_alarm);
-        alarm(std::strtoul(limit, nullptr, 10));
+        const double us = 1e6 * std::strtod(limit, nullptr);
+        const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
+        setitimer(ITIMER_REAL, &once, nullptr);
     }
     make_threads();
     const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);
