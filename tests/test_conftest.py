@@ -36,22 +36,13 @@ EACH = f"{PROGRAM}@pytest.mark.gpu\n@pytest.mark.parametrize('i', range(2))\ndef
 BOTH = f"{PROGRAM}def test_c(): pass\n"
 
 
-WITH_XDIST = ("-n", "1", "--dist", "loadfile")
-
-
 @pytest.mark.parametrize(
     ("program", "code", "line", "processes"),
     [
-        (BOTH, 0, "1 GPU tests deselected: --gpu runs them\n", ()),
+        (BOTH, 0, "1 GPU tests deselected: --gpu runs them\n", ("-n", "1", "--dist", "loadfile")),
         (EACH, 5, "3 GPU tests deselected: --gpu runs them; no other test was selected", ()),
-        (BOTH, 0, "1 GPU tests deselected: --gpu runs them\n", WITH_XDIST),
-        (
-            EACH,
-            5,
-            "3 GPU tests deselected: --gpu runs them; no other test was selected",
-            WITH_XDIST,
-        ),
     ],
+    ids=["workers", "one process"],
 )
 def test_gpu_tests_are_deselected(
     tmp_path: Path, program: str, code: int, line: str, processes: tuple[str, ...]

@@ -40,7 +40,8 @@ class Function:
         _request(compile, key)
 
     @property
-    def _kernel(self) -> Any:
+    def found(self) -> Any:
+        """The `cupy.RawKernel`; waits for it."""
         if self._found is None:
             found = _result(self._compile, self._key)
             with _LIMITS:
@@ -51,16 +52,11 @@ class Function:
 
     @property
     def kernel(self) -> Any:
-        return self._kernel.kernel
-
-    @property
-    def found(self) -> Any:
-        """The `cupy.RawKernel`; waits for it."""
-        return self._kernel
+        return self.found.kernel
 
     @property
     def shared_size_bytes(self) -> int:
-        return int(self._kernel.shared_size_bytes)
+        return int(self.found.shared_size_bytes)
 
     def allow_shared(self, nbytes: int) -> None:
         """Let launches have so much dynamic shared memory; the limit never shrinks."""
@@ -73,7 +69,7 @@ class Function:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, shared_mem: int = 0
     ) -> None:
-        self._kernel(grid, block, args, shared_mem=shared_mem)
+        self.found(grid, block, args, shared_mem=shared_mem)
 
 
 def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:

@@ -18,6 +18,7 @@
 #include <sanitizer/common_interface_defs.h>
 #include <string>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <vector>
@@ -50,7 +51,7 @@ struct Thread {
     int line;
     int passed;  // barriers and exchanges so far
     unsigned mask;  // of the exchange
-    int source;
+    int source, delay;
     std::uint64_t value;
     char* stack;
     bool started;
@@ -205,7 +206,7 @@ bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     const unsigned mask = first.mask;
     for (int i = 0; i < lanes; ++i) {
         if (!(mask >> i & 1) || warp[i].state == State::returned) continue;
-        if (warp[i].state != State::at_exchange) return false;
+        if (warp[i].state != State::at_exchange || warp[i].delay) return false;
         if (warp[i].mask != mask || !same_place(warp[i], first)) divergent(first, warp[i]);
     }
     std::uint64_t values[WARP];
@@ -230,8 +231,14 @@ bool open_barriers() {
     for (std::size_t w = 0; w < threads.size(); w += WARP) {
         const int lanes = threads.size() - w < WARP ? threads.size() - w : WARP;
         for (int i = 0; i < lanes; ++i) {
-            const Thread& thread = threads[w + i];
-            if (thread.state == State::at_exchange) any |= exchange_group(&threads[w], lanes, thread);
+            Thread& thread = threads[w + i];
+            if (thread.state != State::at_exchange) continue;
+            if (thread.delay) {
+                --thread.delay;
+                any = true;
+            } else {
+                any |= exchange_group(&threads[w], lanes, thread);
+            }
         }
     }
     if (any) return true;
@@ -352,7 +359,8 @@ void cuda_on_cpu::barrier(const char* file, int line) {
     stop_in(State::at_barrier);
 }
 
-std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int source, const char* file, int line) {
+std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int source, const char* file, int line,
+                                    int delay) {
     Thread& self = *current;
     self.state = State::at_exchange;
     self.file = file;
@@ -360,6 +368,7 @@ std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int sour
     self.mask = mask;
     self.value = value;
     self.source = source;
+    self.delay = delay;
     if (!(mask >> lane() & 1)) fail(describe(self) + ": its mask does not name its own lane");
     stop_in(State::at_exchange);
     return self.value;
@@ -406,7 +415,9 @@ int main(int argc, char** argv) {
     std::signal(SIGABRT, on_abort);
     if (const char* limit = std::getenv("TIME_LIMIT")) {
         std::signal(SIGALRM, on_alarm);
-        alarm(std::strtoul(limit, nullptr, 10));
+        const double us = 1e6 * std::strtod(limit, nullptr);
+        const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
+        setitimer(ITIMER_REAL, &once, nullptr);
     }
     make_threads();
     const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);

@@ -78,7 +78,8 @@ To bits(From from) {  // copies the low bytes, with zeros above
 
 // Defined in another translation unit, so that the compiler must assume that they change any memory.
 void barrier(const char* file, int line);
-std::uint64_t exchange(unsigned mask, std::uint64_t value, int source_lane, const char* file, int line);
+// delay: turns of the other threads before the lanes exchange.
+std::uint64_t exchange(unsigned mask, std::uint64_t value, int source_lane, const char* file, int line, int delay = 0);
 int lane();
 void* dynamic_shared();
 bool copies_at_once();  // whether the copies of mma_ptx.h arrive immediately

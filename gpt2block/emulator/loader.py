@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -44,8 +43,15 @@ STAND_INS = {
     "lib/overlap.cuh": "overlap.h",
 }  # header → file here
 
-# -g1: line numbers for reports; the locations of variables, with -g, double the compile time.
-_FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
+_FLAGS = (
+    "-std=c++17",
+    "-g1",  # line numbers for reports; the locations of variables, with -g, double the compile time
+    "-O1",
+    "-fira-region=one",  # for register allocation; saves an eighth of the compile time
+    "-fno-omit-frame-pointer",
+    "-ffp-contract=off",
+    *(("-fuse-ld=gold",) if shutil.which("ld.gold") else ()),  # takes half as long as ld
+)
 _SANITIZERS = (
     "-fsanitize=address,undefined",
     # AddressSanitizer reports the accesses themselves, with the array's name. With these checks and
@@ -54,6 +60,9 @@ _SANITIZERS = (
     "-fno-sanitize-address-use-after-scope",
     "-fno-sanitize-recover=all",
     "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
+    # Functions check the accesses: with instructions in their place, a program takes a fifth longer
+    # to compile, which is most of the time of an emulated kernel.
+    "--param=asan-instrumentation-with-call-threshold=0",
 )
 # Without -fpie: the addresses of the file. DWARF 4: some addr2line confuse the files of DWARF 5.
 _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4")
@@ -146,8 +155,6 @@ def run(
     shared: int = 0,
     defines: kernels.Defines = (),
     storage: str = "float32",
-    weights: str | None = None,
-    cache: str | None = None,
     order: Order = "forward",
     seed: int = 0,
     copies_at_once: bool = False,
@@ -156,15 +163,14 @@ def run(
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights,
-    cache: the FP8 formats of its `W` and `KV`, where these are not `T`. order: the order of the
-    threads of a block between two barriers, and of the blocks. copies_at_once: cp.async copies when
-    it is issued, instead of as late as its semantics allow. early: not None if the launch overlaps
-    the previous kernel (lib/overlap.cuh), so that an access before the wait is an error, except to
-    arrays that are const __restrict__ and to these parameters. races: find accesses of two threads
-    to one place that no barrier orders (races.cpp), instead of accesses out of bounds. An array
-    that is passed twice is the same pointer twice. Raises ShimError with the report, and changes no
-    array then.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`. order: the
+    order of the threads of a block between two barriers, and of the blocks. copies_at_once:
+    cp.async copies when it is issued, instead of as late as its semantics allow. early: not None if
+    the launch overlaps the previous kernel (lib/overlap.cuh), so that an access before the wait is
+    an error, except to arrays that are const __restrict__ and to these parameters. races: find
+    accesses of two threads to one place that no barrier orders (races.cpp), instead of accesses out
+    of bounds. An array that is passed twice is the same pointer twice. Raises ShimError with the
+    report, and changes no array then.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -175,16 +181,44 @@ def run(
     parameters = signature.parameters
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
-    dtypes = storage, weights, cache
-    message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
-    defines = (*kernels.stored_as(*dtypes), *defines)
-    sizes = grid, block, shared
-    environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
-    if early is not None:
-        environment |= _overlapping(parameters, list(map(id, args)), early)
-    checks = Checks(races)
-    output = _launch(source, signature, sizes, message, defines, order, seed, environment, checks)
-    _store(kernel, parameters, args, output)
+    pairs = list(zip(args, parameters, strict=True))
+    written = {id(arg) for arg, parameter in pairs if not parameter.const}
+    spans: dict[int, Span] = {}  # by the identity of an array; one that is only read is copied
+    values: list[Span | np.generic] = []
+    for arg, parameter in pairs:
+        if not _is_pointer(parameter):
+            values.append(kernels.typed_scalar(kernel, parameter, arg))
+        elif arg is None:
+            values.append(np.uintp(0))
+        else:
+            label = _check_array(kernel, parameter, arg, storage)
+            if id(arg) not in spans:
+                earlier = [other for other, _ in pairs if id(other) in spans]
+                if any(np.may_share_memory(other, arg) for other in earlier):
+                    raise ShimError(
+                        f"{label}: overlaps an earlier argument and is not the same array"
+                    )
+                memory = arg.reshape(-1).view(np.uint8)
+                spans[id(arg)] = Span(memory if id(arg) in written else memory.copy(), 0)
+            values.append(spans[id(arg)])
+    defines = (*kernels.stored_as(storage), *defines)
+    options = (order, early, Checks(races), seed, copies_at_once)
+    run_spans(source, kernel, grid, block, values, shared, defines, *options)
+    for arg, parameter in pairs:
+        if id(arg) in spans and spans[id(arg)].memory.tobytes() != arg.tobytes():
+            raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
+
+
+def _check_array(kernel: str, parameter: kernels.Parameter, array: Any, storage: str) -> str:
+    """ShimError unless an array fits a pointer; returns the description of it for messages."""
+    try:
+        expected, label = kernels.element(kernel, parameter, storage)
+    except KernelError as error:
+        raise ShimError(str(error)) from error
+    fits = isinstance(array, np.ndarray) and array.dtype.name == expected
+    if not fits or not array.flags.c_contiguous:
+        raise ShimError(f"{label}: expected a contiguous array of {expected}")
+    return label
 
 
 class Span(NamedTuple):
@@ -205,12 +239,14 @@ def run_spans(
     order: Order = "forward",
     early: Collection[str] | None = None,
     checks: Checks = USUAL,
+    seed: int = 0,
+    copies_at_once: bool = False,
 ) -> None:
     """Launch a kernel on allocations: pointers are a Span or 0, scalars have the prototype's types.
 
-    Pointers may share an allocation. early: as in `run`. Raises ShimError as `run` does.
+    Pointers may share an allocation. Other arguments and errors: as in `run`.
     """
-    signature = _prototypes(source)[kernel]
+    parameters = _prototypes(source)[kernel].parameters
     first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
     message = []
     for i, arg in enumerate(args):
@@ -223,63 +259,41 @@ def run_spans(
             message.append(packed + arg.memory.tobytes())
         else:
             message.append(struct.pack("<qqq", -2, known, arg.offset))
-    environment = {}
+    environment = {"COPIES_AT_ONCE": "1"} if copies_at_once or early is not None else {}
     if early is not None:
-        memory = [arg.memory.ctypes.data if isinstance(arg, Span) else 0 for arg in args]
-        environment = _overlapping(signature.parameters, memory, early)
-    sizes = grid, block, shared
-    output = _launch(source, signature, sizes, message, defines, order, 0, environment, checks)
-    start = 0
-    for i in first.values():
-        span = args[i]
-        assert isinstance(span, Span)
-        part = output[start : start + span.memory.nbytes]
-        start += span.memory.nbytes
-        span.memory[...] = np.frombuffer(part, np.uint8)
-
-
-def _launch(
-    source: Source,
-    signature: kernels.Signature,
-    sizes: tuple[tuple[int, ...], tuple[int, ...], int],
-    message: Sequence[bytes],
-    defines: kernels.Defines,
-    order: Order = "forward",
-    seed: int = 0,
-    environment: Mapping[str, str] = {},
-    checks: Checks = USUAL,
-) -> bytes:
-    """Run a kernel with encoded arguments; sizes: grid, block and bytes of shared memory.
-
-    Returns the bytes of all arrays afterwards, in the order of the arguments.
-    """
-    grid, block, shared = sizes
+        environment["LATE_ARRAYS"] = _late(parameters, args, early)
     numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
-    words = [signature.name, *numbers, order, seed, *(p.name for p in signature.parameters)]
-    launch = f"{signature.name}, grid {grid}, block {block}, order {order}"
+    words = [kernel, *numbers, order, seed, *(p.name for p in parameters)]
+    launch = f"{kernel}, grid {grid}, block {block}, order {order}"
     program = compile_kernel_file(source, defines, checks.races)
     output = _execute(program, words, b"".join(message), launch, environment, checks)
-    arrays = sum(max(0, *struct.unpack_from("<q", part)) for part in message)  # bytes
-    if len(output) < arrays:
-        early = "ended before all threads have returned, as by exit()"
-        raise ShimError(f"{launch}: {early}", early)
-    text = len(output) - arrays
-    checks.printed(output[:text].decode(errors="replace"))
-    return output[text:]
+    written = [arg.memory for i in first.values() if isinstance(arg := args[i], Span)]
+    start = len(output) - sum(memory.nbytes for memory in written)  # of the arrays, after the text
+    if start < 0:
+        ended = "ended before all threads have returned, as by exit()"
+        raise ShimError(f"{launch}: {ended}", ended)
+    checks.printed(output[:start].decode(errors="replace"))
+    for memory in written:
+        memory[...] = np.frombuffer(output, np.uint8, memory.nbytes, start)
+        start += memory.nbytes
 
 
-def _overlapping(
-    parameters: Sequence[kernels.Parameter], memory: Sequence[int], early: Collection[str]
-) -> dict[str, str]:
-    """Variables for the runner of a launch that overlaps the previous kernel.
+def _late(
+    parameters: Sequence[kernels.Parameter],
+    args: Sequence[Span | np.generic],
+    early: Collection[str],
+) -> str:
+    """The arrays that may not be accessed before the wait, as the runner takes them.
 
-    memory: an identity of the memory of each argument. What a constant parameter shares with
-    another one may be accessed early.
+    What a constant parameter shares with another one may be accessed early.
     """
-    pointers = [(p, at) for p, at in zip(parameters, memory, strict=True) if _is_pointer(p)]
+    pointers = [
+        (parameter, arg.memory.ctypes.data if isinstance(arg, Span) else 0)
+        for parameter, arg in zip(parameters, args, strict=True)
+        if _is_pointer(parameter)
+    ]
     constant = {at for p, at in pointers if (p.const and p.restrict) or p.name in early}
-    late = [p.name for p, at in pointers if at not in constant]
-    return {"LATE_ARRAYS": f",{','.join(late)},", "COPIES_AT_ONCE": "1"}
+    return f",{','.join(p.name for p, at in pointers if at not in constant)},"
 
 
 @cache
@@ -289,53 +303,6 @@ def _prototypes(source: Source) -> dict[str, kernels.Signature]:
 
 def _is_pointer(parameter: kernels.Parameter) -> bool:
     return parameter.ctype.endswith("*")
-
-
-def _encode(
-    kernel: str,
-    parameters: Sequence[kernels.Parameter],
-    args: Sequence[Any],
-    i: int,
-    dtypes: tuple[str, str | None, str | None],
-) -> bytes:
-    """An argument in the runner's input format."""
-    parameter, arg = parameters[i], args[i]
-    label = f"{kernel}: {parameter.ctype} {parameter.name}"
-    if not _is_pointer(parameter):
-        value: bytes = kernels.typed_scalar(kernel, parameter, arg).tobytes()
-        return struct.pack("<q", -1) + value.ljust(8, b"\0")
-    if arg is None:
-        return struct.pack("<qq", -1, 0)
-    try:
-        expected, label = kernels.element(kernel, parameter, *dtypes)
-    except KernelError as error:
-        raise ShimError(str(error)) from error
-    if not isinstance(arg, np.ndarray) or arg.dtype.name != expected or not arg.flags.c_contiguous:
-        raise ShimError(f"{label}: expected a contiguous array of {expected}")
-    for j in range(i):
-        if _is_pointer(parameters[j]) and args[j] is arg:
-            return struct.pack("<qqq", -2, j, 0)
-        if isinstance(args[j], np.ndarray) and np.may_share_memory(args[j], arg):
-            raise ShimError(f"{label}: overlaps an earlier argument and is not the same array")
-    return struct.pack("<qq", arg.nbytes, 0) + arg.tobytes()
-
-
-def _store(
-    kernel: str, parameters: Sequence[kernels.Parameter], args: Sequence[Any], output: bytes
-) -> None:
-    """Copy the returned arrays to the caller's; ShimError if a const one has changed."""
-    pointers = [(a, p) for a, p in zip(args, parameters, strict=True) if _is_pointer(p)]
-    writable = {id(array) for array, parameter in pointers if not parameter.const}
-    arrays = {id(array): (array, parameter) for array, parameter in pointers}
-    arrays.pop(id(None), None)
-    start = 0
-    for array, parameter in arrays.values():
-        part = output[start : start + array.nbytes]
-        start += array.nbytes
-        if id(array) in writable:
-            array[...] = np.frombuffer(part, array.dtype).reshape(array.shape)
-        elif part != array.tobytes():
-            raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
 
 
 def _execute(
@@ -349,7 +316,7 @@ def _execute(
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
     env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
-    env["TIME_LIMIT"] = str(ceil(limit_s))  # the program then ends itself and says where it was
+    env["TIME_LIMIT"] = str(limit_s)  # the program then ends itself and says where it was
     late = f"still running after {limit_s:g} s"
     try:
         done = subprocess.run(

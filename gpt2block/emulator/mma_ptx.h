@@ -42,13 +42,18 @@ void wait_for_groups() {
     groups_of[thread] -= arrived;
 }
 
-inline void meet() { cuda_on_cpu::exchange(0xffffffffu, 0, cuda_on_cpu::lane(), __FILE__, __LINE__); }
+inline void meet(int delay = 0) {
+    cuda_on_cpu::exchange(0xffffffffu, 0, cuda_on_cpu::lane(), __FILE__, __LINE__, delay);
+}
+
+// For functions that access registers of lanes alone, in which a kernel can make no mistake.
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined", "thread")))
 
 // A value of each lane of a warp, which all lanes give at the same time. A lane that has returned gives bytes of 0xFF.
 template <typename V>
 class OfWarp {
   public:
-    explicit OfWarp(const V& own) {
+    UNCHECKED explicit OfWarp(const V& own) {
         const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
         count_ = ++counts_[thread];
         lanes_ = &given_[count_ % 2][thread / 32 * 32];
@@ -56,11 +61,9 @@ class OfWarp {
         meet();  // all lanes have then read the value before this one; the next one takes its memory
     }
 
-    V operator[](int lane) const {
+    UNCHECKED const V& operator[](int lane) const {
         const Given& given = lanes_[lane];
-        V value;
-        std::memset(&value, 0xFF, sizeof value);
-        return given.count == count_ ? given.value : value;
+        return given.count == count_ ? given.value : none_;
     }
 
   private:
@@ -69,6 +72,13 @@ class OfWarp {
         unsigned count;  // of the lane's values so far
     };
 
+    static V none() {
+        V value;
+        std::memset(&value, 0xFF, sizeof value);
+        return value;
+    }
+
+    static inline const V none_ = none();
     static inline Given given_[2][1024];
     static inline unsigned counts_[1024];
 
@@ -77,7 +87,7 @@ class OfWarp {
 };
 
 inline void lag() {
-    for (int i = 0; i < 10 * (threadIdx.x / 32 % 2); ++i) meet();
+    if (threadIdx.x / 32 % 2) meet(10);
 }
 
 template <bool TRANSPOSED>
@@ -120,30 +130,34 @@ inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
 
 typedef void Unpack(unsigned, float (&)[2]);
 
-struct Operands {
-    unsigned a[4], b[2];
+template <int N>
+struct Operands {  // N numbers in each register
+    float a[4][N], b[2][N];
 };
 
-template <Unpack UNPACK>
-void mma_of(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+// Not inlined, so that it is compiled once, and not where it is called.
+template <int N>
+__attribute__((noinline)) UNCHECKED void multiply_add(float (&c)[4], const Operands<N>& own) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    const OfWarp<Operands> lanes({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-    for (int l = 0; l < 4; ++l) {  // lanes with a part of K: one pair in a[0], a[1] and b[0], one in the others
-        const Operands rows = lanes[4 * g + l], columns[2] = {lanes[8 * t + l], lanes[8 * t + 4 + l]};
-        for (int i = 0; i < 2; ++i) {
-            float upper[2], lower[2], left[2], right[2];
-            UNPACK(rows.a[2 * i], upper);
-            UNPACK(rows.a[2 * i + 1], lower);
-            UNPACK(columns[0].b[i], left);
-            UNPACK(columns[1].b[i], right);
-            for (int e = 0; e < 2; ++e) {
-                c[0] += upper[e] * left[e];
-                c[1] += upper[e] * right[e];
-                c[2] += lower[e] * left[e];
-                c[3] += lower[e] * right[e];
-            }
+    const OfWarp<Operands<N>> lanes(own);
+    for (int n = 0; n < 8; ++n) {  // lanes l have a part of K: one in a[0], a[1] and b[0], one in the others
+        const int i = N == 2 ? n % 2 : n / 4, l = N == 2 ? n / 2 : n % 4;
+        const Operands<N>&rows = lanes[4 * g + l], &left = lanes[8 * t + l], &right = lanes[8 * t + 4 + l];
+        for (int e = 0; e < N; ++e) {
+            c[0] += rows.a[2 * i][e] * left.b[i][e];
+            c[1] += rows.a[2 * i][e] * right.b[i][e];
+            c[2] += rows.a[2 * i + 1][e] * left.b[i][e];
+            c[3] += rows.a[2 * i + 1][e] * right.b[i][e];
         }
     }
+}
+
+template <Unpack UNPACK>
+__attribute__((noinline)) void mma_of(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    Operands<2> own;
+    for (int i = 0; i < 4; ++i) UNPACK(a[i], own.a[i]);
+    for (int i = 0; i < 2; ++i) UNPACK(b[i], own.b[i]);
+    multiply_add(c, own);
 }
 
 inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_of<unpack2>(c, a, b); }
@@ -153,18 +167,10 @@ inline void mma_fp16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[
 inline float tf32(unsigned bits) { return __int_as_float((int)(bits & 0xffffe000u)); }
 
 inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    const OfWarp<Operands> lanes({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-    for (int i = 0; i < 2; ++i) {
-        for (int l = 0; l < 4; ++l) {  // lanes with a part of K
-            const Operands rows = lanes[4 * g + l];
-            const float left = tf32(lanes[8 * t + l].b[i]), right = tf32(lanes[8 * t + 4 + l].b[i]);
-            c[0] += tf32(rows.a[2 * i]) * left;
-            c[1] += tf32(rows.a[2 * i]) * right;
-            c[2] += tf32(rows.a[2 * i + 1]) * left;
-            c[3] += tf32(rows.a[2 * i + 1]) * right;
-        }
-    }
+    Operands<1> own;
+    for (int i = 0; i < 4; ++i) own.a[i][0] = tf32(a[i]);
+    for (int i = 0; i < 2; ++i) own.b[i][0] = tf32(b[i]);
+    multiply_add(c, own);
 }
 
 inline unsigned pack2_bf16(float low, float high) {

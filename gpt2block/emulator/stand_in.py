@@ -385,11 +385,12 @@ def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
         _state.early = None
 
 
-def compile_ahead(launches: Iterable[kernels.Launch], races: bool) -> None:
-    """Start to compile the programs of launches, in other threads."""
+def compile_ahead(launches: Iterable[kernels.Launch]) -> None:
+    """Start to compile both programs of each launch, in other threads."""
     for each in launches:
         kernel = each.function.found
-        loader.compile_ahead(kernel._source, kernel._defines, races)
+        for races in (False, True):
+            loader.compile_ahead(kernel._source, kernel._defines, races)
 
 
 @contextmanager

@@ -37,21 +37,13 @@ def operation_of(op: str) -> Operation | None:
 
 
 @cache
-def _reference_functions() -> dict[str, tuple[int, str]]:
-    """Name → first line and text of every function of `gpt2block.reference`."""
-    text = inspect.getsource(reference)
-    lines = text.splitlines(keepends=True)
-    return {
-        node.name: (node.lineno, "".join(lines[node.lineno - 1 : node.end_lineno]))
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
-    }
-
-
 def function_source(name: str) -> dict[str, Any]:
     """The text of a function of `gpt2block.reference`, and the line of its def."""
-    line, text = _reference_functions()[name]
-    return {"file": "gpt2block/reference.py", "line": line, "text": text}
+    text = inspect.getsource(reference)
+    named = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    node = next(named)
+    lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+    return {"file": "gpt2block/reference.py", "line": node.lineno, "text": "".join(lines)}
 
 
 def readable_kernel(operation: Operation) -> Variant:
@@ -84,20 +76,16 @@ def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any
 def _shown(
     plan: str, file: str, names: list[str], idea: str, config: ModelConfig
 ) -> dict[str, Any]:
+    """constants: those that a file of attention kernels has for the model's heads."""
+    known = _constants(file) if file.startswith("attention/") else set()
     return {
         "plan": plan,
         "file": file,
         "names": names,
         "idea": idea,
         "line": line_of(file, names[0]),
-        "constants": heads_of_kernel(file, config),
+        "constants": {n: int(value) for n, value in head_constants(*_heads(config)) if n in known},
     }
-
-
-def heads_of_kernel(file: str, config: ModelConfig) -> dict[str, int]:
-    """Name → value of the constants that a file of attention kernels has for the model's heads."""
-    known = _constants(file) if file.startswith("attention/") else set()
-    return {name: int(n) for name, n in head_constants(*_heads(config)) if name in known}
 
 
 @cache
@@ -116,15 +104,9 @@ def line_of(file: str, kernel: str) -> int:
     return text.count("\n", 0, found.end()) + 1 if found else 1
 
 
-@cache
-def file_of_kernel() -> dict[str, str]:
-    """Kernel name → file, for all kernels."""
-    return {name: file for file in kernels.sources() for name in kernels.signatures(file)}
-
-
 def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any]]:
     """The kernels with these names for the page; names of other libraries are left out."""
-    files = file_of_kernel()
+    files = {name: file for file in kernels.sources() for name in kernels.signatures(file)}
     return [
         _shown(HERE, files[name], [name], "", config)
         for name in dict.fromkeys(names)

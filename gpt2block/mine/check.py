@@ -52,22 +52,22 @@ def case(kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str) -> Case:
     return Case(sizes, own.attrs, host, dict(zip(outputs, truths, strict=True)))
 
 
-def compare(kernel: Kernel, given: Case, guarded: bool) -> tuple[Checked, list[NDArray[Any]]]:
-    """Run the kernel once on poisoned outputs; also returns the outputs.
+def compare(kernel: Kernel, given: Case, guarded: bool) -> Checked:
+    """The result of running the kernel once on poisoned outputs.
 
     guarded: put known bytes around each output, and find writes to them.
     """
     arrays = tuple(map(measure.uploaded, given.inputs))
-    guards: dict[str, Any] = {}
+    guards: list[Any] = []
 
     def allocate(output: Output) -> Any:
         array, memory = _guarded(output, GUARD if guarded else 0)
-        guards[str(len(guards))] = memory
+        guards.append(memory)
         return array
 
     bound = kernel.bind(arrays, allocate=allocate, **given.attrs)
     found = values(kernel.operation, arrays, given.attrs)
-    names = [next(iter(found.outputs)), *kernel.further(found)]
+    names = kernel.outputs(found)
     for launch in bound.launches:
         launch.run()
     cupy.cuda.get_current_stream().synchronize()
@@ -76,11 +76,11 @@ def compare(kernel: Kernel, given: Case, guarded: bool) -> tuple[Checked, list[N
     off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
     worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
     problem = (
-        _overwritten(names, guards if guarded else {})
+        (guarded and _overwritten(names, guards))
         or next(filter(None, (wrong(n, o, given.truths[n], kernel.dtype) for n, o in pairs)), "")
         or _changed(found, names, given, kernel)
     )
-    return Checked(given.sizes, kernel.geometry(found), *worst, problem), outs
+    return Checked(given.sizes, kernel.geometry(found), *worst, problem)
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], dtype: str) -> str:
@@ -130,9 +130,9 @@ def _guarded(output: Output, guard: int) -> tuple[Any, Any]:
     return part.view(dtype).reshape(output.shape), memory
 
 
-def _overwritten(names: list[str], guards: Mapping[str, Any]) -> str:
+def _overwritten(names: list[str], guards: list[Any]) -> str:
     """Which output was overrun, and where."""
-    for name, memory in zip(names, guards.values(), strict=False):
+    for name, memory in zip(names, guards, strict=False):
         found = cupy.asnumpy(memory)
         size = len(found) - 2 * GUARD
         for start, part in ((-GUARD, found[:GUARD]), (size, found[-GUARD:])):

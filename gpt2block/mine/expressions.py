@@ -59,23 +59,13 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> Fraction:
         value = _OPERATORS[type(node.op)](left, right)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = -_value(node.operand, sizes)
-    elif _is_call(node):
-        value = _called(node, sizes)  # type: ignore[arg-type]
+    elif isinstance(node, ast.Call) and not node.keywords and ast.unparse(node.func) in _FUNCTIONS:
+        name, values = ast.unparse(node.func), [_value(each, sizes) for each in node.args]
+        if not values or (name in ("ceil", "floor") and len(values) > 1):
+            raise InputError(f"{name}: expected {'one number' if len(values) > 1 else 'a number'}")
+        value = _FUNCTIONS[name](values)
     else:
         raise InputError("expected + - * / // %, ceil, floor, min, max, numbers and names")
     if abs(value) > LARGEST:
         raise InputError("a number is too large")
     return value
-
-
-def _is_call(node: ast.expr) -> bool:
-    known = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return known and node.func.id in _FUNCTIONS and not node.keywords  # type: ignore[attr-defined]
-
-
-def _called(node: ast.Call, sizes: Mapping[str, int]) -> Fraction:
-    name = node.func.id  # type: ignore[attr-defined]
-    values = [_value(each, sizes) for each in node.args]
-    if not values or (name in ("ceil", "floor") and len(values) > 1):
-        raise InputError(f"{name}: expected {'one number' if len(values) > 1 else 'a number'}")
-    return _FUNCTIONS[name](values)

@@ -65,7 +65,7 @@ class Kernel:
         self,
         inputs: tuple[Any, ...],
         out: Any = None,
-        allocate: Allocate | None = None,
+        allocate: Allocate = lambda output: cupy.empty(output.shape, output.dtype),
         **attrs: Any,
     ) -> Bound:
         """Bind arrays on the current device; `extra` has the outputs besides the result.
@@ -74,24 +74,27 @@ class Kernel:
         exceeds the limits of the device.
         """
         values = arguments.values(self.operation, inputs, attrs)
-        result, *others = values.outputs
-        arrays = dict(values.inputs)
-        for name in (result, *(other for other in others if other in self.names)):
-            if name == result and out is not None:
-                arrays[name] = out
-            elif name not in arrays:
-                arrays[name] = (allocate or _allocated)(values.outputs[name])
+        result, *others = self.outputs(values)
+        arrays = dict(values.inputs) | ({} if out is None else {result: out})
+        for name in (result, *others):
+            if name not in arrays:
+                arrays[name] = allocate(values.outputs[name])
         grid, block, shared = self.geometry(values)
         function = kernels.load(str(self.source.path), self.source.name, self._defines)
         function.allow_shared(shared)
-        pairs = zip(self.source.parameters, self.names, strict=True)
-        args = tuple(_typed(parameter, name, arrays, values) for parameter, name in pairs)
+        kinds: Mapping[str, Any] = INTEGERS | REALS
+        args = tuple(
+            np.uintp(arrays[name].data.ptr)
+            if name in arrays
+            else kinds[parameter.ctype](values.numbers[name])
+            for parameter, name in zip(self.source.parameters, self.names, strict=True)
+        )
         launch = Launch(self.source.name, function, grid, block, args, shared)
-        return Bound(arrays[result], (launch,), tuple(arrays[n] for n in others if n in arrays))
+        return Bound(arrays[result], (launch,), tuple(arrays[name] for name in others))
 
-    def further(self, values: Values) -> list[str]:
-        """The names of the outputs in `extra`."""
-        return [name for name in list(values.outputs)[1:] if name in self.names]
+    def outputs(self, values: Values) -> list[str]:
+        """The names of the outputs that the kernel writes, the result first."""
+        return [name for name in values.outputs if name in self.names]
 
     @property
     def _defines(self) -> kernels.Defines:
@@ -118,9 +121,9 @@ class Kernel:
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
         found = tuple(self._value(option, part, sizes) for part in _parts(text))
         if len(found) > 3 or any(extent < 1 for extent in found):
+            at = described({name: size for name, size in sizes.items() if name != "block"})
             raise InputError(
-                f"--{option} {text} is {found} at {_shown(sizes)}: expected one to three "
-                "numbers of at least 1"
+                f"--{option} {text} is {found} at {at}: expected one to three numbers of at least 1"
             )
         return found
 
@@ -184,11 +187,6 @@ def described(sizes: Sizes) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _shown(sizes: Sizes) -> str:
-    """Sizes in a message that names the option --block already."""
-    return described({name: size for name, size in sizes.items() if name != "block"})
-
-
 def _parts(text: str) -> list[str]:
     """The parts between commas that are outside parentheses."""
     parts, depth = [""], 0
@@ -237,14 +235,3 @@ def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values:
         )
     if output and parameter.const:
         raise InputError(f"{label}: {parameter.name} is const, but the kernel must write to it")
-
-
-def _typed(parameter: Parameter, name: str, arrays: Mapping[str, Any], values: Values) -> Any:
-    if name in arrays:
-        return np.uintp(arrays[name].data.ptr)
-    kind: Any = (INTEGERS | REALS)[parameter.ctype]
-    return kind(values.numbers[name])
-
-
-def _allocated(output: Output) -> Any:
-    return cupy.empty(output.shape, output.dtype)

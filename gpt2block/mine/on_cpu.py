@@ -16,7 +16,7 @@ from gpt2block import emulator
 from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import Bound
-from gpt2block.emulator import ORDERS, Checks, Order, ShimError, emulated
+from gpt2block.emulator import ORDERS, Checks, ShimError, emulated
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
 from gpt2block.mine.check import Case, Checked
@@ -26,6 +26,8 @@ from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
+# Order and search for races of each launch: first under AddressSanitizer, whose reports say most.
+RUNS = ((ORDERS[0], False), (ORDERS[0], True), *((order, False) for order in ORDERS[1:]))
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
 
 
@@ -73,12 +75,12 @@ def _inline_ptx(source: Source) -> Finding | None:
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
     """The worst result of three orders, if no launch reports anything."""
     runs: list[Checked] = []
-    for order, races in ((ORDERS[0], False), (ORDERS[0], True), *((o, False) for o in ORDERS[1:])):
+    for order, races in RUNS:
         at = f"at {described(case.sizes)}, {order} order"
         texts: list[str] = []
         try:
             with emulated(order, checks=Checks(races, limit_s, texts.append)):
-                run, _ = check.compare(kernel, case, guarded=False)
+                run = check.compare(kernel, case, guarded=False)
         except ShimError as error:
             if "does not compile" in str(error):
                 return of_compiler(kernel.source, error.report)
@@ -99,9 +101,7 @@ def _compile_ahead(kernel: Kernel, case: Case) -> None:
 
     with emulated():
         arrays = tuple(map(measure.uploaded, case.inputs))
-        bound = kernel.bind(arrays, **case.attrs)
-        for races in (False, True):
-            stand_in.compile_ahead(bound.launches, races)
+        stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches)
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,13 @@ def _variant(
     off, why = (0.0, 0.0), ""
     for operation, sizes, host, truth in prepared:
         try:
-            for order in ORDERS:
-                found = _once(operation, variant, host, truth, order)
+            for order, races in sorted(RUNS, key=lambda run: run[1]):  # errors before races
+                with emulated(order, checks=Checks(races)):
+                    arrays = tuple(map(measure.uploaded, host))  # a launch keeps none alive
+                    bound = _bound(operation, variant, arrays)
+                    measure.poison(bound.out, arrays)
+                    found = measure.errors(np.asarray(bound.run()), truth)
                 off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
-            _once(operation, variant, host, truth, ORDERS[0], races=True)
         except InputError as error:
             prefix = f"{operation.name} variant {variant.name}: "
             why = why or str(error).removeprefix(prefix)
@@ -191,24 +194,7 @@ def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> N
             for operation, _, host, _ in prepared:
                 with suppress(InputError, KernelError):  # which `_variant` reports
                     arrays = tuple(map(measure.uploaded, host))
-                    launches = _bound(operation, variant, arrays).launches
-                    for races in (False, True):
-                        stand_in.compile_ahead(launches, races)
-
-
-def _once(
-    operation: Operation,
-    variant: Variant,
-    host: tuple[Any, ...],
-    truth: measure.Truth,
-    order: Order,
-    races: bool = False,
-) -> tuple[float, float]:
-    with emulated(order, checks=Checks(races)):
-        arrays = tuple(map(measure.uploaded, host))  # a launch does not keep them alive
-        bound = _bound(operation, variant, arrays)
-        measure.poison(bound.out, arrays)
-        return measure.errors(np.asarray(bound.run()), truth)
+                    stand_in.compile_ahead(_bound(operation, variant, arrays).launches)
 
 
 def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:

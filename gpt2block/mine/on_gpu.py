@@ -64,17 +64,15 @@ def run(job: Job) -> Iterator[Checked | Finding | Raced]:
 def serve(send: Send, job: Job) -> None:
     """In the child: check, then time."""
     try:
-        _serve(send, job)
+        if _compiled(send, job) and _right(send, job):
+            _race(send, job)
     except (DeviceError, InputError) as error:
         send(type(error)(str(error)))
 
 
-def _serve(send: Send, job: Job) -> None:
-    kernel = job.kernel
-    if not _compiled(send, job) or not _right(send, job):
-        return
+def _race(send: Send, job: Job) -> None:
     send(Stage(f"the race at {described(job.sizes)}", RACE_S))
-    raced = kernel.as_operation()
+    raced = job.kernel.as_operation()
     variants = [each for each in raced.variants if each.name in (*job.variants, MINE)]
     ceiling = ceilings.measured(CEILINGS)
     try:
@@ -106,7 +104,7 @@ def _right(send: Send, job: Job) -> bool:
     for case in job.cases:
         send(Stage(f"the check at {described(case.sizes)}", job.check_s))
         try:
-            found, _ = check.compare(job.kernel, case, guarded=True)
+            found = check.compare(job.kernel, case, guarded=True)
         except InputError:
             raise
         except Exception as error:
