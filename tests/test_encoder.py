@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.ops.encoder import OPERATION
-from tests.devices import moved, on_every_backend, on_every_device, outputs
+from gpt2block.weights.matrix import WeightMatrix
+from tests import plain
+from tests.devices import (
+    combinations,
+    moved,
+    on_every_backend,
+    on_every_device,
+    outputs,
+    running_on,
+)
+from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -98,6 +108,49 @@ def test_an_id_without_a_row_becomes_nan(where: str, variant: str, wrong: int) -
     expected[1, 4] = np.nan
     ids[1, 4] = wrong
     np.testing.assert_array_equal(evaluate(where, variant, ids, wte, wpe), expected)
+
+
+# --- encoder_rows --------------------------------------------------------------------------------
+
+
+def test_encoder_rows_by_hand() -> None:
+    ids, positions = np.array([4, 0, 4]), np.array([0, 6, 2])
+    wte, wpe = normal(0, 5, 3), normal(1, 7, 3)
+    got = reference.encoder_rows(ids, positions, wte, wpe)
+    for n in range(3):
+        for c in range(3):
+            assert got[n, c] == wte[ids[n], c] + wpe[positions[n], c]
+    stored = WeightMatrix.quantize(wte, "float8_e4m3fn", "NK")
+    got = reference.encoder_rows(ids, positions, stored, wpe)
+    np.testing.assert_array_equal(got, stored.dequantized().T[ids] + wpe[positions])
+
+
+def test_a_wpe_of_another_width_is_refused() -> None:
+    with running_on("forward") as device:
+        rows, table = device.zeros(5, "int32"), device.zeros((5, 48), "float32")
+        with pytest.raises(InputError, match=r"positions: expected shape \(5,\)"):
+            ops.encoder_rows(rows, rows[:2], table, table)
+        with pytest.raises(InputError, match=r"wpe: expected shape \(\d+, 48\), got \(5, 40\)"):
+            ops.encoder_rows(rows, rows, table, device.zeros((5, 40), "float32"))
+
+
+@combinations(
+    times=1, C=[24, 10, 7], dtype=["float8_e4m3fn", "float32", "bfloat16", "float16", "float8_e5m2"]
+)
+def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
+    V, n_ctx = 6, 9
+    ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
+    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
+    wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
+    wpe = normal(1, n_ctx, C)
+    scale = None if wte.scale is None else device.asarray(wte.scale)
+    moved = WeightMatrix(device.asarray(wte.data), dtype, scale, "NK")
+    rows = device.asarray(ids), device.asarray(positions)
+    out = ops.encoder_rows(*rows, moved, device.asarray(wpe)).get()
+    assert np.isnan(out[3:]).all()
+    table = wte.dequantized().T
+    truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
+    plain.assert_as_accurate(out[:3], truth, table[ids[:3]] + wpe[positions[:3]])
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------
