@@ -384,10 +384,6 @@ def test_bad_input(device: Any) -> None:
     long = device.zeros((400_000, 12), "float32")  # 640 GB of scores
     wide = device.zeros((5, 900), "float32")
     for args, options, message in (
-        ((x.get(), 2), {}, "qkv: expected a CuPy array, got ndarray"),
-        ((x.astype("float16"), 2), {"variant": "mha"}, "qkv: expected float32, got float16"),
-        ((x[0], 2), {}, r"qkv: expected shape \(\.\.\., T, W\), got \(48,\)"),
-        ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 0), {}, "n_head: expected a number of heads, got 0"),
         ((x, 2), {"variant": "flash"}, "unknown variant 'flash': expected one of mha, naive, onl"),
         ((x, 2), {"variant": "online", "block": 48}, "block size 48: expected one of 32, 64, 128"),

@@ -21,7 +21,6 @@ from tests.devices import (
     on_every_backend,
     on_every_device,
     outputs,
-    running_on,
 )
 from tests.plain import normal
 
@@ -125,15 +124,6 @@ def test_encoder_rows_by_hand() -> None:
     np.testing.assert_array_equal(got, stored.dequantized().T[ids] + wpe[positions])
 
 
-def test_a_wpe_of_another_width_is_refused() -> None:
-    with running_on("forward") as device:
-        rows, table = device.zeros(5, "int32"), device.zeros((5, 48), "float32")
-        with pytest.raises(InputError, match=r"positions: expected shape \(5,\)"):
-            ops.encoder_rows(rows, rows[:2], table, table)
-        with pytest.raises(InputError, match=r"wpe: expected shape \(\d+, 48\), got \(5, 40\)"):
-            ops.encoder_rows(rows, rows, table, device.zeros((5, 40), "float32"))
-
-
 @combinations(
     times=1, C=[24, 10, 7], dtype=["float8_e4m3fn", "float32", "bfloat16", "float16", "float8_e5m2"]
 )
@@ -207,11 +197,7 @@ def test_bad_input() -> None:
         ((negative, wte, wpe), {}, r"ids: id -1 at 1: expected 0 to 19"),
         ((ids.astype(float), wte, wpe), {}, "ids: expected integers, got float64"),
         ((np.zeros((2, 0), int), wte, wpe), {}, "ids: expected at least one element"),
-        ((cp.zeros((2, 5), "int64"), wte, wpe), {}, "ids: expected int32, got int64"),
         ((np.zeros(7, int), wte, wpe), {}, "ids: 7 positions, but wpe has 6 rows"),
-        ((ids, wte, cp.zeros((6, 47), "float32")), {}, r"wpe: expected shape \(6, 48\)"),
-        ((ids, wte.get(), wpe), {}, "wte: expected a CuPy array, got ndarray"),
-        ((ids, wte[0], wpe), {}, r"wte: expected shape \(V, C\)"),
         ((ids, odd, odd), {"variant": 3}, "variant 3: expected C to be a multiple of 4, got 5"),
         ((ids, wte, wpe), {"variant": 7}, "unknown variant 7: expected one of 1, 2, 3"),
         ((ids, wte, wpe), {"block": 33}, "block size 33: expected one of 32, 64"),

@@ -35,9 +35,9 @@ from gpt2block.ops._attention_tiles import (
     heads_defines,
     hopper_geometry,
     mma_geometry,
+    mma_stage,
     online_geometry,
     tensor_heads_defines,
-    two_part_bytes,
     two_part_geometry,
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -62,12 +62,6 @@ BLOCK = 256  # threads of mha, and by default of naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
 MMA_THREADS = 128  # of a block of either of `MMA_TILES`
-
-
-def mha_geometry(B: int, T: int, NH: int, HS: int, causal: bool, NKV: int) -> Geometry:
-    """One block per query and head, with a row of scores in shared memory."""
-    kernel = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
-    return Geometry(kernel, (T, NH, B), (BLOCK,), 4 * T, heads_defines(NH, NKV, HS))
 
 
 def naive_geometry(
@@ -125,10 +119,15 @@ def _fit_online(c: Call) -> None:
 
 
 def _fit_mha(c: Call) -> Geometry:
-    """Also the limits of the grid's third axis, and of a row of scores in shared memory."""
+    """One block per query and head, with a row of scores in shared memory.
+
+    Also the limits of the grid's third axis, and of that row.
+    """
     _fit_online(c)
     unfit(c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
-    geometry = mha_geometry(c.B, c.T, c.n_head, c.HS, c.causal, c.n_kv_head)
+    kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
+    defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
+    geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     unfit(
@@ -408,8 +407,11 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
 
 
 def two_part_fits(head_size: int) -> bool:
-    """Whether the current device has the shared memory for two-part heads of this size."""
-    return two_part_bytes(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
+    """Whether the current device has the shared memory for two-part heads of this size.
+
+    For the smallest tile of `two_part_geometry`: 64 queries, and the two parts of K and V twice.
+    """
+    return 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
 OPERATION = Operation(
