@@ -9,9 +9,9 @@ tensor cores take no others, and so does the result. Scores, sums and the quotie
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -48,7 +48,7 @@ from tests.gpus import A100, H200, RTX, Gpu, cupy_with, large_memory
 
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-MODULE = sys.modules[bind_attention.__module__]
+MODULE = import_module("gpt2block.ops.attention")
 # One warp, and two with two fragments each: the shim's time goes with the warps. Both, and the
 # tiles that GPUs get, must give the same bits.
 SMALL, PAIR = Tile(1, 1, 3, 1, 1), Tile(2, 2, 2, 1, 1)
