@@ -34,17 +34,17 @@ on_one_of_each = pytest.mark.parametrize("where", ["numpy", ORDERS[-1], GPU])
 H200 = 132  # multiprocessors
 
 
-def combinations(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """`device` and other parameters: on a GPU all combinations, on the emulator a part of them.
 
-    There each one may be a program to compile. Each value of the longest axis is taken twice, with
-    the others in turn: with different values of each of them.
+    There each one may be a program to compile. Each value of the longest axis is taken twice, or so
+    many times, with the others in turn: with different values of each of them.
     """
     values = list(axes.values())
     longest = max(map(len, values))
     some = {
         tuple(axis[(i + again * (n > 0)) % len(axis)] for n, axis in enumerate(values)): None
-        for again in range(2)
+        for again in range(times)
         for i in range(longest)
     }
     cases = [(SOMEWHERE[0], case) for case in some]

@@ -1,13 +1,17 @@
-"""Attention over a kv_cache, the cache, and rows' embeddings: on the CPU and on a GPU."""
+"""Attention over a kv_cache of every dtype, with grouped queries and without, and what fills it.
+
+On the CPU emulator and on a GPU. Results are compared with float64 over the numbers that the cache
+holds, with those of a sequence alone, and with the same attention over repeated heads of K and V.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -17,58 +21,62 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.cuda.kernels import FP8, Geometry
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
+from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import (
+    APPEND,
     ATTENTION_PACKED,
     ATTENTION_SPLIT,
+    KV_APPEND,
+    KV_ROUND,
+    SPLIT,
+    TILES,
     append_geometry,
     split_geometry,
     tiles_geometry,
 )
-from gpt2block.weights.matrix import WeightMatrix
-from tests import plain
-from tests.devices import every_device, on_gpu, one_order, running_on, set_attributes
+from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
+from gpt2block.weights.two_part import TwoPartMatrix
+from tests import gpus, plain
+from tests.caches import (
+    DTYPES,
+    FORMATS,
+    KINDS,
+    Cache,
+    Heads,
+    assert_right,
+    exact,
+    plainly,
+    random_cache,
+    row_width,
+    widened,
+)
+from tests.compiling import Job, assert_clean
+from tests.devices import (
+    assert_same_bits,
+    combinations,
+    every_device,
+    on_gpu,
+    one_order,
+    running_on,
+    set_attributes,
+)
 from tests.plain import normal
+from tests.test_terms import terms as terms_of
 
 Array = NDArray[Any]
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-H200 = 232448  # bytes of shared memory that a block can have
+H200 = gpus.H200["most_shared"]
 MODULE = sys.modules[split_geometry.__module__]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-few = settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+few = settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def cache(seed: int, lengths: list[int], n_ctx: int, C: int, dtype: str) -> tuple[Array, Array]:
-    """Keys and values; NaN where no sequence has any."""
-    k, v = normal(seed, 2, len(lengths), n_ctx, C).astype(DTYPES[dtype])
-    for b, length in enumerate(lengths):
-        k[b, length:] = v[b, length:] = np.nan
-    return k, v
-
-
-def exact(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
-    """(T, C), in float64."""
-    q, k, v = (a[: start + len(q)].astype(np.float64) for a in (q, k, v))
-    return np.asarray(reference.attention_cached(q, k, v, start, n_head))
-
-
-def plainly(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
-    """As plain.attention, with queries that begin at a position."""
-    T, C = q.shape
-    n = start + T
-    heads = [a.astype(np.float32).reshape(-1, n_head, C // n_head) for a in (q, k[:n], v[:n])]
-    q, k, v = (head.swapaxes(0, 1) for head in heads)
-    scores = plain.product(q, k.swapaxes(1, 2)) / np.float32(math.sqrt(C // n_head))
-    scores = np.where(np.tri(T, n, start, dtype=bool), scores, np.float32(-np.inf))
-    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    out = plain.product(p, v) / plain.running_sum(p)
-    return np.ascontiguousarray(out.swapaxes(0, 1)).reshape(T, C)
-
-
-def assert_right(got: Array, q: Array, k: Array, v: Array, start: int, n_head: int) -> None:
-    expected = exact(q, k, v, start, n_head), plainly(q, k, v, start, n_head)
-    plain.assert_as_accurate(got, *expected)
+@pytest.fixture
+def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
+    return device
 
 
 # --- NumPy
@@ -100,37 +108,24 @@ def test_attention_cached_by_hand() -> None:
             np.testing.assert_allclose(got[t, part], expected / sum(weights), rtol=1e-5)
 
 
-def test_encoder_rows_by_hand() -> None:
-    ids, positions = np.array([4, 0, 4]), np.array([0, 6, 2])
-    wte, wpe = normal(0, 5, 3), normal(1, 7, 3)
-    got = reference.encoder_rows(ids, positions, wte, wpe)
-    for n in range(3):
-        for c in range(3):
-            assert got[n, c] == wte[ids[n], c] + wpe[positions[n], c]
-    stored = WeightMatrix.quantize(wte, "float8_e4m3fn", "NK")
-    got = reference.encoder_rows(ids, positions, stored, wpe)
-    np.testing.assert_array_equal(got, stored.dequantized().T[ids] + wpe[positions])
-
-
 # --- split: one query a sequence
 
 
-def split(
-    device: Any, q: Array, k: Array, v: Array, position: Array, n_head: int, **forced: int
-) -> Array:
+def split(device: Any, q: Array, held: Cache, position: Array, **forced: int) -> Array:
     """Every run, of three on a GPU, gives the same bits. The cache has the sequences backwards.
 
     forced: constants of the kernel other than the chosen ones, as `forced_geometry` takes them.
     """
     row = np.arange(len(q), dtype=np.int32)[::-1]
-    backwards = (np.ascontiguousarray(array) for array in (q, k[::-1], v[::-1], row, position))
-    inputs = tuple(map(device.asarray, backwards))
-    results = []
+    backwards = held.of(slice(None, None, -1))
+    arrays = q, backwards.k, backwards.v, np.ascontiguousarray(row), position
+    inputs, results = tuple(map(device.asarray, arrays)), []
     with pytest.MonkeyPatch.context() as patch:
         if forced:
             chosen = partial(forced_geometry, forced)
             patch.setattr(MODULE, "split_geometry", chosen)
-        bound = ATTENTION_SPLIT.bind(inputs, n_head=n_head)
+        options: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype}
+        bound = ATTENTION_SPLIT.bind(inputs, **options)
     for _ in range(1 if replaced() else 3):
         bound.out.fill(np.nan)
         results.append(bound.run().get())
@@ -151,14 +146,14 @@ def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
 
 
 def edited_split(
-    source: loader.Source, order: loader.Order, q: Array, k: Array, v: Array, position: Array
+    source: loader.Source, order: loader.Order, q: Array, held: Cache, position: Array
 ) -> Array:
-    """Of three heads, by an edited kernel."""
-    (B, n_ctx, C), n_head = k.shape, 3
-    out = np.full((B, C), np.nan, np.float32)
-    geometry = split_geometry(B, n_ctx, n_head, n_head, C // n_head, k.itemsize, 4, H200, False)
-    args = [q, k, v, np.arange(B, dtype=np.int32), position, B, n_ctx, out]
-    launch_edited(source, order, geometry, args, k.dtype.name)
+    """By an edited kernel."""
+    B, n_ctx, _ = held.k.shape
+    out = np.full(q.shape, np.nan, np.float32)
+    geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
+    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, out]
+    launch_edited(source, order, geometry, args, held.kind)
     return out
 
 
@@ -170,93 +165,107 @@ def launch_edited(
     loader.run(source, geometry.kernel, geometry.grid, geometry.block, args, **options)
 
 
+def decoding(
+    heads: Heads, positions: list[int], n_ctx: int, kind: str
+) -> tuple[Array, Cache, Array]:
+    """Queries, a cache with the keys that they see, and their positions."""
+    held = random_cache(heads, [min(at, n_ctx - 1) + 1 for at in positions], n_ctx, kind)
+    q = normal(1, len(positions), heads[0] * heads[2])
+    return q, held, np.array(positions, np.int32)
+
+
 def assert_split_right(
-    device: Any, positions: list[int], n_ctx: int, n_head: int, size: int, dtype: str
+    device: Any, positions: list[int], n_ctx: int, heads: Heads, kind: str
 ) -> None:
-    lengths = [min(at, n_ctx - 1) + 1 for at in positions]
-    k, v = cache(size, lengths, n_ctx, n_head * size, dtype)
-    q, position = normal(1, len(positions), n_head * size), np.array(positions, np.int32)
-    got = split(device, q, k, v, position, n_head)
-    for b, length in enumerate(lengths):
-        if length:
-            assert_right(got[b, None], q[b, None], k[b], v[b], length - 1, n_head)
+    q, held, position = decoding(heads, positions, n_ctx, kind)
+    got = split(device, q, held, position)
+    for b, at in enumerate(positions):
+        if at >= 0:
+            one = slice(b, b + 1)
+            assert_right(got[one], q[one], held, b, min(at, n_ctx - 1))
         else:
             assert np.isnan(got[b]).all(), "a query without keys was written"
 
 
 @every_device
-@every_dtype
-def test_split_over_positions(device: Any, dtype: str) -> None:
-    assert_split_right(device, [0, 1, 31, 32, 63, 127, 149, 150, -1], 150, 1, 64, dtype)
+@every_kind
+def test_split_over_positions(device: Any, kind: str) -> None:
+    positions = [0, 1, 31, 32, 63, 127, 149, 150, -1]
+    assert_split_right(device, positions, 150, (1, 1, 64), kind)
 
 
-@every_device
-@few
-@given(
-    position=st.integers(0, 140),
-    heads=st.sampled_from([(3, 16), (2, 7), (5, 2), (3, 20), (2, 48)]),
-    dtype=st.sampled_from(list(DTYPES)),
-)
-@example(position=0, heads=(2, 1), dtype="float16")
-@example(position=139, heads=(2, 25), dtype="bfloat16")
-def test_split_of_any_head(device: Any, position: int, heads: tuple[int, int], dtype: str) -> None:
-    assert_split_right(device, [position, 5], 139, *heads, dtype)
+SPLIT_HEADS = [
+    *[(3, 3, 16), (2, 2, 1), (5, 5, 2), (3, 3, 7), (2, 2, 48)],
+    *[(1, 1, 256), (1, 1, 255), (1, 1, 250), (1, 1, 128), (8, 2, 64)],  # in several rounds
+    *[(3, 1, 256), (4, 2, 64), (14, 2, 8), (4, 2, 48), (3, 3, 25), (4, 1, 128)],
+]
 
 
-@one_order
-@pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "bfloat16"), (255, "float16")])
-def test_split_of_large_heads(device: Any, size: int, dtype: str) -> None:
-    """Each split in several rounds."""
-    assert_split_right(device, [129, 40], 131, 1, size, dtype)
+@combinations(times=1, heads=SPLIT_HEADS, kind=KINDS)
+def test_split_of_any_head(device: Any, heads: Heads, kind: str) -> None:
+    assert_split_right(device, [129, 5, 40], 131, heads, kind)
 
 
-@one_order
-@every_dtype
-def test_split_alone_and_in_a_batch(device: Any, dtype: str) -> None:
-    k, v = cache(0, [140, 3, 128], 141, 48, dtype)
-    q, position = normal(1, 3, 48), np.array([139, 2, 127], np.int32)
-    together = split(device, q, k, v, position, 3)
+@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64), (2, 2, 64)], kind=KINDS)
+def test_split_alone_and_in_a_batch(device: Any, heads: Heads, kind: str) -> None:
+    """Also in a longer cache, and with repeated heads of K and V."""
+    q, held, position = decoding(heads, [139, 2, 127], 141, kind)
+    together = split(device, q, held, position)
     for b in (0, 2):
         one = slice(b, b + 1)
-        alone = split(device, q[one], k[one], v[one], position[one], 3)
+        alone = split(device, q[one], held.of(one), position[one])
         np.testing.assert_array_equal(alone, together[one])
-    # and in a longer cache
-    wide_k, wide_v = (np.concatenate([a] + [np.full_like(a, np.nan)] * 7, axis=1) for a in (k, v))
-    np.testing.assert_array_equal(split(device, q, wide_k, wide_v, position, 3), together)
+    longer = split(device, q, held.longer(7 * 141), position)
+    np.testing.assert_array_equal(longer, together)
+    if not held.kv_dtype:  # there teams have another order of additions
+        np.testing.assert_array_equal(split(device, q, held.ungrouped(), position), together)
 
 
 @one_order
-@pytest.mark.parametrize(("heads", "dtype"), [((4, 8), "bfloat16"), ((2, 40), "float32")])
-def test_split_is_the_same_however_the_work_is_shared(
-    device: Any, heads: tuple[int, int], dtype: str
-) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kind"),
+    [
+        ((4, 4, 8), "bfloat16"),
+        ((2, 2, 40), "float32"),
+        ((5, 1, 8), "bfloat16"),  # teams of unequal size
+        ((2, 2, 16), "float8_e5m2"),
+        ((4, 1, 16), "float8_e4m3fn"),
+        *(
+            pytest.param(heads, kind, marks=pytest.mark.gpu)
+            for heads in ((12, 12, 64), (16, 4, 128))
+            for kind in FORMATS
+        ),
+    ],
+    ids=str,
+)
+def test_split_is_the_same_however_the_work_is_shared(device: Any, heads: Heads, kind: str) -> None:
     """Over two spans of 1,024 keys."""
-    n_head, C = heads[0], heads[0] * heads[1]
-    k, v = cache(0, [1100, 1024, 70], 1100, C, dtype)
-    q, position = normal(1, 3, C), np.array([1099, 1023, 69], np.int32)
-    right = split(device, q, k, v, position, n_head)
+    q, held, position = decoding(heads, [1099, 1023, 69], 1100, kind)
+    right = split(device, q, held, position)
     for b in range(3):
-        assert_right(right[b, None], q[b, None], k[b], v[b], int(position[b]), n_head)
-    choices = [{"AS_WARPS": 1}, {"AS_WARPS": 16}, {"AS_WARPS": 2, "AS_HEADS": 2}]
+        assert_right(right[b, None], q[b, None], held, b, int(position[b]))
+    choices = [{"AS_WARPS": 1}, {"AS_WARPS": 8 if held.kv_dtype else 16}]
+    if kind == "bfloat16" and heads[0] == heads[1]:
+        choices += [{"AS_WARPS": 2, "AS_HEADS": 2}]
     if not replaced() and compute_capability() >= 90:
         choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
-        choices += [{"AS_WARPS": 1, "AS_HEADS": 2, "AS_CLUSTER": 8}]
+        if heads[0] == heads[1]:
+            choices += [{"AS_WARPS": 1, "AS_HEADS": 2, "AS_CLUSTER": 8}]
     for forced in choices:
-        got = split(device, q, k, v, position, n_head, **forced)
-        np.testing.assert_array_equal(got, right)
+        np.testing.assert_array_equal(split(device, q, held, position, **forced), right)
 
 
 @one_order
 def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
-    k, v = cache(0, [40, 40], 40, 24, "float32")
+    held = random_cache((3, 3, 8), [40, 40], 40, "float32")
     q = normal(1, 6, 24)
     row = device.asarray(np.array([1, -1, 2, 0, 1, -7], np.int32))
     position = device.asarray(np.array([39, 5, 5, -1, 40, -1], np.int32))
     out = device.asarray(np.full((6, 24), np.nan, np.float32))
-    kept = tuple(map(device.asarray, (q, k, v)))
+    kept = tuple(map(device.asarray, (q, held.k, held.v)))
     got = ATTENTION_SPLIT.bind((*kept, row, position), out, n_head=3).run().get()
     for m in (0, 4):  # 40 counts as the last position
-        assert_right(got[m, None], q[m, None], k[1], v[1], 39, 3)
+        assert_right(got[m, None], q[m, None], held, 1, 39)
     assert np.isnan(got[[1, 2, 3, 5]]).all()
 
 
@@ -264,44 +273,80 @@ def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_split_of_values_that_are_not_finite(device: Any, value: float) -> None:
     """In V they reach the one channel they stand in; a key of -inf weighs nothing."""
-    k, v = cache(0, [140], 141, 48, "float32")
-    q, position = np.abs(normal(1, 1, 48)) + np.float32(0.1), np.array([139], np.int32)
-    clean = split(device, q, k, v, position, 3)
+    q, held, position = decoding((3, 3, 16), [139], 141, "float32")
+    q, k, v = np.abs(q) + np.float32(0.1), held.k, held.v
+    clean = split(device, q, held, position)
     v[0, 77, 19] = value
-    got = split(device, q, k, v, position, 3)
+    got = split(device, q, held, position)
     assert not np.isfinite(got[0, 19])
     np.testing.assert_array_equal(np.delete(got, 19, 1), np.delete(clean, 19, 1))
     v[0, 77, 19] = 0
     k[0, :130, 3] = -np.inf  # the first splits, whole
     q[0, 3] = 1
-    got = split(device, q, k, v, position, 3)
-    rest = exact(q[:, :16], k[0, 130:140, :16], v[0, 130:140, :16], 9, 1)
-    np.testing.assert_allclose(got[0, :16], rest[0], rtol=1e-5)
+    got = split(device, q, held, position)
+    rest = q[:, :16], k[0, 130:140, :16], v[0, 130:140, :16], 9, 1
+    plain.assert_as_accurate(got[:, :16], exact(*rest), plainly(*rest))
+
+
+@combinations(times=1, HS=[16, 3], kv_dtype=list(FORMATS))
+def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -> None:
+    """With one key, attention returns its value, channel by channel, infinity and NaN too."""
+    NH = -(-256 // HS)
+    C = NH * HS
+    codes = np.resize(np.arange(256, dtype=np.uint8), (1, 1, C))
+    k, v = device.asarray(np.zeros_like(codes)), device.asarray(codes)
+    q, zero = device.asarray(normal(0, 1, C)), device.asarray(np.zeros(1, np.int32))
+    expected = widened(codes, kv_dtype)[0]
+    one = ops.attention_split(q, k, v, zero, zero, NH, kv_dtype).get()
+    np.testing.assert_array_equal(one, expected)
+    tiles = ops.attention_cached(q, k[0], v[0], 0, NH, kv_dtype).get()
+    np.testing.assert_array_equal(tiles, expected)
+    code_of_key = np.zeros((1, 2, C), np.uint8)
+    code_of_key[:, 1] = codes[:, 0]  # a key of NaN or infinity makes its own head NaN
+    two = device.asarray(np.repeat(codes, 2, axis=1) & 0x30)
+    position = device.asarray(np.ones(1, np.int32))
+    got = ops.attention_split(q, device.asarray(code_of_key), two, zero, position, NH, kv_dtype)
+    own = np.isfinite(widened(codes, kv_dtype)).reshape(NH, HS).all(axis=1)
+    finite = np.isfinite(got.get()).reshape(NH, HS).all(axis=1)
+    assert finite[own].all()
+    if kv_dtype == "float8_e4m3fn":
+        assert not finite[~own].any()
+
+
+@combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
+def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
+    """Of any 16-bit dtype, whatever the cache holds."""
+    held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
+    row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
+    inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
+    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
+    order = Terms(kind, width)
+    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
+    assert_same_bits(made, terms_of(floats, kind, width))
 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """As if the position had been another one before the kernel in front ended."""
-    shipped = loader.Source.shipped("attention/decode.cu")
+    shipped = loader.Source.shipped(SPLIT)
     text = shipped.edited("load_racing(position + query)", "position[1]").text  # after the row's
     instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
     for hint in (-1, 0, 127, 128, 139):
-        k, v = cache(0, [130 if hint < 139 else 140], 140, 48, "bfloat16")
+        held = random_cache((3, 3, 16), [130 if hint < 139 else 140], 140, "bfloat16")
         q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
         with running_on("shuffled") as device:
-            right = split(device, q, k, v, position[:1], 3)
-        again = edited_split(source, "shuffled", q, k, v, position)
+            right = split(device, q, held, position[:1])
+        again = edited_split(source, "shuffled", q, held, position)
         np.testing.assert_array_equal(again, right)
 
 
 def test_split_without_its_barrier_shows() -> None:
-    shipped = loader.Source.shipped("attention/decode.cu")
+    shipped = loader.Source.shipped(SPLIT)
     racing = shipped.edited("    } else {\n        __syncthreads();\n", "    } else {\n")
-    k, v = cache(0, [128], 128, 48, "float32")
-    q, position = normal(1, 1, 48), np.array([127], np.int32)
+    q, held, position = decoding((3, 3, 16), [127], 128, "float32")
     with running_on("forward") as device:
-        right = split(device, q, k, v, position, 3)
-    racing_outs = (edited_split(racing, order, q, k, v, position) for order in loader.ORDERS)
+        right = split(device, q, held, position)
+    racing_outs = (edited_split(racing, order, q, held, position) for order in loader.ORDERS)
     assert not all(np.array_equal(out, right) for out in racing_outs)
 
 
@@ -309,136 +354,131 @@ def test_split_without_its_barrier_shows() -> None:
 
 
 def packed(
-    device: Any, qkv: Array, k: Array, v: Array, lengths: list[int], start: list[int], n_head: int
+    device: Any, qkv: Array, held: Cache, lengths: list[int], start: list[int], longest: int = 0
 ) -> Array:
     """On a GPU twice, with the same bits."""
     seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
+    NH, _, HS = held.heads
+    options: Any = {"n_head": NH, "kv_dtype": held.kv_dtype}
     results = []
     for _ in range(1 if replaced() else 2):
-        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
-        out = device.asarray(np.full((len(qkv), k.shape[-1]), np.nan, qkv.dtype))
-        bound = ATTENTION_PACKED.bind(inputs, out, n_head=n_head, longest=max(lengths))
+        inputs = tuple(map(device.asarray, (qkv, held.k, held.v, seams, starts)))
+        out = device.asarray(np.full((len(qkv), NH * HS), np.nan, qkv.dtype))
+        bound = ATTENTION_PACKED.bind(inputs, out, longest=longest or max(lengths), **options)
         results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[-1])
+    assert_same_bits(results[0], results[-1])
     result: Array = results[0]
     return result
 
 
+def prompts(
+    heads: Heads, lengths: list[int], start: list[int], kind: str
+) -> tuple[Array, Cache, list[slice]]:
+    """Rows, the cache of their keys, and the rows of each sequence."""
+    ends = [s + n for s, n in zip(start, lengths, strict=True)]
+    held = random_cache(heads, ends, max(ends) + 2, kind)
+    qkv = normal(3, sum(lengths), row_width(heads))
+    qkv[:, heads[0] * heads[2] :] = np.nan  # K and V come from the cache
+    at = np.cumsum([0, *lengths]).tolist()
+    return qkv, held, [slice(*pair) for pair in pairwise(at)]
+
+
 def assert_packed_right(
-    device: Any, lengths: list[int], start: list[int], n_head: int, size: int, dtype: str
-) -> None:
-    C, ends = n_head * size, [s + n for s, n in zip(start, lengths, strict=True)]
-    k, v = cache(size, ends, max(ends) + 2, C, dtype)
-    qkv = normal(3, sum(lengths), 3 * C)
-    qkv[:, C:] = np.nan  # K and V come from the cache
-    got, row = packed(device, qkv, k, v, lengths, start, n_head), 0
-    for b, length in enumerate(lengths):
-        if length:
-            rows = slice(row, row + length)
-            assert_right(got[rows], qkv[rows, :C].copy(), k[b], v[b], start[b], n_head)
-        row += length
+    device: Any, lengths: list[int], start: list[int], heads: Heads, kind: str
+) -> Array:
+    qkv, held, rows = prompts(heads, lengths, start, kind)
+    got = packed(device, qkv, held, lengths, start)
+    for b, own in enumerate(rows):
+        if lengths[b]:
+            q = qkv[own, : heads[0] * heads[2]].copy()
+            assert_right(got[own], q, held, b, start[b])
+    return got
 
 
 @every_device
-@every_dtype
-def test_packed_rows(device: Any, dtype: str) -> None:
-    assert_packed_right(device, [3, 0, 70, 1], [0, 9, 5, 66], 2, 16, dtype)
+@every_kind
+def test_packed_rows(device: Any, kind: str) -> None:
+    assert_packed_right(device, [3, 0, 70, 1], [0, 9, 5, 66], (2, 2, 16), kind)
 
 
-@every_device
+PACKED_HEADS = [
+    *[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7)],
+    *[(1, 1, 256), (1, 1, 250), (2, 1, 80), (4, 2, 24)],
+]
+
+
+@combinations(times=1, heads=PACKED_HEADS, kind=KINDS)
+def test_packed_rows_of_any_head(device: Any, heads: Heads, kind: str) -> None:
+    """With the same bits alone; from rows of 16 bits, those of float32 rounded once."""
+    lengths, start = [3, 0, 37, 1], [0, 9, 5, 66]
+    got = assert_packed_right(device, lengths, start, heads, kind)
+    qkv, held, rows = prompts(heads, lengths, start, kind)
+    alone = packed(device, qkv[rows[2]], held.of([2]), [37], [5])
+    np.testing.assert_array_equal(alone, got[rows[2]])
+    kinds = ["float16", "bfloat16"] if held.kv_dtype else [kind][kind == "float32" :]
+    for dtype in kinds[:1] if replaced() else kinds:
+        narrow = qkv.astype(DTYPES[dtype])
+        wide = packed(device, narrow.astype(np.float32), held, lengths, start)
+        got = packed(device, narrow, held, lengths, start)
+        assert_same_bits(got, wide.astype(DTYPES[dtype]))
+
+
+@one_order
 @few
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
     start=st.integers(0, 70),
-    heads=st.sampled_from([(3, 16), (2, 7), (1, 64), (2, 12), (1, 80)]),
-    dtype=st.sampled_from(list(DTYPES)),
+    kind=st.sampled_from(["bfloat16", "float8_e5m2"]),
 )
-@example(lengths=[135], start=0, heads=(1, 64), dtype="bfloat16")
-@example(lengths=[5], start=64, heads=(2, 12), dtype="float16")
-def test_packed_rows_of_any_length(
-    device: Any, lengths: list[int], start: int, heads: tuple[int, int], dtype: str
-) -> None:
-    assert_packed_right(device, lengths, [start + b for b in range(len(lengths))], *heads, dtype)
+@example(lengths=[135], start=0, kind="bfloat16")
+def test_packed_rows_of_any_length(device: Any, lengths: list[int], start: int, kind: str) -> None:
+    start_of_each = [start + b for b in range(len(lengths))]
+    assert_packed_right(device, lengths, start_of_each, (2, 2, 16), kind)
 
 
 @one_order
-@pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "float16")])
-def test_packed_rows_of_large_heads(
-    device: Any, size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
-    assert_packed_right(device, [40, 3], [3, 70], 1, size, dtype)
-
-
-@one_order
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [((2, 64), "bfloat16"), ((3, 16), "float16"), ((2, 12), "bfloat16"), ((1, 7), "float16")],
-)
-def test_packed_rows_of_16_bits(device: Any, heads: tuple[int, int], dtype: str) -> None:
-    """What the same numbers give as float32, rounded once."""
-    C, lengths, start = heads[0] * heads[1], [3, 0, 70, 1], [0, 9, 5, 66]
-    k, v = cache(1, [s + n for s, n in zip(start, lengths, strict=True)], 80, C, dtype)
-    qkv = normal(3, sum(lengths), 3 * C).astype(DTYPES[dtype])
-    qkv[:, C:] = np.nan
-    got = packed(device, qkv, k, v, lengths, start, heads[0])
-    wide = packed(device, qkv.astype(np.float32), k, v, lengths, start, heads[0])
-    assert got.dtype == DTYPES[dtype]
-    np.testing.assert_array_equal(got, wide.astype(DTYPES[dtype]))
-
-
-@one_order
-@every_dtype
-def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(device: Any, dtype: str) -> None:
-    C, lengths, start = 32, [75, 0, 40, 133], [0, 7, 90, 0]
-    k, v = cache(0, [s + n for s, n in zip(start, lengths, strict=True)], 140, C, dtype)
-    qkv = normal(1, sum(lengths), 3 * C)
-    together = np.split(packed(device, qkv, k, v, lengths, start, 2), np.cumsum(lengths)[:-1])
-    own = np.split(qkv, np.cumsum(lengths)[:-1])
-    for b in (0, 2, 3):
-        one = slice(b, b + 1)
-        alone = packed(device, own[b], k[one], v[one], lengths[one], start[one], 2)
-        np.testing.assert_array_equal(alone, together[b])
-    one, pieces, at = slice(3, 4), [1, 62, 5, 65], 0
-    for n in pieces:
-        rows = own[3][at : at + n].copy()
-        got = packed(device, rows, k[one], v[one], [n], [at], 2)
-        np.testing.assert_array_equal(got, together[3][at : at + n])
+@every_kind
+def test_a_sequence_gets_its_bits_in_pieces(device: Any, kind: str) -> None:
+    qkv, held, rows = prompts((2, 2, 16), [75, 0, 40, 133], [0, 7, 90, 0], kind)
+    together, at = packed(device, qkv, held, [75, 0, 40, 133], [0, 7, 90, 0]), rows[3].start
+    for n in (1, 62, 5, 65):
+        piece = slice(at, at + n)
+        got = packed(device, qkv[piece].copy(), held.of([3]), [n], [at - rows[3].start])
+        np.testing.assert_array_equal(got, together[piece])
         at += n
 
 
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    k, v = cache(0, [90], 90, 64, "bfloat16")
-    qkv = normal(1, 90, 3 * 64)
+    qkv, held, _ = prompts((1, 1, 64), [90], [0], "bfloat16")
     geometry = tiles_geometry(1, 90, 1, 1, 64, 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     with running_on("forward") as device:
-        right = packed(device, qkv, k, v, [90], [0], 1)
+        right = packed(device, qkv, held, [90], [0])
         monkeypatch.setattr(MODULE, "tiles_geometry", lambda *_: geometry)
-        np.testing.assert_array_equal(packed(device, qkv, k, v, [90], [0], 1), right)
+        np.testing.assert_array_equal(packed(device, qkv, held, [90], [0]), right)
 
 
 def test_what_lies_outside_is_left_out() -> None:
     """Sequences beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
     C, n_ctx = 32, 20
-    k, v = cache(0, [n_ctx] * 3, n_ctx, C, "float32")
+    held = random_cache((2, 2, 16), [n_ctx] * 3, n_ctx, "float32")
     qkv = normal(1, 30, 3 * C)
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
     with running_on("forward") as device:
-        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
+        inputs = tuple(map(device.asarray, (qkv, held.k, held.v, seams, starts)))
         out = ATTENTION_PACKED.bind(inputs, n_head=2, longest=30).run().get()
-    assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
-    assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
+    assert_right(out[:12], qkv[:12, :C].copy(), held, 0, 0)
+    assert_right(out[12:17], qkv[12:17, :C].copy(), held, 1, 15)
     assert np.isnan(out[17:]).all()
 
 
 def test_widening_before_the_barrier_is_needed() -> None:
     """The pieces that others widen are there behind the block's barriers alone."""
-    shipped = loader.Source.shipped("attention/cached.cu")
-    k, v = cache(0, [130], 130, 32, "bfloat16")
-    qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
+    shipped = loader.Source.shipped(TILES)
+    qkv, held, _ = prompts((2, 2, 16), [130], [0], "bfloat16")
+    seams, starts = np.array([0, 130], np.int32), np.zeros(1, np.int32)
     with running_on("forward") as device:
-        right = packed(device, qkv, k, v, [130], [0], 2)
+        right = packed(device, qkv, held, [130], [0])
     geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
@@ -446,8 +486,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
         different = False
         for order in loader.ORDERS:
             out = np.full((130, 32), np.nan, np.float32)
-            seams = np.array([0, 130], np.int32)
-            args = [qkv, k, v, seams, starts, out, 96, 130, 130, 1, 0]
+            args = [qkv, held.k, held.v, seams, starts, out, 96, held.k.shape[1], 130, 1, 0]
             launch_edited(racing, order, geometry, args, "bfloat16")
             different |= not np.array_equal(out, right)
         assert different
@@ -456,47 +495,33 @@ def test_widening_before_the_barrier_is_needed() -> None:
 # --- append
 
 
-@one_order
-@every_dtype
-@pytest.mark.parametrize("C", [24, 14, 9])
-@pytest.mark.parametrize("narrow", [False, True])
-def test_append(device: Any, narrow: bool, C: int, dtype: str) -> None:
-    B, n_ctx = 3, 5
+@combinations(
+    heads=[(1, 1, 24), (2, 2, 7), (1, 1, 9), (4, 2, 8), (3, 1, 7), (8, 1, 128)], dtype=list(DTYPES)
+)
+def test_append(device: Any, heads: Heads, dtype: str) -> None:
+    """From rows in float32, and in the dtype of the cache; the last four are outside of it."""
     row = np.array([2, 0, 2, -1, 3, 1, 1], np.int32)
-    position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)  # the last four are outside
-    qkv = normal(0, 7, 3 * C).astype(DTYPES[dtype] if narrow else np.float32)
-    k, v = normal(1, 2, B, n_ctx, C).astype(DTYPES[dtype])
-    truth_k, truth_v = k.copy(), v.copy()
-    for n in range(3):
-        truth_k[row[n], position[n]] = qkv[n, C : 2 * C].astype(DTYPES[dtype])
-        truth_v[row[n], position[n]] = qkv[n, 2 * C :].astype(DTYPES[dtype])
-    arrays = [device.asarray(a) for a in (qkv, k, v, row, position)]
-    ops.kv_append(*arrays)
-    k, v = arrays[1].get(), arrays[2].get()
-    np.testing.assert_array_equal(k, truth_k)
-    np.testing.assert_array_equal(v, truth_v)
-
-
-# --- encoder_rows
+    position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)
+    for kind in {"float32", dtype}:
+        qkv = normal(0, 7, row_width(heads)).astype(DTYPES[kind])
+        k, v = normal(1, 2, 3, 5, heads[1] * heads[2]).astype(DTYPES[dtype])
+        arrays = [device.asarray(a) for a in (qkv, k, v, row, position)]
+        ops.kv_append(*arrays)
+        reference.kv_append(qkv[:3], k, v, row[:3], position[:3])
+        np.testing.assert_array_equal(arrays[1].get(), k)
+        np.testing.assert_array_equal(arrays[2].get(), v)
 
 
 @one_order
-@pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
-@pytest.mark.parametrize("C", [24, 10, 7])
-def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
-    V, n_ctx = 6, 9
-    ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
-    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
-    wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
-    wpe = normal(1, n_ctx, C)
-    scale = None if wte.scale is None else device.asarray(wte.scale)
-    moved = WeightMatrix(device.asarray(wte.data), dtype, scale, "NK")
-    rows = device.asarray(ids), device.asarray(positions)
-    out = ops.encoder_rows(*rows, moved, device.asarray(wpe)).get()
-    assert np.isnan(out[3:]).all()
-    table = wte.dequantized().T
-    truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
-    plain.assert_as_accurate(out[:3], truth, table[ids[:3]] + wpe[positions[:3]])
+def test_append_of_two_part_rows(device: Any) -> None:
+    row, position = np.array([1, 0, 1], np.int32), np.array([0, 4, 3], np.int32)
+    k, v = (device.asarray(np.zeros((2, 5, 16), np.float32)) for _ in range(2))
+    matrix = TwoPartMatrix.from_float32(device.asarray(normal(0, 3, 64)))
+    places = device.asarray(row), device.asarray(position)
+    KV_APPEND.bind((matrix, k, v, *places)).run()
+    joined = matrix.joined().get()
+    np.testing.assert_array_equal(k.get()[row, position], joined[:, 32:48])
+    np.testing.assert_array_equal(v.get()[row, position], joined[:, 48:])
 
 
 # --- launches
@@ -531,73 +556,107 @@ def test_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "size", "itemsize"),
-    [("sm_75", 64, 2), ("sm_90", 64, 2), ("sm_90", 250, 2), ("sm_90", 256, 4), ("sm_120", 128, 4)],
+    ("serves", "size", "limit", "queries"),
+    [
+        (1, 128, H200, 1),
+        (4, 128, H200, 4),
+        (8, 128, H200, 4),
+        (7, 64, H200, 4),
+        (5, 64, H200, 3),
+        (4, 128, 65536, 2),  # three would be teams of two as well
+        (4, 64, 49152, 4),
+    ],
 )
-def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    stored = kernels.stored_as("float32" if itemsize == 4 else "bfloat16")
-    tiles, split = (
-        tiles_geometry(1, 100, 2, 2, size, itemsize, H200),
-        split_geometry(1, 1024, 2, 2, size, itemsize, 132, H200, arch != "sm_75"),
-    )
-    for file, geometry in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
-        log = kernels.compile_for(file, arch, (*stored, *geometry.defines)).log
-        spills = [line for line in log.splitlines() if "spill" in line]
-        assert len(spills) == len(kernels.signatures(file))
-        assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+def test_heads_of_q_that_share_keys(serves: int, size: int, limit: int, queries: int) -> None:
+    geometry = split_geometry(1, 4096, 2 * serves, 2, size, 2, 132, limit, True)
+    assert dict(geometry.defines)["AS_QUERIES"] == queries
+    assert geometry.grid[1] == 2 * -(-serves // queries)
+    assert geometry.shared <= limit
+
+
+def test_no_spills() -> None:
+    jobs: list[Job] = []
+    for arch, kind, heads, files in (
+        ("sm_75", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_80", "bfloat16", (32, 8, 128), (SPLIT,)),
+        ("sm_80", "float8_e5m2", (12, 12, 64), (SPLIT, APPEND, ROPE_APPEND)),
+        ("sm_90", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_90", "bfloat16", (32, 8, 128), (SPLIT,)),
+        ("sm_90", "bfloat16", (2, 2, 250), (TILES, SPLIT)),
+        ("sm_90", "float32", (2, 2, 256), (TILES, SPLIT)),
+        ("sm_90", "float8_e5m2", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_90", "float8_e4m3fn", (32, 8, 128), (TILES, SPLIT, APPEND, ROPE_APPEND)),
+        ("sm_90", "float8_e5m2", (32, 32, 128), (SPLIT,)),
+        ("sm_90", "float8_e4m3fn", (8, 4, 64), (SPLIT,)),
+        ("sm_90", "float8_e5m2", (3, 3, 65), (TILES, SPLIT)),
+        ("sm_120", "float32", (2, 2, 128), (TILES, SPLIT)),
+        ("sm_120", "float8_e4m3fn", (12, 12, 64), (TILES, SPLIT)),
+    ):
+        fp8 = kind if kind in FORMATS else None
+        T, itemsize = ("bfloat16", 1) if fp8 else (kind, np.dtype(DTYPES[kind]).itemsize)
+        sizes = (*heads, itemsize)
+        constants = {
+            TILES: tiles_geometry(1, 100, *sizes, H200).defines,
+            SPLIT: split_geometry(64, 1024, *sizes, 132, H200, arch == "sm_90").defines,
+            APPEND: (("KV_WIDTH", 8),),
+            ROPE_APPEND: (("ROPE_HALF_SPLIT", 1),),
+        }
+        stored = kernels.stored_as(T, None, fp8)
+        jobs += [(file, arch, (*stored, *constants[file])) for file in files]
+    assert_clean(jobs)
 
 
 # --- calls, and sizes for a GPU
 
 
 @on_gpu
-@every_dtype
-def test_split_at_gpt2_sizes(device: Any, dtype: str) -> None:
-    assert_split_right(device, [0, 1, 63, 127, 128, 511, 1022, 1023], 1024, 12, 64, dtype)
-    assert_split_right(device, [5000, 700], 1024, 25, 64, dtype)
-    assert_split_right(device, [2047, 4099, -1], 4100, 8, 128, dtype)
+@every_kind
+def test_split_at_gpt2_sizes(device: Any, kind: str) -> None:
+    positions = [0, 1, 63, 127, 128, 511, 1022, 1023]
+    assert_split_right(device, positions, 1024, (12, 12, 64), kind)
+    assert_split_right(device, [5000, 700], 1024, (25, 25, 64), kind)
+    assert_split_right(device, [2047, 4099, -1], 4100, (8, 8, 128), kind)
 
 
 @on_gpu
-@every_dtype
-def test_split_gives_a_row_its_bits_in_any_batch(device: Any, dtype: str) -> None:
+@every_kind
+def test_split_gives_a_row_its_bits_in_any_batch(device: Any, kind: str) -> None:
     """Ragged, with rows that have no key, and NaN after the last one."""
-    lengths = [0 if m % 17 == 5 else 1 + 37 * m % 1024 for m in range(200)]
-    k, v = cache(0, lengths, 1024, 768, dtype)
-    q, position = normal(1, 200, 768), np.array(lengths, np.int32) - 1
-    right = split(device, q, k, v, position, 12)
-    assert np.isnan(right).any(axis=1).tolist() == [length == 0 for length in lengths]
+    positions = [-1 if m % 17 == 5 else 37 * m % 1024 for m in range(200)]
+    q, held, position = decoding((12, 12, 64), positions, 1024, kind)
+    right = split(device, q, held, position)
+    assert np.isnan(right).any(axis=1).tolist() == [at < 0 for at in positions]
     for M in (1, 2, 7, 8, 9, 64):
         part = slice(3, 3 + M)
-        got = split(device, q[part], k[part], v[part], position[part], 12)
+        got = split(device, q[part], held.of(part), position[part])
         np.testing.assert_array_equal(got, right[part])
 
 
 @on_gpu
-@every_dtype
-def test_packed_rows_at_gpt2_sizes(device: Any, dtype: str) -> None:
+@every_kind
+def test_packed_rows_at_gpt2_sizes(device: Any, kind: str) -> None:
     lengths, start = [1024, 0, 300, 1, 128, 64, 63, 200], [0, 1, 511, 1023, 127, 128, 1, 824]
-    assert_packed_right(device, lengths, start, 12, 64, dtype)
+    assert_packed_right(device, lengths, start, (12, 12, 64), kind)
 
 
 @one_order
-def test_the_ops(device: Any) -> None:
-    put = device.asarray
-    k, v = cache(0, [75], 80, 48, "bfloat16")
-    q = normal(1, 70, 48)
+@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 8)], ids=str)
+def test_the_ops(device: Any, heads: Heads) -> None:
+    put, NH = device.asarray, heads[0]
+    held = random_cache(heads, [75], 80, "bfloat16")
+    k, v, q = held.k, held.v, normal(1, 70, 48)
     for _ in range(2):  # the second call is a warm one
-        got = ops.attention_cached(put(q), put(k[0]), put(v[0]), 5, 3)
-        assert_right(got.get(), q, k[0], v[0], 5, 3)
-    qkv = put(np.repeat(q, 3, axis=1).reshape(70, 48, 3).swapaxes(1, 2).reshape(70, 144))
+        got = ops.attention_cached(put(q), put(k[0]), put(v[0]), 5, NH)
+        assert_right(got.get(), q, held, 0, 5)
+    qkv = put(np.concatenate([q, np.full((70, 2 * k.shape[2]), np.nan, np.float32)], axis=1))
     seams, start = put([0, 70], "int32"), put([5], "int32")
     for _ in range(2):
-        same = ops.attention_packed(qkv, put(k), put(v), seams, start, 3, 70)
+        same = ops.attention_packed(qkv, put(k), put(v), seams, start, NH, 70)
         assert bool((same == got).all())
     one, zero, position = put(q[-1:]), put([0], "int32"), put([74], "int32")
     for _ in range(2):
-        out = ops.attention_split(one, put(k), put(v), zero, position, 3)
-        assert_right(out.get(), q[-1:], k[0], v[0], 74, 3)
+        out = ops.attention_split(one, put(k), put(v), zero, position, NH)
+        assert_right(out.get(), q[-1:], held, 0, 74)
 
 
 @one_order
@@ -607,11 +666,14 @@ def test_bad_input(device: Any) -> None:
     qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
     rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
     wide, floats, flat = (device.zeros(n, "float32") for n in ((2, 9, 48), 2, 191))
+    e5m2, codes, f64 = "float8_e5m2", device.zeros((2, 9, 48), "uint8"), device.zeros(8, "float64")
+    half, twice = k[0], k.copy()
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
         (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
         (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
         (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
+        (ops.attention_packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
         (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
         # as many bytes, and as many elements
         (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
@@ -629,7 +691,7 @@ def test_bad_input(device: Any) -> None:
         (ops.kv_append, (qkv, k, k, rows, rows), "k: overlaps v"),
         (
             ops.kv_append,
-            (q, k, device.zeros((2, 9, 48), "float16"), rows, rows),
+            (q, k, twice, rows, rows),
             r"qkv: expected \(N, 144\), or more queries of k's 48",
         ),
         (
@@ -637,11 +699,25 @@ def test_bad_input(device: Any) -> None:
             (qkv.astype("float16"), wide, wide, seams, at, 3, 5),
             "qkv: expected float32, got float16",
         ),
-        (ops.encoder_rows, (rows, at, q, q), r"positions: expected shape \(5,\)"),
+        (ops.attention_split, (q, codes, codes, rows, rows, 3), "k: expected float32, got uint8"),
+        (ops.attention_split, (q, codes, codes, rows, rows, 3, "float16"), "kv_dtype: expected on"),
+        (ops.attention_split, (q, codes, k, rows, rows, 3, e5m2), "v: expected uint8"),
         (
-            ops.encoder_rows,
-            (rows, rows, q, device.zeros((5, 40), "float32")),
-            r"wpe: expected shape \(\d+, 48\), got \(5, 40\)",
+            partial(ATTENTION_SPLIT.bind, n_head=3, kv_dtype=[e5m2]),
+            ((q, codes, codes, rows, rows),),
+            "kv_dtype: expected one of",
+        ),
+        (ops.attention_cached, (q, codes[0], half, 0, 3, e5m2), "v: expected uint8"),
+        (ops.kv_append, (qkv, k, k, rows, rows, e5m2), "k: expected uint8, got float1"),
+        (ops.kv_append, (qkv, codes, codes, rows, rows, e5m2), "k: overlaps v"),
+        (ops.rope_append, (qkv, f64, k, codes, rows, rows, 3, False, e5m2), "k: expected uint8"),
+        (ops.kv_round, (qkv, 3, 3, e5m2), "qkv: expected float16, got float32"),
+        (ops.kv_round, (half, 3, 3, e5m2), r"qkv: expected \(N, W\) of 9 heads, got \(9, 48"),
+        (ops.kv_round, (half, 2, 1, "float16"), "kv_dtype: expected one of float8_e5m2, float8"),
+        (
+            partial(KV_ROUND.bind, out=twice[1], n_head=2, n_kv_head=1, kv_dtype=e5m2),
+            ((half,),),
+            "out: expected qkv itself",
         ),
     ]
     for op, args, message in cases:

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import reference
+from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
 from gpt2block.ops._attention_tiles import two_part_geometry
 from gpt2block.ops.attention import MMA_TWO_PART, VARLEN, bind
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
+from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
-from tests.devices import ON_CPU, on_gpu, set_attributes
+from tests.devices import ON_CPU, combinations, on_gpu, one_order, set_attributes
 from tests.gpus import H200, RTX, cupy_with
-from tests.test_attention_mma import both_masks
+from tests.test_attention_mma import both_masks, expanded
 from tests.test_attention_mma import parts as rows_of
 
 Array = NDArray[Any]
@@ -159,10 +160,34 @@ def test_what_a_row_does_not_see_leaves_no_trace(device: Any, value: float) -> N
     assert not np.isfinite(got[reached]).any()
 
 
+@combinations(times=1, heads=[(2, 1, 128)], causal=[False, True])
+def test_grouped_queries(device: Any, heads: Heads, causal: bool) -> None:
+    """The bits of the same attention with repeated heads of K and V."""
+    NH, NKV, _ = heads
+    qkv = plain.normal(NH, 70, row_width(heads))
+    wide = expanded(qkv, heads)
+    parts = [TwoPartMatrix.from_float32(device.asarray(rows)) for rows in (qkv, wide)]
+    got = ops.attention(parts[0], NH, causal, n_kv_head=NKV).joined().get()
+    same = ops.attention(parts[1], NH, causal).joined().get()
+    np.testing.assert_array_equal(got, same)
+    truth = reference.attention(wide.astype(np.float64), NH, causal)
+    plain.assert_as_accurate(got, truth, plain.attention(wide, NH, causal))
+
+
+@one_order
+def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=RTX["most_shared"])
+    if replaced():
+        large = TwoPartMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
+        with pytest.raises(InputError, match="head size 128: two-part matrices take 174,080 bytes"):
+            ops.attention(large, 2, n_kv_head=1)
+
+
 # --- launches, and the GPU -----------------------------------------------------------------------
 
 
 def test_no_spills() -> None:
+    """All on one architecture, on others the kernel of most blocks; the largest heads."""
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for gpu in (H200, RTX):
@@ -171,9 +196,13 @@ def test_no_spills() -> None:
             blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
             assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
             assert blocks * (geometry.shared + 1024) <= most + 1024
-            archs = ("sm_80", "sm_90", "sm_100") if gpu is H200 else ("sm_86", "sm_120")
+            others = ("sm_80",) if gpu is H200 else ("sm_120",)
+            archs = ("sm_90",) * (gpu is H200) + others * (causal and one_scale)
             jobs += [(MMA_TWO_PART, arch, geometry.defines) for arch in archs]
-    assert_clean(jobs)
+    large, _ = two_part_geometry(
+        8, 1024, 32, False, True, most_shared=MOST_SHARED, HS=128, serves=4
+    )
+    assert_clean([*jobs, (MMA_TWO_PART, "sm_90", large.defines)])
 
 
 @on_gpu

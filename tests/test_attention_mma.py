@@ -1,4 +1,4 @@
-"""Attention on tensor cores: kernels_cu/attention/mma.cu on the CPU, in three orders, and on a GPU.
+"""Attention on tensor cores: mma.cu on the CPU, in three orders, and on a GPU; hopper.cu on a GPU.
 
 On the CPU the PTX instructions are imitated (gpt2block/emulator/mma_ptx.h).
 
@@ -9,9 +9,9 @@ tensor cores take no others, and so does the result. Scores, sums and the quotie
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -27,16 +27,28 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import loader
-from gpt2block.ops._attention_tiles import MMA_TILES, Tile, mma_geometry, mma_stage, together
-from gpt2block.ops.attention import MMA, VARLEN
+from gpt2block.ops._attention_tiles import (
+    HOPPER_SHARED,
+    HOPPER_THREADS,
+    MMA_TILES,
+    Tile,
+    hopper_geometry,
+    mma_geometry,
+    mma_stage,
+    together,
+)
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.attention import HOPPER, MMA, VARLEN
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
-from tests.compiling import assert_clean
-from tests.devices import one_order, running_on
-from tests.gpus import H200, RTX, Gpu, cupy_with, large_memory
+from tests.caches import Heads, repeated, row_width
+from tests.compiling import Job, assert_clean
+from tests.devices import GPU, one_order, running_on
+from tests.gpus import A100, H200, RTX, Gpu, cupy_with, large_memory
 
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+MODULE = import_module("gpt2block.ops.attention")
 # One warp, and two with two fragments each: the shim's time goes with the warps. Both, and the
 # tiles that GPUs get, must give the same bits.
 SMALL, PAIR = Tile(1, 1, 3, 1, 1), Tile(2, 2, 2, 1, 1)
@@ -44,6 +56,7 @@ TWO_STAGES = Tile(2, 1, 6, 1, 1)  # so many blocks on an SM: no room for three
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 every_order = pytest.mark.parametrize("order", loader.ORDERS)
+both_variants = pytest.mark.parametrize("variant", ["mma", "hopper"])
 
 
 def stored(causal: bool) -> str:
@@ -102,8 +115,11 @@ def evaluate(
     causal: bool,
     lengths: Sequence[int] = (),
     variant: str | None = "mma",
+    n_kv_head: int = 0,
 ) -> Array:
     """With lengths as a ragged batch; on a GPU twice, and both must give the same bits."""
+    heads = {"n_head": n_head, "n_kv_head": n_kv_head or n_head}
+    width = qkv.shape[-1] // (n_head + 2 * heads["n_kv_head"]) * n_head
     qkv = cp.asarray(qkv)
     bind: Callable[..., Bound] = partial(bind_attention, (qkv,))
     if lengths:
@@ -111,10 +127,9 @@ def evaluate(
         bind = partial(VARLEN.bind, (qkv, starts), max_seqlen=max(lengths))
     results: list[Array] = []
     for _ in range(1 if replaced() else 2):
-        out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
+        out = cp.empty((*qkv.shape[:-1], width), qkv.dtype)
         out.data.memset(0xFF, out.nbytes)
-        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
-        results.append(bind(out, **options).run().get())
+        results.append(bind(out, **heads, causal=causal, variant=variant).run().get())
     same_bits(results[0], results[-1])
     return results[0]
 
@@ -135,7 +150,7 @@ def on_cpu(
         return mma_geometry(*sizes, **H200, tile=tile)
 
     with running_on(order) as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[bind_attention.__module__], "mma_geometry", geometry)
+        patch.setattr(MODULE, "mma_geometry", geometry)
         if packed:
             return evaluate(device, qkv, n_head, causal, lengths)
         batch = qkv.reshape(len(lengths), max(lengths), -1)
@@ -365,17 +380,49 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
         mma_geometry(250_000_000, 1, 12, True, **H200)
 
 
+def test_the_grid_of_hopper() -> None:
+    """A block for every tile, and no more than multiprocessors; all other numbers are fixed."""
+    for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
+        for causal in (False, True):
+            geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
+            assert geometry.grid == (blocks,)
+            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS[64],), HOPPER_SHARED[64])
+            heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
+            assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
+            assert 1 <= band <= B * NH
+    with pytest.raises(InputError, match="use smaller batches"):
+        hopper_geometry(2**20, 2**20, 12, True, sms=132)
+
+
+def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "launch_at", lambda file, *_: file)
+    monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
+    for capability, best in ((80, MMA), (90, HOPPER), (120, MMA)):
+        monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
+        with running_on("forward") as device:
+            qkv = device.zeros((5, 192), "float16")
+            launches: tuple[Any, ...] = bind_attention((qkv,), n_head=1, causal=False).launches
+            assert launches == (best,)
+
+
 def test_no_tile_spills() -> None:
-    jobs = []
-    for arch, gpu, causal in (
-        ("sm_80", H200, True),
-        ("sm_90", H200, False),
-        ("sm_90", H200, True),
-        ("sm_120", RTX, True),
+    """Also four heads of Q for each load of K, of 128 channels, which take most registers."""
+    jobs: list[Job] = []
+    grouped: Any = {"HS": 128, "serves": 4}
+    large, small = MMA_TILES[64]
+    for arch, gpu, dtype, causal, options in (
+        ("sm_80", H200, "float16", True, {"tile": large}),
+        ("sm_80", A100, "bfloat16", True, grouped),
+        ("sm_90", H200, "float16", False, {"tile": large}),
+        ("sm_90", H200, "bfloat16", True, {"tile": small}),
+        ("sm_120", RTX, "float16", True, {"tile": large}),
+        ("sm_120", RTX, "bfloat16", True, {"tile": small}),
     ):
-        for tile, dtype in zip(MMA_TILES[64], DTYPES, strict=True):
-            geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
-            jobs.append((MMA, arch, (*kernels.stored_as(dtype), *geometry.defines)))
+        geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, **options)
+        jobs.append((MMA, arch, (*kernels.stored_as(dtype), *geometry.defines)))
+    for causal in (True, False):
+        geometry, _ = hopper_geometry(8, 1024, 32, causal, sms=H200["sms"], **grouped)
+        jobs.append((HOPPER, "sm_90a", (*kernels.stored_as("bfloat16"), *geometry.defines)))
     assert_clean(jobs)
 
 
@@ -383,77 +430,123 @@ def test_no_tile_spills() -> None:
 
 
 @pytest.fixture
-def cp() -> ModuleType:
-    return cupy_with()
+def cp(variant: str) -> ModuleType:
+    return cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
 
 
-@pytest.mark.gpu
-@both_dtypes
-@both_masks
-@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024, 4096])
-def test_lengths_on_the_gpu(cp: ModuleType, T: int, causal: bool, dtype: str) -> None:
-    B, n_head = (1, 2) if T > 1024 else (2, 12)
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Each variant with each dtype, and with a mask and without."""
+    for mark in (pytest.mark.gpu, both_dtypes, both_masks, both_variants):
+        test = mark(test)
+    return test
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [1, 17, 64, 100, 128, 129, 256, 300, 1000, 1024, 4096])
+def test_lengths_on_the_gpu(cp: ModuleType, variant: str, T: int, causal: bool, dtype: str) -> None:
+    """Also: alone, in a batch, or one of packed rows, the bits are the same."""
+    B, n_head = (1, 2) if T > 1024 else (3, 12)
     qkv = made(dtype, B * T, n_head)
-    got = evaluate(cp, qkv.reshape(B, T, -1), n_head, causal)
-    first = slice(0, T)
-    assert_right(got[0], qkv[first], [T], n_head, causal, cp)
-    alone = evaluate(cp, qkv[first], n_head, causal)
-    same_bits(alone, got[0])
-    same_bits(evaluate(cp, qkv, n_head, causal, [T] * B), got.reshape(B * T, -1))
+    got = evaluate(cp, qkv.reshape(B, T, -1), n_head, causal, variant=variant)
+    for b in (0, B - 1):
+        alone = evaluate(cp, qkv[b * T : (b + 1) * T], n_head, causal, variant=variant)
+        same_bits(alone, got[b])
+    assert_right(got[0], qkv[:T], [T], n_head, causal, cp)
+    packed = evaluate(cp, qkv, n_head, causal, [T] * B, variant)
+    same_bits(packed, got.reshape(B * T, -1))
 
 
 @pytest.mark.gpu
 @both_masks
-def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, causal: bool) -> None:
-    """The same sequence in batches that get different tiles."""
-    T = 1000
-    qkv = made("float16", T, 12)
-    alone = evaluate(cp, qkv, 12, causal)
-    many = np.concatenate([qkv] * 20)
-    grids = [mma_geometry(B, T, 12, causal, **H200) for B in (1, 20)]
+@both_variants
+def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causal: bool) -> None:
+    """A sequence in batches with other tiles, or so large that blocks take several of them."""
+    T, B = 1000, 70
+    one = made("float16", T, 12)
+    alone = evaluate(cp, one, 12, causal, variant=variant)
+    grids = [mma_geometry(n, T, 12, causal, **H200) for n in (1, B)]
     assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
-    for got in evaluate(cp, many.reshape(20, T, -1), 12, causal):
+    many = cp.asarray(np.broadcast_to(one, (B, *one.shape)))
+    for got in evaluate(cp, many, 12, causal, variant=variant):
         same_bits(got, alone)
 
 
-@pytest.mark.gpu
-@both_dtypes
-@both_masks
-def test_a_ragged_batch_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
-    lengths, n_head = [300, 0, 1, 128, 1000, 65], 3
+@on_gpu
+def test_a_ragged_batch_on_the_gpu(cp: ModuleType, variant: str, causal: bool, dtype: str) -> None:
+    lengths, n_head = [300, 0, 1, 128, 1000, 65, 640], 3
     qkv = made(dtype, sum(lengths), n_head)
-    got = evaluate(cp, qkv, n_head, causal, lengths)
+    got = evaluate(cp, qkv, n_head, causal, lengths, variant)
     assert_right(got, qkv, lengths, n_head, causal, cp)
     for part in parts(lengths):
         if part.stop > part.start:
-            same_bits(evaluate(cp, qkv[part], n_head, causal), got[part])
+            alone = evaluate(cp, qkv[part], n_head, causal, variant=variant)
+            same_bits(alone, got[part])
 
 
-@pytest.mark.gpu
-@both_dtypes
-@both_masks
-def test_values_that_are_not_finite_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
-    T, key = 300, 141
+@on_gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_a_row_does_not_see_on_the_gpu(
+    cp: ModuleType, variant: str, causal: bool, dtype: str, value: float
+) -> None:
+    """Later keys, and other sequences: no bit changes, whatever stands there."""
+    lengths, n_head = [130, 475, 300], 2
+    qkv = made(dtype, sum(lengths), n_head)
+    clean = evaluate(cp, qkv, n_head, causal, lengths, variant)
+    wrong = qkv.copy()
+    middle = parts(lengths)[1]
+    wrong[: middle.start] = wrong[middle.stop :] = value
+    seen = middle
+    for key in (0, 1, 63, 64, 100, 128, 300, 474) if causal else (0,):
+        if causal:
+            seen = slice(middle.start, middle.start + key + 1)
+            wrong[seen] = qkv[seen]
+            wrong[seen.stop :, 128:] = value  # K and V
+        same_bits(evaluate(cp, wrong, n_head, causal, lengths, variant)[seen], clean[seen])
+    if causal:
+        dense = evaluate(cp, wrong[middle], n_head, causal, variant=variant)
+        same_bits(dense, clean[middle])
+
+
+@on_gpu
+@pytest.mark.parametrize("key", [0, 141, 256, 299])
+def test_values_that_are_not_finite_on_the_gpu(
+    cp: ModuleType, variant: str, key: int, causal: bool, dtype: str
+) -> None:
+    """They come to all rows that see them, and to no other; in the first keys taken, and later."""
+    T = 300
     qkv = made(dtype, T, 2)
-    clean = evaluate(cp, qkv, 2, causal)
+    clean = evaluate(cp, qkv, 2, causal, variant=variant)
     for value in (np.nan, np.inf, -np.inf):
         wrong = qkv.copy()
         wrong[key, 256 + 64 + 3] = value
-        got = evaluate(cp, wrong, 2, causal)
+        got = evaluate(cp, wrong, 2, causal, variant=variant)
         reached = np.zeros(got.shape, bool)
         reached[key if causal else 0 :, 64 + 3] = True
         same_bits(got[~reached], clean[~reached])
         np.testing.assert_array_equal(got[reached].astype(np.float32), np.float32(value))
+    wrong = qkv.copy()
+    wrong[key, 128 + 5] = np.nan  # K, of the first head
+    got = evaluate(cp, wrong, 2, causal, variant=variant)
+    reached = np.zeros(got.shape, bool)
+    reached[key if causal else 0 :, :64] = True
+    same_bits(got[~reached], clean[~reached])
+    assert np.isnan(got[reached].astype(np.float32)).all()
 
 
-@pytest.mark.gpu
-@both_dtypes
-@both_masks
-def test_a_long_sequence(cp: ModuleType, causal: bool, dtype: str) -> None:
-    assert_a_long_sequence(cp, causal, dtype, "mma")
+@on_gpu
+def test_scores_of_any_size(cp: ModuleType, variant: str, causal: bool, dtype: str) -> None:
+    """Rows whose largest score grows from tile to tile, or is far below the others' zero."""
+    T = 600
+    qkv = made(dtype, T, 2)
+    ramp = np.linspace(-6, 6, T)[:, None]
+    qkv[:, 128:256] = (qkv[:, 128:256].astype(np.float32) * ramp).astype(qkv.dtype)
+    qkv[:, :64] = (qkv[:, :64].astype(np.float32) * 4).astype(qkv.dtype)
+    got = evaluate(cp, qkv, 2, causal, variant=variant)
+    assert_right(got, qkv, [T], 2, causal, cp)
 
 
-def assert_a_long_sequence(cp: ModuleType, causal: bool, dtype: str, variant: str) -> None:
+@on_gpu
+def test_a_long_sequence(cp: ModuleType, variant: str, causal: bool, dtype: str) -> None:
     """Some of 65,536 queries; the scores of all would take 17 GB."""
     T = 65536
     qkv = made(dtype, T, 1)
@@ -472,8 +565,9 @@ def assert_a_long_sequence(cp: ModuleType, causal: bool, dtype: str, variant: st
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
+def test_offsets_beyond_32_bits() -> None:
     """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
+    cp = cupy_with()
     B, T, width = 1025, 1024, 2304
     with large_memory(2 * B * T * width * 4 // 3):
         qkv = cp.full((B, T, width), cp.nan, "float16")
@@ -483,24 +577,86 @@ def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
         del qkv, got
 
 
-@one_order
-def test_the_op(device: Any) -> None:
-    cupy_with()
+@pytest.mark.parametrize(
+    ("device", "variant"),
+    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "hopper"))],
+    indirect=["device"],
+)
+def test_the_op(device: Any, cp: ModuleType, variant: str) -> None:
     for dtype in DTYPES:
         x = made(dtype, 60, 3).reshape(2, 30, -1)
         qkv = device.asarray(x)
         strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
         starts = device.asarray(np.array([0, 30, 60], np.int32))
+        ragged = {"cu_seqlens": starts, "max_seqlen": 30}
         for causal in (False, True):
-            got = ops.attention(qkv, 3, causal, "mma")
+            got = ops.attention(qkv, 3, causal, variant)
             assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], 3, causal)
-            assert bool((ops.attention(strided, 3, causal, "mma") == got).all())
-            for _ in range(2):  # the second time warm
-                ragged = ops.attention(
-                    qkv.reshape(60, -1), 3, causal, "mma", cu_seqlens=starts, max_seqlen=30
-                )
-                assert bool((ragged.reshape(got.shape) == got).all())
+            assert bool((ops.attention(strided, 3, causal, variant) == got).all())
+            kept = []
+            for _ in range(2):  # the second time warm, with other arrays
+                kept.append(device.asarray(x).reshape(60, -1))
+                packed = ops.attention(kept[-1], 3, causal, variant, **ragged)
+                assert bool((packed.reshape(got.shape) == got).all())
             assert ops.attention(qkv, 3, causal).dtype == qkv.dtype
+
+
+def expanded(qkv: Array, heads: Heads) -> Array:
+    """Rows [Q | K | V] (..., 3Q) of the same attention without groups."""
+    NH, NKV, HS = heads
+    q, k, v = np.split(qkv, [NH * HS, (NH + NKV) * HS], axis=-1)
+    return np.concatenate([q, repeated(k, heads), repeated(v, heads)], axis=-1)
+
+
+GROUPED = [
+    ((4, 2, 128), "bfloat16", False),
+    ((8, 2, 64), "float16", True),
+    ((2, 1, 64), "bfloat16", True),
+    ((3, 1, 128), "float16", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "variant", "heads", "dtype", "causal"),
+    [("shuffled", "mma", *case) for case in GROUPED[:2]]
+    + [pytest.param("gpu", v, *c, marks=GPU.marks) for v in ("mma", "hopper") for c in GROUPED],
+    indirect=["device"],
+    ids=str,
+)
+def test_grouped_queries(
+    device: Any, cp: ModuleType, variant: str, heads: Heads, dtype: str, causal: bool
+) -> None:
+    """A ragged batch: the bits of repeated heads of K and V, and of a sequence alone."""
+    NH, NKV, _ = heads
+    lengths = [37, 0, 70, 1] if variant == "mma" else [37, 0, 400, 1, 129]
+    qkv = plain.normal(NH, sum(lengths), row_width(heads)).astype(DTYPES[dtype])
+    got = evaluate(device, qkv, NH, causal, lengths, variant, NKV)
+    wide = expanded(qkv, heads)
+    same_bits(evaluate(device, wide, NH, causal, lengths, variant), got)
+    assert_right(got, wide, lengths, NH, causal)
+    one = slice(37, 37 + lengths[2])
+    same_bits(evaluate(device, qkv[one], NH, causal, lengths[2:3], variant, NKV), got[one])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["hopper"])
+@pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 128), (4, 2, 64)], ids=str)
+@pytest.mark.parametrize("T", [1, 127, 128, 129, 640, 2048])
+def test_grouped_queries_on_hopper(cp: ModuleType, variant: str, T: int, heads: Heads) -> None:
+    """Whole and partial tiles, and values that are not finite, which later rows alone see."""
+    NH, NKV, HS = heads
+    qkv = plain.normal(T, 2, T, row_width(heads)).astype(np.float16)
+    for causal in (False, True):
+        truth = reference.attention(qkv.astype(np.float64), NH, causal, NKV)
+        got = evaluate(cp, qkv, NH, causal, (), variant, NKV)
+        assert np.abs(got.astype(np.float64) - truth).max() <= 2.0**-8 * np.abs(truth).max()
+    if T < 129:
+        return
+    spoiled = qkv.copy()
+    spoiled[:, -1, -NKV * HS :] = np.inf
+    after = evaluate(cp, spoiled, NH, True, (), variant, NKV)
+    same_bits(after[:, :-1], got[:, :-1])
+    assert not np.isfinite(after[:, -1].astype(np.float32)).any()
 
 
 @one_order
@@ -509,16 +665,23 @@ def test_bad_input(device: Any) -> None:
     x = device.zeros((5, 384), "float16")
     starts = device.asarray(np.array([0, 2, 5], np.int32))
     ragged = {"cu_seqlens": starts, "max_seqlen": 3}
-    for args, options, message in (
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
-        (
-            (x.astype("float32"), 2),
-            {"variant": "mma"},
-            "mma: qkv: expected float16 or bfloat16, got float32",
+        *(
+            (
+                (x.astype("float32"), 2),
+                {"variant": variant},
+                f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
+            )
+            for variant in ("mma", "hopper")
         ),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
         ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64 and 128"),
+        ((x, 4), {"variant": "hopper"}, "hopper: head size 32: tensor cores take 64 and 128"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
+        ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
+        ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
+        ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
         ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
         ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
         ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
@@ -526,6 +689,9 @@ def test_bad_input(device: Any) -> None:
         ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
         ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
         ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
-    ):
+    ]
+    if replaced():
+        cases += [((x, 2), {"variant": "hopper"}, "variant hopper: .*use variant mma")]
+    for args, options, message in cases:
         with pytest.raises(InputError, match=message):
             ops.attention(*args, **options)

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.ops.encoder import OPERATION
-from tests.devices import moved, on_every_backend, on_every_device, outputs
+from gpt2block.weights.matrix import WeightMatrix
+from tests import plain
+from tests.devices import (
+    combinations,
+    moved,
+    on_every_backend,
+    on_every_device,
+    outputs,
+)
+from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -100,6 +109,40 @@ def test_an_id_without_a_row_becomes_nan(where: str, variant: str, wrong: int) -
     np.testing.assert_array_equal(evaluate(where, variant, ids, wte, wpe), expected)
 
 
+# --- encoder_rows --------------------------------------------------------------------------------
+
+
+def test_encoder_rows_by_hand() -> None:
+    ids, positions = np.array([4, 0, 4]), np.array([0, 6, 2])
+    wte, wpe = normal(0, 5, 3), normal(1, 7, 3)
+    got = reference.encoder_rows(ids, positions, wte, wpe)
+    for n in range(3):
+        for c in range(3):
+            assert got[n, c] == wte[ids[n], c] + wpe[positions[n], c]
+    stored = WeightMatrix.quantize(wte, "float8_e4m3fn", "NK")
+    got = reference.encoder_rows(ids, positions, stored, wpe)
+    np.testing.assert_array_equal(got, stored.dequantized().T[ids] + wpe[positions])
+
+
+@combinations(
+    times=1, C=[24, 10, 7], dtype=["float8_e4m3fn", "float32", "bfloat16", "float16", "float8_e5m2"]
+)
+def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
+    V, n_ctx = 6, 9
+    ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
+    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
+    wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
+    wpe = normal(1, n_ctx, C)
+    scale = None if wte.scale is None else device.asarray(wte.scale)
+    moved = WeightMatrix(device.asarray(wte.data), dtype, scale, "NK")
+    rows = device.asarray(ids), device.asarray(positions)
+    out = ops.encoder_rows(*rows, moved, device.asarray(wpe)).get()
+    assert np.isnan(out[3:]).all()
+    table = wte.dequantized().T
+    truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
+    plain.assert_as_accurate(out[:3], truth, table[ids[:3]] + wpe[positions[:3]])
+
+
 # --- on the GPU alone ----------------------------------------------------------------------------
 
 
@@ -154,11 +197,7 @@ def test_bad_input() -> None:
         ((negative, wte, wpe), {}, r"ids: id -1 at 1: expected 0 to 19"),
         ((ids.astype(float), wte, wpe), {}, "ids: expected integers, got float64"),
         ((np.zeros((2, 0), int), wte, wpe), {}, "ids: expected at least one element"),
-        ((cp.zeros((2, 5), "int64"), wte, wpe), {}, "ids: expected int32, got int64"),
         ((np.zeros(7, int), wte, wpe), {}, "ids: 7 positions, but wpe has 6 rows"),
-        ((ids, wte, cp.zeros((6, 47), "float32")), {}, r"wpe: expected shape \(6, 48\)"),
-        ((ids, wte.get(), wpe), {}, "wte: expected a CuPy array, got ndarray"),
-        ((ids, wte[0], wpe), {}, r"wte: expected shape \(V, C\)"),
         ((ids, odd, odd), {"variant": 3}, "variant 3: expected C to be a multiple of 4, got 5"),
         ((ids, wte, wpe), {"variant": 7}, "unknown variant 7: expected one of 1, 2, 3"),
         ((ids, wte, wpe), {"block": 33}, "block size 33: expected one of 32, 64"),

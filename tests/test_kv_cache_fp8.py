@@ -1,25 +1,20 @@
-"""A kv_cache of FP8: what is stored, attention over it, and whole models.
+"""A kv_cache of FP8: what is stored, and whole models. test_attention_cached.py attends to it.
 
-On NumPy, on the CPU emulator and on a GPU. Codes are compared with ml_dtypes, attention with
-float64 over the numbers that the codes represent.
+On NumPy, on the CPU emulator and on a GPU. Codes are compared with ml_dtypes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, InputError, Llama, LlamaConfig, cli, ops, reference
+from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.bench import llama_works
@@ -30,58 +25,24 @@ from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import arrays as cuda_arrays
-from gpt2block.cuda import cupy, kernels, replaced
+from gpt2block.cuda import cupy, kernels
 from gpt2block.emulator import loader
 from gpt2block.ops import _linear_mma_tiles
-from gpt2block.ops._terms import Terms
-from gpt2block.ops.attention_cached import (
-    APPEND,
-    ATTENTION_SPLIT,
-    KV_ROUND,
-    SPLIT,
-    TILES,
-    append_geometry,
-    split_geometry,
-    tiles_geometry,
-)
+from gpt2block.ops.attention_cached import APPEND, append_geometry
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
-from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from gpt2block.run.model import kv_cache_dtype, kv_cache_dtypes
 from tests import gpus
-from tests.compiling import Job, assert_clean
-from tests.devices import assert_same_bits, combinations, one_order, running_on
+from tests.caches import DTYPES, FORMATS, codes_of, widened
+from tests.command_line import gpt2block, printed
+from tests.compiling import assert_clean
+from tests.devices import GPU, assert_same_bits, combinations, one_order, running_on
 from tests.linears import KERNELS, use_variant
 from tests.plain import normal
-from tests.test_attention_cached import assert_right, forced_geometry
-from tests.test_attention_cached import exact as exactly
 from tests.test_terms import matrix
-from tests.test_terms import terms as terms_of
 
 Array = NDArray[Any]
-FORMATS: dict[str, Any] = {
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-}
-WIDE: dict[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
-LARGEST = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
-
-
-def codes_of(x: Array, kv_dtype: str) -> NDArray[np.uint8]:
-    """By ml_dtypes, which does not saturate: numbers beyond the largest one are limited first."""
-    largest = LARGEST[kv_dtype]
-    limited = np.clip(x.astype(np.float32), -largest, largest)
-    with np.errstate(invalid="ignore"):  # NaN
-        return np.asarray(limited.astype(FORMATS[kv_dtype]).view(np.uint8))
-
-
-def widened(codes: Array, kv_dtype: str) -> NDArray[np.float32]:
-    return np.asarray(codes.view(FORMATS[kv_dtype]).astype(np.float32))
 
 
 def assert_same_codes(got: Array, x: Array, kv_dtype: str) -> None:
@@ -154,7 +115,7 @@ def test_every_number_is_rounded_to_the_nearest_code(device: Any, C: int, kv_dty
 def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
     """All numbers of the dtype, appended and rounded in place, give the same codes."""
     C = 512
-    values = np.arange(2**16, dtype=np.uint16).view(WIDE[dtype])
+    values = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])
     rows = as_rows(values, C)
     rows[:, :C] = 1.25
     codes = appended(rows, C, kv_dtype)
@@ -214,157 +175,6 @@ def test_qkv_writes_what_numpy_rounds(
         np.testing.assert_array_equal(got, expected)
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
-def cache(seed: int, lengths: list[int], n_ctx: int, C: int, kv_dtype: str) -> tuple[Array, Array]:
-    """Codes of keys and values; NaN where no sequence has any."""
-    codes = codes_of(normal(seed, 2, len(lengths), n_ctx, C), kv_dtype)
-    for b, length in enumerate(lengths):
-        codes[:, b, length:] = 0x7F
-    return codes[0], codes[1]
-
-
-@every_format
-@pytest.mark.parametrize("HS", [16, 3])
-@one_order
-def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -> None:
-    """With one key, attention returns its value, channel by channel, infinity and NaN too."""
-    NH = -(-256 // HS)
-    C = NH * HS
-    codes = np.resize(np.arange(256, dtype=np.uint8), (1, 1, C))
-    k, v = device.asarray(np.zeros_like(codes)), device.asarray(codes)
-    q, zero = device.asarray(normal(0, 1, C)), device.asarray(np.zeros(1, np.int32))
-    expected = widened(codes, kv_dtype)[0]
-    split = ops.attention_split(q, k, v, zero, zero, NH, kv_dtype).get()
-    np.testing.assert_array_equal(split, expected)
-    tiles = ops.attention_cached(q, k[0], v[0], 0, NH, kv_dtype).get()
-    np.testing.assert_array_equal(tiles, expected)
-    code_of_key = np.zeros((1, 2, C), np.uint8)
-    code_of_key[:, 1] = codes[:, 0]  # a key of NaN or infinity makes its own head NaN
-    two = device.asarray(np.repeat(codes, 2, axis=1) & 0x30)
-    position = device.asarray(np.ones(1, np.int32))
-    got = ops.attention_split(q, device.asarray(code_of_key), two, zero, position, NH, kv_dtype)
-    own = np.isfinite(widened(codes, kv_dtype)).reshape(NH, HS).all(axis=1)
-    finite = np.isfinite(got.get()).reshape(NH, HS).all(axis=1)
-    assert finite[own].all()
-    if kv_dtype == "float8_e4m3fn":
-        assert not finite[~own].any()
-
-
-@every_format
-@pytest.mark.parametrize("heads", [(2, 2, 64), (1, 1, 128), (3, 3, 7), (4, 2, 48), (8, 2, 64)])
-@one_order
-def test_split(device: Any, heads: tuple[int, int, int], kv_dtype: str) -> None:
-    NH, NKV, HS = heads
-    positions = [0, 31, 32, 149, -1]
-    k, v = cache(HS, [at + 1 for at in positions], 150, NKV * HS, kv_dtype)
-    q = normal(1, len(positions), NH * HS)
-    row = np.arange(len(positions), dtype=np.int32)
-    at = np.array(positions, np.int32)
-    inputs = tuple(map(device.asarray, (q, k, v, row, at)))
-    out = device.asarray(np.full(q.shape, np.nan, np.float32))
-    got = ATTENTION_SPLIT.bind(inputs, out, n_head=NH, kv_dtype=kv_dtype).run().get()
-    wide_k, wide_v = (repeated(widened(a, kv_dtype), heads) for a in (k, v))
-    for b, position in enumerate(positions):
-        if position >= 0:
-            one = slice(b, b + 1)
-            assert_right(got[one], q[one], wide_k[b], wide_v[b], position, NH)
-    assert np.isnan(got[-1]).all(), "a query without keys was written"
-    for b in (0, 3):  # a row alone
-        query, of_row, there = (device.asarray(a[b : b + 1]) for a in (q, row, at))
-        arrays = query, *inputs[1:3], of_row, there
-        alone = ATTENTION_SPLIT.bind(arrays, n_head=NH, kv_dtype=kv_dtype).run().get()
-        np.testing.assert_array_equal(alone, got[b : b + 1])
-
-
-@every_format
-@pytest.mark.parametrize(
-    "heads",
-    [
-        (2, 2, 16),
-        (4, 1, 16),
-        *(pytest.param(each, marks=pytest.mark.gpu) for each in ((12, 12, 64), (16, 4, 128))),
-    ],
-)
-@one_order
-def test_split_over_two_spans(
-    device: Any, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], kv_dtype: str
-) -> None:
-    """More than 1,024 keys, with the same bits however warps and blocks share them."""
-    NH, NKV, HS = heads
-    k, v = cache(0, [1100, 1024, 70], 1100, NKV * HS, kv_dtype)
-    q, at = normal(1, 3, NH * HS), np.array([1099, 1023, 69], np.int32)
-    inputs = tuple(map(device.asarray, (q, k, v, np.arange(3, dtype=np.int32), at)))
-    right = ATTENTION_SPLIT.bind(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
-    wide_k, wide_v = (repeated(widened(a, kv_dtype), heads) for a in (k, v))
-    for b in range(3):
-        one = slice(b, b + 1)
-        assert_right(right[one], q[one], wide_k[b], wide_v[b], int(at[b]), NH)
-    choices = [{"AS_WARPS": 1}, {"AS_WARPS": 8}]
-    if not replaced() and cuda_arrays.compute_capability() >= 90:
-        choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
-    for forced in choices:
-        chosen = partial(forced_geometry, forced)
-        monkeypatch.setattr(sys.modules[split_geometry.__module__], "split_geometry", chosen)
-        got = ATTENTION_SPLIT.bind(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
-        np.testing.assert_array_equal(got, right)
-
-
-def repeated(rows: Array, heads: tuple[int, int, int]) -> Array:
-    """K or V (..., KV) with each head as often as it serves heads of Q: (..., Q)."""
-    NH, NKV, HS = heads
-    each = rows.reshape(*rows.shape[:-1], NKV, HS)
-    return np.repeat(each, NH // NKV, axis=-2).reshape(*rows.shape[:-1], NH * HS)
-
-
-@combinations(kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
-def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """Of any 16-bit dtype, whatever the cache holds."""
-    k, v = map(device.asarray, cache(0, [70, 70], 70, 64, kv_dtype))
-    row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
-    inputs = (device.asarray(normal(0, 3, 64)), k, v, row, position)
-    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
-    order = Terms(kind, width)
-    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
-    assert_same_bits(made, terms_of(floats, kind, width))
-
-
-@combinations(
-    heads=[(2, 2, 64), (2, 1, 128), (3, 3, 7), (4, 2, 24)], dtype=list(WIDE), kv_dtype=list(FORMATS)
-)
-def test_packed_rows(device: Any, heads: tuple[int, int, int], dtype: str, kv_dtype: str) -> None:
-    """Queries of every dtype; the prompt in one call has the bits of the prompt in two."""
-    NH, NKV, HS = heads
-    C, lengths, start = NKV * HS, [33, 0, 5], [4, 3, 40]
-    ends = [s + n for s, n in zip(start, lengths, strict=True)]
-    k, v = cache(HS, ends, 47, C, kv_dtype)
-    qkv = normal(3, sum(lengths), (NH + 2 * NKV) * HS).astype(WIDE[dtype])
-    qkv[:, NH * HS :] = np.nan  # K and V come from the cache
-
-    def attended(qkv: Array, lengths: list[int], start: list[int]) -> Array:
-        seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
-        on_device = (device.asarray(a) for a in (qkv, k, v, seams, starts))
-        options: Any = {"n_head": NH, "longest": max(lengths), "kv_dtype": kv_dtype}
-        got = ops.attention_packed(*on_device, **options).get()
-        assert got.dtype == qkv.dtype
-        return np.asarray(got)
-
-    got = attended(qkv, lengths, start)
-    wide = [repeated(widened(a, kv_dtype), heads) for a in (k, v)]
-    for first, b in ((0, 0), (33, 2)):
-        rows = slice(first, first + lengths[b])
-        q = qkv[rows, : NH * HS].astype(np.float32)
-        if dtype == "float32":
-            assert_right(got[rows], q, wide[0][b], wide[1][b], start[b], NH)
-        exact = exactly(q, wide[0][b], wide[1][b], start[b], NH)
-        limit = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-        off = np.abs(got[rows].astype(np.float64) - exact).max() / np.abs(exact).max()
-        assert off <= 1e-5 + limit
-    parts = [attended(qkv[:20], [20, 0, 0], start), attended(qkv[20:33], [13, 0, 0], [24, 3, 40])]
-    assert_same_bits(np.concatenate(parts), got[:33])
-
-
 def test_no_two_threads_write_one_byte() -> None:
     if problem := loader.missing():
         pytest.skip(problem)
@@ -381,64 +191,16 @@ def test_no_two_threads_write_one_byte() -> None:
     np.testing.assert_array_equal(rows[:, 48:].astype(np.float32), widened(v[0], "float8_e5m2"))
 
 
-def test_the_kernels_compile_without_spills() -> None:
-    jobs: list[Job] = []
-    others = ("sm_75", "float8_e4m3fn"), ("sm_80", "float8_e5m2"), ("sm_120", "float8_e4m3fn")
-    for arch, cache in (*others, *(("sm_90", each) for each in FORMATS)):
-        stored = kernels.stored_as("bfloat16", None, cache)
-        clusters = arch == "sm_90"
-        heads = (12, 12, 64), (32, 8, 128), (32, 32, 128), (8, 4, 64), (3, 3, 65)
-        for NH, NKV, HS in heads if clusters else heads[:2]:
-            tiles = tiles_geometry(1, 100, NH, NKV, HS, 1, 232448)
-            split = split_geometry(64, 1024, NH, NKV, HS, 1, 132, 232448, clusters)
-            jobs += [(TILES, arch, (*stored, *tiles.defines))]
-            jobs += [(SPLIT, arch, (*stored, *split.defines))]
-        jobs += [(APPEND, arch, (*stored, ("KV_WIDTH", 8)))]
-        jobs += [(ROPE_APPEND, arch, (*stored, ("ROPE_HALF_SPLIT", 1)))]
+def test_products_for_two_formats_compile_without_spills() -> None:
+    """FP8 weights of one format, and a cache of the other."""
     mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
     product: Any = (64, 768, 256, "float8_e5m2")
     gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
     tile = _linear_mma_tiles.choose(*product, **gpu)
     made = _linear_mma_tiles.geometry("qkv_decode_tiles", *product, tile)
-    jobs += [("matmul/decode.cu", "sm_75", mixed), ("matmul/decode_mma.cu", "sm_80", mixed)]
+    jobs: Any = [("matmul/decode.cu", "sm_75", mixed), ("matmul/decode_mma.cu", "sm_80", mixed)]
     jobs += [(_linear_mma_tiles.FILE, "sm_90", (*mixed, *made.defines))]
     assert_clean(jobs)
-
-
-@one_order
-def test_what_the_operations_refuse(device: Any) -> None:
-    q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "uint8")
-    half, qkv = device.zeros((2, 9, 48), "float16"), device.zeros((5, 144), "float32")
-    i32, f64 = device.zeros(5, "int32"), device.zeros(8, "float64")
-    e5m2 = "float8_e5m2"
-    for call, message in (
-        (partial(ops.attention_split, q, k, k, i32, i32, 3), "k: expected float32, got uint8"),
-        (partial(ops.attention_split, q, k, k, i32, i32, 3, "float16"), "kv_dtype: expected one"),
-        (partial(ops.attention_split, q, k, half, i32, i32, 3, e5m2), "v: expected uint8"),
-        (partial(ops.kv_append, qkv, half, half, i32, i32, e5m2), "k: expected uint8, got float1"),
-        (partial(ops.attention_cached, q, k[0], half[0], 0, 3, e5m2), "v: expected uint8"),
-        (partial(ops.rope_append, qkv, f64, half, k, i32, i32, 3, False, e5m2), "k: expected uin"),
-        (partial(ops.kv_round, qkv, 3, 3, e5m2), "qkv: expected float16, got float32"),
-        (
-            partial(ops.kv_round, half[0], 3, 3, e5m2),
-            r"qkv: expected \(N, W\) of 9 heads, got \(9, 48",
-        ),
-        (
-            partial(ops.kv_round, half[0], 2, 1, "float16"),
-            "kv_dtype: expected one of float8_e5m2, flo",
-        ),
-        (
-            partial(KV_ROUND.bind, (half[0],), half[1], n_head=2, n_kv_head=1, kv_dtype=e5m2),
-            "out: expected qkv itself",
-        ),
-        (
-            partial(ATTENTION_SPLIT.bind, (q, k, k, i32, i32), n_head=3, kv_dtype=[e5m2]),
-            "kv_dtype: expected one of",
-        ),
-        (partial(ops.kv_append, qkv, k, k, i32, i32, e5m2), "k: overlaps v"),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -458,10 +220,22 @@ KINDS = [
     ("gpt2 without tensor cores", "float8_e5m2", "float8_e4m3fn"),
     ("llama", "float8_e5m2", "float8_e5m2"),
     ("llama", "float16", "float8_e4m3fn"),
+    ("llama without tensor cores", "float8_e5m2", "float8_e4m3fn"),
     ("llama without tensor cores", "bfloat16", "float8_e5m2"),
 ]
 every_kind = pytest.mark.parametrize(("name", "dtype", "kv_dtype"), KINDS)
 IDS = [np.random.default_rng(n).integers(53, size=n).astype(np.int32) for n in (29, 7, 18)]
+
+
+def on_devices(*emulated: int, of: str = "") -> pytest.MarkDecorator:
+    """`device` and all KINDS on a GPU; on the emulator, which compiles each, those of an index.
+
+    of: the only model.
+    """
+    cases = [("shuffled", *KINDS[i]) for i in emulated]
+    on_gpu = [pytest.param("gpu", *k, marks=GPU.marks) for k in KINDS if of in ("", k[0])]
+    names = ("device", "name", "dtype", "kv_dtype")
+    return pytest.mark.parametrize(names, [*cases, *on_gpu], indirect=["device"])
 
 
 def made(name: str, dtype: str, kv_dtype: str | None, device: str = "cpu") -> Any:
@@ -474,8 +248,7 @@ def off(got: Any, expected: Any) -> float:
     return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
 
 
-@every_kind
-@one_order
+@on_devices(0, 3, 4)
 def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: str) -> None:
     """A prompt at once, continued, and decoded token by token, alone and in a batch.
 
@@ -524,11 +297,12 @@ def test_numpy_in_one_call_and_in_several(name: str, dtype: str, kv_dtype: str) 
             np.testing.assert_array_equal(once_more, half)
 
 
-@every_format
-@one_order
-def test_tensor_cores_attend_to_rounded_rows(device: Any, kv_dtype: str) -> None:
+@on_devices(3, of="llama")
+def test_tensor_cores_attend_to_rounded_rows(
+    device: Any, name: str, dtype: str, kv_dtype: str
+) -> None:
     """K and V in the rows of a prompt are the numbers of the cache, also without one."""
-    model = made("llama", "bfloat16", kv_dtype, "cuda").engine
+    model = made(name, dtype, kv_dtype, "cuda").engine
     assert model.products == "16_bits"
     KV, ids = model.config.kv_width, IDS[2]
     with model.running():
@@ -549,11 +323,10 @@ def test_tensor_cores_attend_to_rounded_rows(device: Any, kv_dtype: str) -> None
                 np.testing.assert_array_equal(kept, rows[:, n * KV : (n + 1) * KV])
 
 
-@every_kind
-@one_order
+@on_devices(0, 4)
 def test_generation_and_score(device: Any, name: str, dtype: str, kv_dtype: str) -> None:
     ours, numpy = (made(name, dtype, kv_dtype, where) for where in ("cuda", "cpu"))
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "stop_ids": ()}
     prompts = [ids[:6].tolist() for ids in IDS]
     together = ours.generate(prompts, **options)
     for prompt, got in zip(prompts, together, strict=True):
@@ -584,7 +357,7 @@ def test_attention_weights_are_those_of_rounded_keys(kv_dtype: str) -> None:
 @one_order
 def test_compare_shows_what_rounding_costs(device: Any) -> None:
     """The float64 pass has keys and values that are not rounded, as with a cache of 16 bits."""
-    model = made("gpt2", "bfloat16", "float8_e4m3fn", "cuda")
+    model = made("gpt2", "bfloat16", "float8_e5m2", "cuda")
     for cached in (False, True):
         rows = {row.name: row for row in model.compare(IDS[2], cached)}
         assert not any("rounded" in name or name.endswith(".kv") for name in rows)
@@ -653,26 +426,9 @@ def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- commands, jobs and the bench -----------------------------------------------------------------
 
 
-Printed = Callable[..., str]
-
-
-@pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
-    """What a command prints, and its error; code: its exit code."""
-
-    def run(*arguments: str, code: int = 0) -> str:
-        with pytest.raises(SystemExit) as done:
-            cli.main(list(arguments))
-        said = capsys.readouterr()
-        assert done.value.code == code, said.err
-        return said.err if code else said.out
-
-    return run
-
-
-def test_info_halves_the_cache(printed: Printed) -> None:
-    plain = json.loads(printed("info", "--json"))["memory"]
-    narrow = json.loads(printed("info", "--kv-dtype", "float8_e4m3fn", "--json"))["memory"]
+def test_info_halves_the_cache() -> None:
+    plain = gpt2block("info", "--json").json["memory"]
+    narrow = gpt2block("info", "--kv-dtype", "float8_e4m3fn", "--json").json["memory"]
     assert set(narrow) == set(plain) - {"float32"}
     for dtype, sizes in narrow.items():
         assert sizes["kv_cache_dtype"] == "float8_e4m3fn"
@@ -681,27 +437,26 @@ def test_info_halves_the_cache(printed: Printed) -> None:
     assert "float8_e4m3fn" in printed("info", "--kv-dtype", "float8_e4m3fn")
 
 
-def test_generate_and_compare(printed: Printed) -> None:
+def test_generate_and_compare() -> None:
     narrow = ["--device", "cpu", "--dtype", "bfloat16", "--kv-dtype", "float8_e5m2"]
-    out = printed("generate", "O Romeo", "--max-new-tokens", "3", "--json", *narrow)
-    found = json.loads(out)
+    found = gpt2block("generate", "O Romeo", "--max-new-tokens", 3, "--json", *narrow).json
     assert (found["dtype"], found["kv_dtype"]) == ("bfloat16", "float8_e5m2")
     text = printed("compare", "O Romeo", "--cached", *narrow)
     assert "bfloat16, kv_cache float8_e5m2" in text
 
 
-def test_errors_name_the_option(printed: Printed) -> None:
+def test_errors_name_the_option() -> None:
     for command in (["generate", "a"], ["compare", "a"]):
-        text = printed(*command, "--device", "cpu", "--kv-dtype", "float8_e5m2", code=2)
+        text = gpt2block(*command, "--device", "cpu", "--kv-dtype", "float8_e5m2").error
         assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits or FP8, got float32" in text
         assert "use --dtype bfloat16" in text
-    text = printed("info", "--kv-dtype", "int8", code=2)
+    text = gpt2block("info", "--kv-dtype", "int8").error
     assert re.search(r"--kv-dtype: expected one of float32, .*, got 'int8'", text)
-    text = printed("bench", "--kv-dtype", "float8_e5m2", code=2)
+    text = gpt2block("bench", "--kv-dtype", "float8_e5m2").error
     assert "--kv-dtype is an option of --decode and --llama" in text
 
 
-def test_a_job_takes_the_dtype_of_the_cache(printed: Printed, tmp_path: Path) -> None:
+def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
     scores = [
         Predictor("score", kv_dtype=kv, **options)({"text": ["To be, or not"]})["log_likelihood"]
@@ -713,16 +468,15 @@ def test_a_job_takes_the_dtype_of_the_cache(printed: Printed, tmp_path: Path) ->
     lines = tmp_path / "lines.txt"
     lines.write_text("To be\n", encoding="utf-8")
     arguments = "map", "score", str(lines), "--output", str(tmp_path / "out")
-    text = printed(*arguments, "--kv-dtype", "float8_e5m2", code=2)
+    text = gpt2block(*arguments, "--kv-dtype", "float8_e5m2").error
     assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits" in text
     job = bulk_job.Job("score", output="out", kv_dtype="float8_e5m2")
     assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"
 
 
 def test_the_bench_counts_the_bytes_of_the_cache() -> None:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=48, vocab_size=53)
-    assert RandomGPT2(config, "bfloat16").token_bytes == 2 * 2 * 128 * 2
-    assert RandomGPT2(config, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
+    assert RandomGPT2(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
+    assert RandomGPT2(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
     works = llama_works(None, "1,4", "small")
     names = [(work.dtype, work.name) for work in works if work.what == "decode"]
     kept = "kv_cache float8_e5m2"

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops, reference
+from gpt2block import ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.ops.log_likelihood import OPERATION, THREADS, choose_geometry
 from tests import plain
@@ -20,7 +18,6 @@ from tests.devices import on_every_backend, on_every_device, outputs
 from tests.plain import normal
 
 Array = NDArray[Any]
-few = settings(max_examples=4)
 
 
 def case(N: int, V: int) -> tuple[Array, Array]:
@@ -38,6 +35,10 @@ def sequential(x: Array, targets: Array) -> Array:
     total = plain.running_sum(np.exp(shifted))
     chosen = np.take_along_axis(shifted, targets[..., None], axis=-1)
     return np.asarray((chosen - np.log(total))[..., 0])
+
+
+def assert_right(got: Array, x: Array, targets: Array) -> None:
+    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
 
 
 def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
@@ -64,22 +65,18 @@ def test_reference_against_a_loop_by_hand() -> None:
 
 
 @on_every_backend
-@few
-@given(N=st.integers(1, 9), V=st.integers(1, 1300))
-@example(N=3, V=1)
-@example(N=3, V=512)
-@example(N=2, V=513)
+@pytest.mark.parametrize(("N", "V"), [(3, 1), (9, 70), (3, 512), (2, 513), (5, 1031), (4, 1300)])
 def test_log_likelihood(where: str, N: int, V: int) -> None:
     x, targets = case(N, V)
     got = evaluate(where, x, targets)
-    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    assert_right(got, x, targets)
 
 
 @on_every_backend
 def test_with_the_threads_it_ships_with(where: str) -> None:
     x, targets = case(2, 5000)
     got = evaluate(where, x, targets, 512)
-    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    assert_right(got, x, targets)
 
 
 @on_every_backend
@@ -92,7 +89,7 @@ def test_large_logits_and_minus_infinity(where: str) -> None:
     x[3] = -3e38
     targets[:] = [x[0].argmax(), 695, 5, 7]
     got = evaluate(where, x, targets)
-    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    assert_right(got, x, targets)
     targets[:3] = 8, 8, 8
     assert np.isneginf(evaluate(where, x, targets)[1:3]).all()
 
@@ -126,23 +123,15 @@ def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
 def test_vocabularies(N: int, V: int) -> None:
     x, targets = case(N, V)
     got = evaluate("gpu", x, targets)
-    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    assert_right(got, x, targets)
     np.testing.assert_array_equal(evaluate("gpu", x[-1:], targets[-1:]), got[-1:])
 
 
 @pytest.mark.gpu
-def test_calls_and_bad_inputs() -> None:
+def test_calls() -> None:
     x, targets = (cp.asarray(a) for a in case(6, 40))
     shaped = ops.log_likelihood(x.reshape(2, 3, 40), targets.reshape(2, 3))
     assert shaped.shape == (2, 3)
     np.testing.assert_array_equal(shaped.ravel().get(), ops.log_likelihood(x, targets).get())
     strided = ops.log_likelihood(cp.ascontiguousarray(x.T).T, targets)
     np.testing.assert_array_equal(strided.get(), shaped.ravel().get())
-    for logits, ids, message in (
-        (x.get(), targets, "logits: expected a CuPy array, got ndarray"),
-        (x.astype("float16"), targets, "logits: expected float32, got float16"),
-        (x, targets[:5], r"targets: expected shape \(6,\), got \(5,\)"),
-        (x, targets.astype("int64"), "targets: expected int32, got int64"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ops.log_likelihood(logits, ids)

@@ -1,12 +1,13 @@
-"""Rotary position embedding: on NumPy, on the CPU and on the GPU."""
+"""Rotary position embedding, also of rows [Q | K | V]: on NumPy, on the CPU and on the GPU."""
 
 from __future__ import annotations
 
 import cmath
 import math
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, KernelError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
+from gpt2block.ops import registry
 from gpt2block.ops.rope import (
     BLOCKS,
     FILE,
@@ -25,12 +27,13 @@ from gpt2block.ops.rope import (
     exponent_step,
 )
 from tests import plain
-from tests.devices import H200, moved, on_every_device, running_on
+from tests.caches import DTYPES, Heads, row_width
+from tests.compiling import Job, assert_clean
+from tests.devices import H200, combinations, moved, on_every_device, one_order, running_on
 from tests.gpus import large_memory
 
 Array = NDArray[Any]
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 both_layouts = pytest.mark.parametrize("half_split", [False, True])
 few = settings(max_examples=4)
 
@@ -161,14 +164,6 @@ def test_the_step_of_the_exponent() -> None:
         assert high + low == pytest.approx(2 * math.log2(theta) / D, rel=2**-47, abs=0)
 
 
-def test_the_operation_describes_itself() -> None:
-    sizes = {"T": 3, "H": 2, "D": 4}
-    (x,) = OPERATION.make(sizes, np.random.default_rng(0))
-    assert x.shape == (3, 2, 4)
-    assert x.dtype == np.float32
-    assert OPERATION.traffic({**sizes, "itemsize": 2, "weight": 2}) == 2 * 2 * 24
-
-
 # --- on the CPU and on the GPU --------------------------------------------------------------------
 
 # dtype, heads, head size, elements a load (None: the most), multiprocessors (few: many heads a
@@ -258,20 +253,128 @@ def test_block_sizes_on_the_cpu(block: int) -> None:
     assert_right(evaluate("shuffled", x, block=block), x)
 
 
+# --- rows [Q | K | V], and the kv_cache -----------------------------------------------------------
+
+
+ROTATED = [(4, 2, 8), (3, 1, 6), (2, 2, 34), (4, 1, 128)]
+
+
+def assert_close(got: Array, truth: Array, dtype: str) -> None:
+    eps = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    assert np.isfinite(got.astype(np.float32)).all(), "an element was not written"
+    assert np.abs(got.astype(np.float64) - truth).max() <= eps * 4 * np.abs(truth).max()
+
+
+def frequencies(D: int) -> Array:
+    return np.asarray(500000.0 ** (-np.arange(0, D, 2) / D))
+
+
+@combinations(times=1, heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
+def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
+    """Also in place, for a batch, and at positions that float32 does not represent."""
+    NH, NKV, HS = heads
+    positions = np.array([0, 1, 77, 8191, 2**24 + 1, 2**31 - 1, 5], np.int32)
+    qkv = plain.normal(2, 2, 7, row_width(heads)).astype(DTYPES[dtype])
+    at, turns = device.asarray(positions), device.asarray(frequencies(HS))
+    options: Any = {"n_head": NH, "n_kv_head": NKV, "half_split": half_split}
+    x = device.asarray(qkv)
+    out = device.asarray(np.full_like(qkv, np.nan))
+    got = registry.bind("rope_qkv", (x, at, turns), out, **options).run().get()
+    wide = qkv.astype(np.float64)
+    truth = reference.rope_qkv(wide, positions, frequencies(HS), NH, NKV, half_split)
+    assert_close(got, truth, dtype)
+    np.testing.assert_array_equal(got[..., -NKV * HS :], qkv[..., -NKV * HS :])
+    rows = ops.rope_qkv(device.asarray(qkv[1]), at, turns, NH, NKV, half_split)
+    np.testing.assert_array_equal(rows.get(), got[1])
+    np.testing.assert_array_equal(x.get(), qkv)
+    assert ops.rope_qkv(x, at, turns, NH, NKV, half_split, x) is x
+    np.testing.assert_array_equal(x.get(), got)
+
+
+@combinations(times=1, heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
+def test_rope_append(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
+    """The bits of rope_qkv and kv_append, one after the other."""
+    NH, NKV, HS = heads
+    qkv = device.asarray(plain.normal(2, 4, row_width(heads)))
+    row = device.asarray(np.array([2, 0, -1, 1], np.int32))
+    position = device.asarray(np.array([3, 0, 4, 6], np.int32))
+    turns = device.asarray(frequencies(HS))
+    k, v, k2, v2 = (device.asarray(np.zeros((3, 7, NKV * HS), DTYPES[dtype])) for _ in range(4))
+    inputs = (qkv, turns, k, v, row, position)
+    q = registry.bind("rope_append", inputs, n_head=NH, half_split=half_split).run().get()
+    turned = ops.rope_qkv(qkv, position, turns, NH, NKV, half_split)
+    ops.kv_append(turned, k2, v2, row, position)
+    np.testing.assert_array_equal(q, turned.get()[:, : NH * HS])
+    np.testing.assert_array_equal(k.get(), k2.get())
+    np.testing.assert_array_equal(v.get(), v2.get())
+    assert k.get()[1, 6].astype(np.float32).any()
+    again = ops.rope_append(*inputs, NH, half_split).get()
+    np.testing.assert_array_equal(again, q)
+
+
+def test_rope_append_on_numpy() -> None:
+    qkv = plain.normal(0, 2, 4 * 8).astype(np.float64)
+    k, v = np.zeros((2, 2, 3, 8))
+    row, position = np.array([1, 0]), np.array([2, 1])
+    q = reference.rope_append(qkv, frequencies(8), k, v, row, position, 2)
+    turned = reference.rope_qkv(qkv, position, frequencies(8), 2, 1)
+    np.testing.assert_array_equal(q, turned[:, :16])
+    np.testing.assert_array_equal(k[row, position], turned[:, 16:24])
+    np.testing.assert_array_equal(v[row, position], qkv[:, 24:])
+    np.testing.assert_array_equal(v[row, position], turned[:, 24:])
+
+
+@combinations(shape=[(1, 8), (3, 64), (64, 128)])
+def test_rotations(device: Any, shape: tuple[int, int]) -> None:
+    N, D = shape
+    position = (np.arange(N, dtype=np.int32) * 977) % 131_072
+    given = device.asarray(position), device.asarray(frequencies(D))
+    got = registry.bind("rotations", given).run().get()
+    assert np.abs(got - reference.rotations(position, frequencies(D))).max() <= 2.0**-23
+
+
+def test_rotations_and_linear_rope_on_numpy() -> None:
+    """The product and rope_append in one, from rotations of all positions."""
+    x, w = plain.normal(0, 2, 5).astype(np.float64), plain.normal(1, 5, 4 * 8).astype(np.float64)
+    row, position = np.array([1, 0]), np.array([2, 1])
+    k, v, k2, v2 = np.zeros((4, 2, 3, 8))
+    by = reference.rotations(position, frequencies(8))
+    q = reference.linear_rope(x, w, None, by, k, v, row, position, 2)
+    expected = reference.rope_append(x @ w, frequencies(8), k2, v2, row, position, 2, True)
+    for ours, theirs in ((q, expected), (k, k2), (v, v2)):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert k.any()
+
+
+@one_order
+def test_rows_that_are_refused(device: Any) -> None:
+    x, i32 = device.zeros((5, 64), "float32"), device.zeros(5, "int32")
+    k, f64 = device.zeros((2, 6, 16), "float32"), device.zeros(4, "float64")
+    turn: Any = {"n_head": 6, "n_kv_head": 1}
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ops.rope_qkv(x, i32, f64, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
+        (lambda: ops.rope_qkv(x, i32, f64, 4, 1), r"qkv: expected \(T, 48\) or \(B, T, 48\), 6 h"),
+        (lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=x), "half_split: expected True or F"),
+        (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "k: overlaps v: expected another arr"),
+        (lambda: ops.rope_append(x, f64, k, k.copy(), i32, i32, 6), r"qkv: expected \(N, 80\), 6"),
+    ]
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 # --- with NVRTC -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@both_layouts
-@pytest.mark.parametrize("T", [1, 16, 500, 10**5])
-def test_compiles_without_spills(dtype: str, half_split: bool, T: int, arch: str) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    width = 16 // np.dtype(DTYPES[dtype]).itemsize
-    geometry = choose_geometry(1, T, 32, 128, half_split, width, H200)
-    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *geometry.defines)).log
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
-    assert "warning" not in log
+def test_compiles_without_spills() -> None:
+    jobs: list[Job] = []
+    for dtype, half_split, T in product(DTYPES, (False, True), (1, 10**5)):
+        width = 16 // np.dtype(DTYPES[dtype]).itemsize
+        geometry = choose_geometry(1, T, 32, 128, half_split, width, H200)
+        archs = ("sm_75", "sm_90") if (dtype, T) == ("float16", 10**5) else ("sm_90",)
+        constants = (*kernels.STORAGE[dtype], *geometry.defines)
+        jobs += [(FILE, arch, constants) for arch in archs]
+    assert_clean(jobs)
 
 
 @pytest.mark.parametrize(
@@ -368,13 +471,8 @@ def test_more_elements_than_an_int_counts() -> None:
 @pytest.mark.gpu
 def test_bad_input() -> None:
     x = cp.zeros((3, 2, 8), "float16")
-    flat = cp.zeros(100, "float16")
     cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
-        (x.get(), {}, "x: expected a CuPy array, got ndarray"),
-        (x.astype("float64"), {}, "x: expected float32, got float64"),
-        (x[0], {}, r"x: expected shape \(\.\.\., T, H, D\), got \(2, 8\)"),
         (x[None, None], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(1, 1, 3, 2, 8\)"),
-        (x[:0], {}, "at least one element"),
         (x[..., :5], {}, "head size D 5: expected an even one"),
         (cp.zeros((65536, 1, 1, 2), "float16"), {}, "at most 65,535 sequences in a call"),
         (x, {"start": -1}, r"start: expected a whole number from 0 to 1,048,573 .* got -1"),
@@ -385,8 +483,6 @@ def test_bad_input() -> None:
         (x, {"theta": math.inf}, "theta: expected a number from 1"),
         (x, {"theta": math.nan}, "theta: expected a number from 1"),
         (x, {"theta": "10000"}, "theta: expected a number from 1"),
-        (x, {"out": x[:2]}, r"out: expected shape \(3, 2, 8\)"),
-        (flat[:48].reshape(x.shape), {"out": flat[2:50].reshape(x.shape)}, "out: overlaps x"),
         (x, {"block": 48}, "block size 48: expected one of 32, 64"),
     )
     for array, options, message in cases:

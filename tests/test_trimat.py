@@ -20,24 +20,22 @@ from gpt2block.cuda.kernels import Geometry, signatures
 from gpt2block.emulator import loader
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
-from gpt2block.ops.operation import check_block
+from gpt2block.ops.call import Call
 from gpt2block.ops.trimat import (
     MMA,
     OPERATION,
     mma_geometry,
-    tri4_geometry,
-    tri5_geometry,
 )
 from gpt2block.ops.trimat import bind as bind_trimat
 from tests import plain
 from tests.compiling import assert_clean
 from tests.devices import every_device, on_gpu, one_order, running_on
 from tests.gpus import GPUS, H200, cupy_with
+from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
 MODULE = sys.modules[bind_trimat.__module__]
 UNTOUCHED = 1e30  # what the output holds before
-FILLS = [math.nan, -math.inf, 0.0]
 VARIANTS = [variant.name for variant in OPERATION.variants]
 IN_FLOAT = VARIANTS[:-1]  # add up in float32, in order
 FEW_SMS = {"sms": 1, "most_shared": H200["most_shared"]}  # a block then has several tiles
@@ -116,7 +114,7 @@ def two_part_error(qkv: Array) -> float:
 # --- what it means
 
 
-@pytest.mark.parametrize("fill", [None, *FILLS])
+@pytest.mark.parametrize("fill", [None, math.nan, -math.inf, 0.0])
 def test_the_reference_is_the_formula(fill: float | None) -> None:
     B, T, NH, HS = 2, 5, 3, 4
     qkv = random(B, T, NH, HS).astype(np.float64)
@@ -143,39 +141,23 @@ def test_the_operation_describes_itself() -> None:
         assert set(variant.kernels) <= set(signatures(variant.file))
 
 
-def test_an_unknown_variant_or_block_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"'tri7': expected one of naive, registers, tri3, tri4"):
-        OPERATION.variant("tri7")
-    with pytest.raises(InputError, match=r"block size 48: expected one of 32, 64, 128, 256"):
-        check_block("trimat", OPERATION.variant("tri3"), 48)
-    with pytest.raises(InputError, match=r"tri4: block size 128: expected one of 256"):
-        check_block("trimat", OPERATION.variant("tri4"), 128)
-
-
 # --- every variant
 
 
 @every_variant
 @every_device
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    B=st.integers(1, 2),
-    T=st.integers(1, 40),
-    heads=st.sampled_from([(1, 4), (3, 20), (1, 64), (2, 80)]),
-)
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(B=st.integers(1, 2), T=st.integers(1, 40), heads=st.sampled_from([(3, 20), (2, 80)]))
 @example(B=1, T=1, heads=(3, 20))
-@example(B=2, T=7, heads=(1, 64))
+@example(B=2, T=7, heads=(3, 20))
 @example(B=1, T=8, heads=(2, 80))
-@example(B=1, T=12, heads=(3, 20))
-@example(B=1, T=36, heads=(1, 4))
-@example(B=1, T=2, heads=(1, 4))
-@example(B=2, T=1, heads=(3, 20))
+@example(B=1, T=36, heads=(3, 20))
 def test_any_length(device: Any, variant: str, B: int, T: int, heads: tuple[int, int]) -> None:
     qkv = random(B, T, *heads)
     assert_right(evaluate(device, variant, qkv), qkv, variant)
 
 
-@pytest.mark.parametrize("T", [128, 129, 140, 259])
+@pytest.mark.parametrize("T", [128, 140, 259])
 @pytest.mark.parametrize("variant", ["tri4", "tri5", "tri6"])
 @every_device
 def test_more_than_one_tile(device: Any, variant: str, T: int) -> None:
@@ -190,26 +172,21 @@ def crossed(variant: str, T: int) -> int:
     return 128 if variant == "tri4" else 8
 
 
-@pytest.mark.parametrize("T", [1, 7, 12, 33, 140])
+@pytest.mark.parametrize(
+    ("T", "fill"),
+    [(1, 0.0), (4, math.nan), (7, -math.inf), (12, 0.0), (140, math.nan), (157, -math.inf)],
+)
 @every_variant
 @one_order
-def test_tiles_above_the_diagonal_are_untouched(device: Any, variant: str, T: int) -> None:
-    got = evaluate(device, variant, random(1, T, 3, 20))
+def test_above_the_diagonal(device: Any, variant: str, T: int, fill: float) -> None:
+    """Tiles there are untouched, and `fill` stands everywhere."""
+    qkv = random(1, T, 3, 20)
+    got = evaluate(device, variant, qkv)
     i, j = np.indices((T, T)) // crossed(variant, T)
     assert (got[..., j > i] == UNTOUCHED).all()
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("T", [1, 4, 7, 12, 140, 157])
-@every_variant
-@one_order
-def test_fill_stands_everywhere_above_the_diagonal(
-    device: Any, variant: str, T: int, fill: float
-) -> None:
-    qkv = random(1, T, 3, 20)
-    got = evaluate(device, variant, qkv, fill)
-    np.testing.assert_array_equal(above(got), np.float32(fill))
-    np.testing.assert_array_equal(below(got), below(evaluate(device, variant, qkv)))
+    filled = evaluate(device, variant, qkv, fill)
+    np.testing.assert_array_equal(above(filled), np.float32(fill))
+    np.testing.assert_array_equal(below(filled), below(got))
 
 
 @every_variant
@@ -246,7 +223,8 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     qkv = random(1, 40, 1, 64)
     geometry, more = few_blocks(1, 40, 1, 64)
     if variant != "tri6":
-        geometry, more = (tri4_geometry if variant == "tri4" else tri5_geometry)(1, 40, 1, 64), ()
+        sizes = {"B": 1, "T": 40, "NH": 1, "HS": 64, "qkv": stub(), "out": stub()}
+        geometry, more = geometry_of(chosen, Call(contract=OPERATION.contract, **sizes)), ()
     with running_on("forward") as device:
         right = below(evaluate(device, variant, qkv))
     for n in range(barriers):
@@ -392,7 +370,7 @@ def test_a_grid_of_thousands_of_tiles(device: Any) -> None:
 @one_order
 def test_the_default_takes_any_head(device: Any) -> None:
     for HS in (128, 132):
-        qkv = random(1, 130, 1, HS)
+        qkv = random(1, 70, 1, HS)
         assert_right(ops.trimat(device.asarray(qkv)).get(), qkv)
 
 
@@ -411,14 +389,17 @@ def test_views_are_copied(device: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "attrs", "message"),
     [
-        ((2, 5, 3, 20), {}, r"qkv: expected shape \(B, T, 3, NH, HS\), got \(2, 5, 3, 20\)"),
         ((2, 5, 2, 1, 20), {}, r"qkv: expected shape \(2, 5, 3, NH, HS\)"),
         ((2, 5, 3, 1, 6), {}, "head size 6: expected a multiple of 4"),
-        ((2, 0, 3, 1, 8), {}, "expected at least one element"),
         ((256, 1, 3, 256, 4), {}, r"B · NH 65,536: expected at most 65,535"),
-        ((1, 5, 3, 1, 8), {"variant": "tri7"}, "unknown variant 'tri7': expected one of naive"),
+        ((1, 5, 3, 1, 8), {"variant": "tri7"}, "'tri7': expected one of naive, registers, tri3"),
         ((1, 5, 3, 1, 132), {"variant": "tri6"}, "takes heads of up to 128 channels, got 132"),
-        ((1, 5, 3, 1, 8), {"variant": "tri3", "block": 48}, "block size 48: expected one of 32"),
+        ((1, 5, 3, 1, 8), {"variant": "tri3", "block": 48}, "48: expected one of 32, 64, 128, 256"),
+        (
+            (1, 5, 3, 1, 8),
+            {"variant": "tri4", "block": 128},
+            "tri4: block size 128: expected .* 256",
+        ),
         ((1, 5, 3, 1, 8), {"fill": "inf"}, "fill: expected None or a float32 number .* 'inf'"),
         ((1, 5, 3, 1, 8), {"fill": 1e39}, "fill: expected None or a float32 number"),
         ((1, 5, 3, 1, 8), {"fill": 10**400}, "fill: expected None or a float32 number"),
@@ -433,14 +414,7 @@ def test_bad_input(
 
 
 @one_order
-def test_bad_arrays(device: Any) -> None:
-    qkv = device.zeros((1, 5, 3, 2, 8), "float32")
-    with pytest.raises(InputError, match="qkv: expected a CuPy array, got ndarray"):
-        ops.trimat(qkv.get())
-    with pytest.raises(InputError, match="qkv: expected float32, got float64"):
-        ops.trimat(qkv.astype("float64"))
-    with pytest.raises(InputError, match=r"out: expected shape \(1, 2, 5, 5\)"):
-        bind_trimat((qkv,), device.zeros((1, 2, 5, 4), "float32"))
+def test_an_output_off_16_bytes_is_refused(device: Any) -> None:
     shifted = device.zeros(51, "float32")[1:].reshape(1, 2, 5, 5)
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        bind_trimat((qkv,), shifted)
+        bind_trimat((device.zeros((1, 5, 3, 2, 8), "float32"),), shifted)

@@ -16,8 +16,7 @@ from gpt2block.ops.attention_cached import (
     kv_round,
 )
 from gpt2block.ops.elementwise import add, gelu, silu_mul
-from gpt2block.ops.encoder import encoder
-from gpt2block.ops.encoder_rows import encoder_rows
+from gpt2block.ops.encoder import encoder, encoder_rows
 from gpt2block.ops.gemm import gemm
 from gpt2block.ops.layernorm import layernorm
 from gpt2block.ops.layernorm_gelu import layernorm_gelu

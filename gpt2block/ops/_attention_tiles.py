@@ -191,11 +191,6 @@ def two_part_geometry(
     return geometry, together(B, 2 * T, NH, causal, HS, serves)
 
 
-def two_part_bytes(HS: int) -> int:
-    """Shared memory of the smallest tile of `two_part_geometry`: 64 queries, and K and V twice."""
-    return 2 * mma_stage(HS) * 2 + mma_stage(HS)
-
-
 def hopper_geometry(
     B: int,
     T: int,

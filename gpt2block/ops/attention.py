@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -35,9 +36,9 @@ from gpt2block.ops._attention_tiles import (
     heads_defines,
     hopper_geometry,
     mma_geometry,
+    mma_stage,
     online_geometry,
     tensor_heads_defines,
-    two_part_bytes,
     two_part_geometry,
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -62,12 +63,6 @@ BLOCK = 256  # threads of mha, and by default of naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
 MMA_THREADS = 128  # of a block of either of `MMA_TILES`
-
-
-def mha_geometry(B: int, T: int, NH: int, HS: int, causal: bool, NKV: int) -> Geometry:
-    """One block per query and head, with a row of scores in shared memory."""
-    kernel = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
-    return Geometry(kernel, (T, NH, B), (BLOCK,), 4 * T, heads_defines(NH, NKV, HS))
 
 
 def naive_geometry(
@@ -125,10 +120,15 @@ def _fit_online(c: Call) -> None:
 
 
 def _fit_mha(c: Call) -> Geometry:
-    """Also the limits of the grid's third axis, and of a row of scores in shared memory."""
+    """One block per query and head, with a row of scores in shared memory.
+
+    Also the limits of the grid's third axis, and of that row.
+    """
     _fit_online(c)
     unfit(c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
-    geometry = mha_geometry(c.B, c.T, c.n_head, c.HS, c.causal, c.n_kv_head)
+    kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
+    defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
+    geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     unfit(
@@ -291,66 +291,54 @@ def _hopper(c: Call) -> Launch:
 # --- every variant
 
 
-def bind(
+def _bind(
+    varlen: bool,
     inputs: tuple[Any, ...],
     out: CudaArray | TwoPartMatrix | None = None,
     *,
     n_head: int,
     causal: bool,
     n_kv_head: int | None = None,
+    max_seqlen: int | None = None,
     variant: str | None = None,
     block: int | None = None,
 ) -> Bound:
     """qkv (T, W) or (B, T, W), W = 3C, or less with n_kv_head below n_head; extra: naive's scores.
 
-    variant None: mha for float32, for others the best that the GPU has. Otherwise as `attention`.
+    varlen: qkv (N, W), and cu_seqlens and max_seqlen as in `attention`. variant None: mha for
+    float32, for others the best that the GPU has.
     """
     n_head, n_kv_head = checked_heads(n_head, n_kv_head)
     options = {"causal": causal, "variant": variant, "block": block}
-    c = OPERATION.checked(inputs, out, n_head=n_head, n_kv_head=n_kv_head, **options)
-    c.B, c.cu_seqlens = c.rows, None
-    return _bound(c)
-
-
-def bind_varlen(
-    inputs: tuple[Any, ...],
-    out: CudaArray | TwoPartMatrix | None = None,
-    *,
-    n_head: int,
-    causal: bool,
-    max_seqlen: int,
-    n_kv_head: int | None = None,
-    variant: str | None = None,
-    block: int | None = None,
-) -> Bound:
-    """The same of sequences whose rows follow each other in qkv (N, W): as in `attention`."""
-    n_head, n_kv_head = checked_heads(n_head, n_kv_head)
-    options = {"causal": causal, "variant": variant, "block": block}
-    c = VARLEN.checked(inputs, out, n_head=n_head, n_kv_head=n_kv_head, **options)
-    if c.S < 2:
-        raise InputError(
-            "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of the "
-            f"last, got {c.cu_seqlens.shape}"
-        )
-    expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
-    c.B, c.T = c.S - 1, check_integer("max_seqlen", max_seqlen, 1, c.N, expected)
-    return _bound(c)
-
-
-def _bound(c: Call) -> Bound:
-    """The launches of a call with B sequences, the longest of T rows."""
-    heads = c.n_head + 2 * c.n_kv_head
+    operation = VARLEN if varlen else OPERATION
+    c = operation.checked(inputs, out, n_head=n_head, n_kv_head=n_kv_head, **options)
+    if not varlen:
+        if max_seqlen is not None:
+            raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
+        c.B, c.cu_seqlens = c.rows, None
+    else:
+        if c.S < 2:
+            raise InputError(
+                "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
+                f"the last, got {c.cu_seqlens.shape}"
+            )
+        expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
+        c.B, c.T = c.S - 1, check_integer("max_seqlen", max_seqlen, 1, c.N, expected)
+    heads = n_head + 2 * n_kv_head
     if c.W % heads or c.qkv.ndim > 3:
-        rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {c.n_head}"
-        if c.n_kv_head != c.n_head:
-            rows = f"(T, W) or (B, T, W) with W a multiple of {c.n_head} + 2 · {c.n_kv_head} heads"
+        rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}"
+        if n_kv_head != n_head:
+            rows = f"(T, W) or (B, T, W) with W a multiple of {n_head} + 2 · {n_kv_head} heads"
         raise InputError(f"qkv: expected {rows}, got {c.qkv.shape}")
     if c.storage != TWO_PART:
         check_address("qkv", c.qkv)
     c.HS = c.W // heads
-    c.sizes = (c.B, c.T, c.n_head)
-    c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
+    c.sizes = (c.B, c.T, n_head)  # sequences, rows of the longest
+    c.heads = {"HS": c.HS, "serves": n_head // n_kv_head}
     return OPERATION.bound_to(c, ("mha",) if c.storage == "float32" else TENSOR_CORES)
+
+
+bind, bind_varlen = partial(_bind, False), partial(_bind, True)
 
 
 def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
@@ -408,8 +396,11 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
 
 
 def two_part_fits(head_size: int) -> bool:
-    """Whether the current device has the shared memory for two-part heads of this size."""
-    return two_part_bytes(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
+    """Whether the current device has the shared memory for two-part heads of this size.
+
+    For the smallest tile of `two_part_geometry`: 64 queries, and the two parts of K and V twice.
+    """
+    return 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
 OPERATION = Operation(
@@ -484,8 +475,7 @@ def attention(
     """
     qkv, heads = on_16_bytes("qkv", qkv), {"n_head": n_head, "n_kv_head": n_kv_head}
     options = {**heads, "causal": causal, "variant": variant, "block": block}
+    options |= {"max_seqlen": max_seqlen}
     if cu_seqlens is not None:
-        return call(bind_varlen, (qkv, cu_seqlens), **options, max_seqlen=max_seqlen).out
-    if max_seqlen is not None:
-        raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
+        return call(bind_varlen, (qkv, cu_seqlens), **options).out
     return call(bind, (qkv,), **options).out

@@ -17,7 +17,6 @@ from typing import Any
 
 from gpt2block.checks import check_integer
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
     check,
@@ -244,44 +243,22 @@ def _tiles(c: Call) -> Launch:
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
 
 
-def bind_packed(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    longest: int,
-    kv_dtype: str | None = None,
-) -> Bound:
-    """inputs (qkv (N, Q + 2C), k, v (B, n_ctx, C), cu_seqlens (B + 1,), start (B,)), out (N, Q).
+def _packed(c: Call) -> None:
+    """The queries of sequence b are in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, at most
+    `longest` of them, at positions from start[b] on; k and v already hold their keys and values.
 
-    qkv and out: both float32, or both in the dtype of k, or with FP8 in one of 16 bits; Q is C, or
-    a multiple of it where queries are grouped. The queries of sequence b are in rows cu_seqlens[b]
-    to cu_seqlens[b + 1] - 1 of qkv, at most `longest` of them, at positions from start[b] on; k and
-    v already hold their keys and values. cu_seqlens and start, int32, are not read back: the kernel
-    skips rows beyond qkv and positions beyond the cache.
+    cu_seqlens and start are not read back: the kernel skips rows beyond qkv and positions beyond
+    the cache.
     """
-    longest = check_integer("longest", longest, 1, math.inf, "a number of queries")
-    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
-    c = ATTENTION_PACKED.checked(inputs, out, **options)
+    c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
     _check_rows(c)
     c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
-    return ATTENTION_PACKED.bound_to(c)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    start: int,
-    n_head: int,
-    kv_dtype: str | None = None,
-) -> Bound:
-    """inputs (q (T, Q), k, v (start + T, C) or longer), out (T, Q): one sequence."""
-    c = OPERATION.checked(inputs, out, start=start, n_head=n_head, kv_dtype=kv_dtype)
+def _one_sequence(c: Call) -> None:
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
-    c.first = check_integer("start", start, 0, c.P - c.T, expected)
+    c.first = check_integer("start", c.start, 0, c.P - c.T, expected)
     c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None
-    return OPERATION.bound_to(c)
 
 
 @variant(
@@ -384,7 +361,6 @@ def _flops(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="attention_cached",
-    document="gpt2block",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
     sizes={"T": 128, "C": 768},
     variants=(_tiles,),
@@ -395,9 +371,15 @@ OPERATION = Operation(
     axes={"Q": "C", "P": "start+T"},
     small=({"T": 17, "C": 128, "n_head": 2},),
     auxiliary=(_split, _append, _round, _append_two_part),
-    binder=bind,
+    options={"start": None, "n_head": None, "kv_dtype": None},
+    prepare=_one_sequence,
 )
-ATTENTION_PACKED = Operation(name="attention_packed", variants=(_tiles,), binder=bind_packed)
+ATTENTION_PACKED = Operation(
+    name="attention_packed",
+    variants=(_tiles,),
+    options={"n_head": None, "longest": None, "kv_dtype": None},
+    prepare=_packed,
+)
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
@@ -429,7 +411,7 @@ def attention_cached(
     have at most 256 channels.
     """
     options = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
-    return call(bind, contiguous(q, k, v), **options).out
+    return call(OPERATION.bind_on_device, contiguous(q, k, v), **options).out
 
 
 def attention_packed(
@@ -452,7 +434,8 @@ def attention_packed(
     sequence are the same alone and in any batch. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
-    return call(bind_packed, arrays, n_head=n_head, longest=longest, kv_dtype=kv_dtype).out
+    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
+    return call(ATTENTION_PACKED.bind_on_device, arrays, **options).out
 
 
 def attention_split(

@@ -8,13 +8,7 @@ from __future__ import annotations
 from math import ceil
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    alignment,
-    check_alignment,
-    contiguous,
-    launch_at,
-)
+from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous, launch_at
 from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, Sizes, variant
@@ -49,7 +43,6 @@ ADD = Operation(
     variants=(_add,),
     traffic=lambda s: 12 * _elements(s),
     flops=_elements,
-    bound="memory",
     small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
     arrays={"out": "y"},
     aliases={"n": "N*C"},
@@ -69,8 +62,6 @@ GELU = Operation(
     variants=(_gelu,),
     traffic=lambda s: 8 * _elements(s),
     flops=lambda s: 8 * _elements(s),
-    bound="memory",
-    attrs={},
     small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
     aliases={"n": "N*C"},
 )
@@ -103,13 +94,11 @@ def _silu_mul(c: Call) -> Launch:
 
 SILU_MUL = Operation(
     name="silu_mul",
-    document="gpt2block",
     idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama",
     sizes={"M": 16, "N": 11008},
     variants=(_silu_mul,),
     traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
     flops=lambda s: 4 * s["M"] * s["N"],
-    bound="memory",
     small=({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376}),
     aliases={"n": "M*N"},
     dtypes=("float32", "float16", "bfloat16"),

@@ -1,6 +1,8 @@
 """Token plus position embedding: out[b, t] = wte[ids[b, t]] + wpe[t].
 
-Kernels: embedding/encoder.cu, one for each variant.
+`encoder` (embedding/encoder.cu) has a kernel for each variant. `encoder_rows`
+(embedding/encoder_rows.cu) takes rows with positions of their own: out = wte[ids] + wpe[positions];
+without wpe, rows of wte alone, for models that encode positions otherwise.
 """
 
 from __future__ import annotations
@@ -10,16 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.config import LARGEST_COUNT
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, row_alignment
-from gpt2block.cuda.kernels import Launch, launch
+from gpt2block.cuda.arrays import (
+    CudaArray,
+    alignment,
+    check,
+    contiguous,
+    launch_at,
+    row_alignment,
+)
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
+from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "embedding/encoder.cu"
+ROWS = "embedding/encoder_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
+MOST_THREADS = 256  # for a row of encoder_rows
 
 
 def _launch(c: Call, kernel: str, threads: int) -> Launch:
@@ -60,30 +73,57 @@ def _warps(c: Call) -> Launch:
     return _launch(c, "encoder_forward_kernel3", 32)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    variant: str | int | None = None,
-    block: int | None = None,
-) -> Bound:
-    """The ids are not read back: an id outside 0..V-1 makes its row NaN.
+def rows_geometry(N: int, C: int, alignment: int) -> Geometry:
+    """For N rows; alignment: in bytes, of the arrays, counting every element as 4 bytes."""
+    width = 4
+    while C % width or 4 * width > alignment:
+        width //= 2
+    threads = min(32 * ceil(C / (32 * width)), MOST_THREADS)
+    return Geometry("encoder_rows", (N,), (threads,), defines=(("ER_WIDTH", width),))
 
-    Without a variant: 3, or 1 where rows do not start on a multiple of 16 bytes.
-    """
-    c = OPERATION.checked(inputs, out, variant=variant, block=block)
+
+@variant(
+    "rows",
+    ROWS,
+    "encoder_rows",
+    idea="one block per row, one thread per 4 channels; ids and positions in device memory, wte "
+    "in any weight dtype",
+)
+def _rows(c: Call) -> Launch:
+    """ids and positions are not read back: one that is outside its table makes its row NaN."""
+    given = isinstance(c.wte, WeightMatrix)
+    wte = c.wte if given else WeightMatrix(c.wte, "float32", layout="NK")
+    floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
+    aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
+    n_ctx = LARGEST_COUNT if c.wpe is None else c.P
+    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
+    fp8 = wte.dtype if wte.dtype in FP8 else None
+    stored = "float32" if fp8 else wte.dtype
+    return launch_at(ROWS, rows_geometry(c.N, c.C, aligned), args, stored, fp8)
+
+
+def _prepare(c: Call) -> tuple[Variant, ...]:
     if c.P < c.T:
         raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")
-    return OPERATION.bound_to(c, (_warps, _elements))
+    return _warps, _elements
+
+
+def _tables(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    """wte and wpe."""
+    return tuple(
+        rng.standard_normal((sizes[rows], sizes["C"]), dtype=np.float32) + np.float32(0.5)
+        for rows in ("V", "T")
+    )
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     ids = rng.integers(sizes["V"], size=(sizes["B"], sizes["T"]), dtype=np.int32)
-    wte, wpe = (
-        rng.standard_normal((rows, sizes["C"]), dtype=np.float32) + np.float32(0.5)
-        for rows in (sizes["V"], sizes["T"])
-    )
-    return ids, wte, wpe
+    return ids, *_tables(sizes, rng)
+
+
+def _make_rows(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    rows = (rng.integers(sizes[n], size=sizes["N"], dtype=np.int32) for n in ("V", "T"))
+    return *rows, *_tables(sizes, rng)
 
 
 def _traffic(sizes: Sizes) -> int:
@@ -101,14 +141,24 @@ OPERATION = Operation(
     draw=_make,
     traffic=_traffic,
     flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
-    bound="memory",
     small=(
         {"B": 1, "T": 5, "C": 24, "V": 11},
         {"B": 1, "T": 3, "C": 769, "V": 5},
         {"B": 2, "T": 33, "C": 128, "V": 70},
     ),
     aliases={"rows": "B*T", "N": "B*T"},
-    binder=bind,
+    options={"variant": None, "block": None},
+    prepare=_prepare,
+)
+ENCODER_ROWS = Operation(
+    name="encoder_rows",
+    idea="out = wte[ids] + wpe[positions], one position per row",
+    sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
+    variants=(_rows,),
+    draw=_make_rows,
+    traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
+    flops=lambda s: s["N"] * s["C"],
+    small=({"N": 19, "T": 33, "C": 128, "V": 70},),
 )
 
 
@@ -144,4 +194,18 @@ def encoder(
     check("wte", wte)
     if not isinstance(ids, cupy.ndarray):
         ids = on_device(ids, wte.shape[0])
-    return call(bind, (ids, wte, wpe), variant=variant, block=block).out
+    return call(OPERATION.bind_on_device, (ids, wte, wpe), variant=variant, block=block).out
+
+
+def encoder_rows(
+    ids: CudaArray,
+    positions: CudaArray,
+    wte: CudaArray | WeightMatrix,
+    wpe: CudaArray | None = None,
+) -> CudaArray:
+    """`reference.encoder_rows` on CuPy arrays; raises InputError.
+
+    wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
+    read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
+    """
+    return call(ENCODER_ROWS.bind_on_device, contiguous(ids, positions, wte, wpe)).out

@@ -46,15 +46,12 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="log_likelihood",
-    document="gpt2block",
     idea="out = logits[target] - log Σ exp(logits) of each row",
     sizes={"N": 1024, "V": 50257},
     variants=(_block,),
     draw=_make,
     traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
     flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
-    bound="memory",
-    attrs={},
     small=({"N": 1, "V": 11}, {"N": 5, "V": 70}, {"N": 3, "V": 1031}),
 )
 

@@ -84,7 +84,9 @@ class Operation:
     `bind` checks arguments and chooses one of `variants`, by `binder` or, where nothing else has to
     be decided, by the contract alone; then `options` are its keyword arguments with their defaults.
     `auxiliary` are kernels that belong to the operation, but are not variants of it: those of
-    operations with other arguments, and one that `binder` alone chooses.
+    operations with other arguments, and one that `binder` alone chooses. Without a binder,
+    `prepare` completes a checked call: it refuses what the contract cannot state, adds what
+    launches need, and may return the preferred variants, as `bound_to` takes them.
 
     An operation that can be measured alone has `sizes`, the documented ones: `make(sizes, rng)`
     gives float32 inputs, by `draw` or by the contract; `attrs` are keyword arguments of both
@@ -105,6 +107,7 @@ class Operation:
     variants: tuple[Variant, ...]
     binder: Callable[..., Bound] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Call], Any] | None = None
     auxiliary: tuple[Variant, ...] = ()
     document: str = "gpt2block"  # the source of the operation and its kernels
     idea: str = ""  # the formula in one line
@@ -151,7 +154,8 @@ class Operation:
             return self.binder(inputs, out, **options)
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")
-        return self.bound_to(self.checked(inputs, out, **{**self.options, **options}))
+        call = self.checked(inputs, out, **{**self.options, **options})
+        return self.bound_to(call, (self.prepare and self.prepare(call)) or ())
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
         """Random inputs of these sizes, by default standard normal numbers plus 0.5."""

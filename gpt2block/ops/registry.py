@@ -17,8 +17,8 @@ from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND
 from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
 from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
+from gpt2block.ops.encoder import ENCODER_ROWS
 from gpt2block.ops.encoder import OPERATION as ENCODER
-from gpt2block.ops.encoder_rows import OPERATION as ENCODER_ROWS
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM

@@ -187,7 +187,6 @@ OPERATION = Operation(
     variants=(_pairs,),
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
     flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
-    bound="memory",
     small=({"T": 5, "H": 3, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
     binder=bind,

@@ -21,6 +21,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
+from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
@@ -50,9 +51,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
 )
 def _rows(c: Call) -> Launch:
     """W is (n_head + 2 n_kv_head) D; positions are not read back."""
-    n_head, n_kv_head = check_count("n_head", c.n_head), check_count("n_kv_head", c.n_kv_head)
-    if n_head % n_kv_head:
-        raise InputError(f"n_kv_head: expected a divisor of n_head {n_head}, got {n_kv_head}")
+    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     D, turning, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
     if len(c.leading) > 1 or heads * D != c.W:
         raise InputError(
@@ -84,9 +83,7 @@ def _append(c: Call) -> Launch:
         raise InputError(
             f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {c.k.shape}"
         )
-    n_kv_head = c.C // D
-    if n_head % n_kv_head:
-        raise InputError(f"n_kv_head: expected a divisor of n_head {n_head}, got {n_kv_head}")
+    n_head, n_kv_head = checked_heads(n_head, c.C // D)
     heads = n_head + 2 * n_kv_head
     if heads * D != c.W:
         raise InputError(
@@ -122,7 +119,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="rope_qkv",
-    document="gpt2block",
     idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
     sizes={"T": 16, "D": 128},
     variants=(_rows,),
@@ -130,7 +126,6 @@ OPERATION = Operation(
     draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
     flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
-    bound="memory",
     attrs=HEADS,
     small=({"T": 5, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),

@@ -240,7 +240,6 @@ OPERATION = Operation(
     draw=_make,
     traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
     flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
-    bound="memory",
     attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
     small=({"B": 2, "V": 70},),
     binder=bind,

@@ -6,14 +6,13 @@ Kernels: softmax/ladder.cu, one for each variant.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -92,21 +91,12 @@ def _rows(c: Call) -> Launch:
     )
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    causal: bool = False,
-    variant: str | int | None = None,
-    block: int | None = None,
-) -> Bound:
+def _prepare(c: Call) -> tuple[Variant, ...]:
     """Without a variant: "rows" where a row fits in registers, else "online_block"."""
-    c = OPERATION.checked(inputs, out, causal=causal, variant=variant, block=block)
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)
-    best = _rows if c.T <= LONGEST_IN_REGISTERS else _online_block
-    return OPERATION.bound_to(c, (best,))
+    return (_rows if c.T <= LONGEST_IN_REGISTERS else _online_block,)
 
 
 def _scores(sizes: Sizes) -> int:
@@ -121,12 +111,12 @@ OPERATION = Operation(
     variants=(_three_pass, _online_warp, _online_block, _rows),
     traffic=lambda sizes: 8 * _scores(sizes),
     flops=lambda sizes: 5 * _scores(sizes),
-    bound="memory",
     axes={"...": "B NH T"},
     small=({"B": 1, "NH": 3, "T": 5}, {"B": 2, "NH": 1, "T": 33}, {"B": 1, "NH": 1, "T": 130}),
     arrays={"scores": "x", "out": "y"},
     aliases={"rows": "B*NH*T", "N": "B*NH*T", "n": "T"},
-    binder=bind,
+    options={"causal": False, "variant": None, "block": None},
+    prepare=_prepare,
 )
 
 
@@ -144,4 +134,5 @@ def softmax(
     """
     if out is not scores:
         (scores,) = contiguous(scores)
-    return call(bind, (scores,), out, causal=causal, variant=variant, block=block).out
+    options = {"causal": causal, "variant": variant, "block": block}
+    return call(OPERATION.bind_on_device, (scores,), out, **options).out

@@ -25,7 +25,7 @@ from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
@@ -46,27 +46,6 @@ MMA_THREADS = 128
 MMA_BLOCKS = 3  # on a multiprocessor, at most: what its registers and shared memory hold
 MOST_SPAN = 8  # tiles of K for one of Q
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
-
-
-def thread_tiles_geometry(kernel: str, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
-    """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
-    rows = threads // SIDE  # of threads' tiles in a block, 8 in each
-    grid = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
-    return Geometry(kernel, grid, (SIDE, rows), defines=(("NH", NH), ("HS", HS)))
-
-
-def tri4_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """One block per tile of the square; blocks above the diagonal exit immediately."""
-    tiles = ceil(T / TILE)
-    grid = (tiles, tiles, B * NH)
-    return Geometry("matmul_tri4", grid, (16, 16), defines=(("NH", NH), ("HS", HS)))
-
-
-def tri5_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """One block per tile on or below the diagonal."""
-    tiles = ceil(T / TILE)
-    grid = (tiles * (tiles + 1) // 2, B * NH)
-    return Geometry("matmul_tri5", grid, (THREADS,), defines=(("NH", NH), ("HS", HS)))
 
 
 def mma_geometry(
@@ -109,42 +88,41 @@ def mma_geometry(
     return geometry, (heads, span, together)
 
 
-def fill_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """For trimat_fill."""
-    grid = (ceil(B * NH * T / FILL_ROWS),)
-    return Geometry(FILL, grid, (32 * FILL_ROWS,), defines=(("NH", NH), ("HS", HS)))
+def _launch(
+    c: Call,
+    file: str,
+    kernel: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Any, ...] = (),
+) -> Launch:
+    """args: those of other kernels than `kernel(qkv, out, T)`."""
+    geometry = Geometry(kernel, grid, block, defines=(("NH", c.NH), ("HS", c.HS)))
+    return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
 
 
-def _thread_tiles(c: Call, kernel: str) -> Launch:
-    geometry = thread_tiles_geometry(kernel, c.B, c.T, c.NH, c.HS, c.block)
-    return launch_at(FILE, geometry, (c.qkv, c.out, c.T))
+def _thread_tiles(name: str, kernel: str, idea: str) -> Variant:
+    """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
+
+    def launch(c: Call) -> Launch:
+        rows = c.block // SIDE  # of threads' tiles in a block, 8 in each
+        grid = (ceil(c.T / SIDE**2), ceil(c.T / (SIDE * rows)), c.B * c.NH)
+        return _launch(c, FILE, kernel, grid, (SIDE, rows))
+
+    return variant(name, FILE, kernel, idea=idea, blocks=BLOCKS)(launch)
 
 
-@variant(
+_naive = _thread_tiles(
     "naive",
-    FILE,
     "matmul_tri_naive",
-    idea="one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
-    blocks=BLOCKS,
+    "one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
 )
-def _naive(c: Call) -> Launch:
-    return _thread_tiles(c, "matmul_tri_naive")
-
-
-@variant(
+_registers = _thread_tiles(
     "registers",
-    FILE,
     "matmul_tri_registers",
-    idea="8 values of Q and 8 of K in registers, 64 outer-product sums per step",
-    blocks=BLOCKS,
+    "8 values of Q and 8 of K in registers, 64 outer-product sums per step",
 )
-def _registers(c: Call) -> Launch:
-    return _thread_tiles(c, "matmul_tri_registers")
-
-
-@variant("tri3", FILE, "matmul_tri3", idea="the same with float4 loads and stores", blocks=BLOCKS)
-def _tri3(c: Call) -> Launch:
-    return _thread_tiles(c, "matmul_tri3")
+_tri3 = _thread_tiles("tri3", "matmul_tri3", "the same with float4 loads and stores")
 
 
 @variant(
@@ -154,7 +132,9 @@ def _tri3(c: Call) -> Launch:
     idea="16×16 threads per 128×128 tile, slices of 32 through shared memory",
 )
 def _tri4(c: Call) -> Launch:
-    return launch_at(FILE, tri4_geometry(c.B, c.T, c.NH, c.HS), (c.qkv, c.out, c.T))
+    """One block per tile of the square; blocks above the diagonal exit immediately."""
+    tiles = ceil(c.T / TILE)
+    return _launch(c, FILE, "matmul_tri4", (tiles, tiles, c.B * c.NH), (16, 16))
 
 
 @variant(
@@ -165,7 +145,10 @@ def _tri4(c: Call) -> Launch:
     source="gpt2block",
 )
 def _tri5(c: Call) -> Launch:
-    return launch_at(PIPELINED, tri5_geometry(c.B, c.T, c.NH, c.HS), (c.qkv, c.out, c.T))
+    """One block per tile on or below the diagonal."""
+    tiles = ceil(c.T / TILE)
+    grid = (tiles * (tiles + 1) // 2, c.B * c.NH)
+    return _launch(c, PIPELINED, "matmul_tri5", grid, (THREADS,))
 
 
 @variant(
@@ -189,8 +172,9 @@ def _tri6(c: Call) -> Launch:
 
 @variant("fill", FILE, FILL, idea="one value above the diagonal, where `fill` is given")
 def _fill(c: Call) -> Launch:
-    args = (c.out, c.T, c.B * c.NH * c.T, c.fill)
-    return launch_at(FILE, fill_geometry(c.B, c.T, c.NH, c.HS), args)
+    rows = c.B * c.NH * c.T
+    grid, args = (ceil(rows / FILL_ROWS),), (c.out, c.T, rows, c.fill)
+    return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
 def bind(
@@ -241,9 +225,7 @@ OPERATION = Operation(
     idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
     sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
     variants=(_naive, _registers, _tri3, _tri4, _tri5, _tri6),
-    traffic=lambda sizes: (
-        4 * (2 * sizes["B"] * sizes["T"] * sizes["NH"] * sizes["HS"] + _outputs(sizes))
-    ),
+    traffic=lambda s: 4 * (2 * s["B"] * s["T"] * s["NH"] * s["HS"] + _outputs(s)),
     flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
     bound="compute",
     attrs={"fill": None},

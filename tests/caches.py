@@ -1,0 +1,134 @@
+"""Kv_caches of every dtype, FP8 among them, with grouped queries and without, for tests.
+
+FP8 codes are those of ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from tests import plain
+
+Array = NDArray[Any]
+Heads = tuple[int, int, int]  # of Q, of K and V, and their channels
+FORMATS: dict[str, Any] = {
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+KINDS = (*DTYPES, *FORMATS)
+LARGEST = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
+NAN = 0x7F  # of either format
+
+
+def codes_of(x: Array, kv_dtype: str) -> NDArray[np.uint8]:
+    """By ml_dtypes, which does not saturate: numbers beyond the largest one are limited first."""
+    largest = LARGEST[kv_dtype]
+    limited = np.clip(x.astype(np.float32), -largest, largest)
+    with np.errstate(invalid="ignore"):  # NaN
+        return np.asarray(limited.astype(FORMATS[kv_dtype]).view(np.uint8))
+
+
+def widened(codes: Array, kv_dtype: str) -> NDArray[np.float32]:
+    return np.asarray(codes.view(FORMATS[kv_dtype]).astype(np.float32))
+
+
+def stored(x: Array, kind: str) -> Array:
+    """As a cache of this kind holds it."""
+    return codes_of(x, kind) if kind in FORMATS else x.astype(DTYPES[kind])
+
+
+def repeated(rows: Array, heads: Heads) -> Array:
+    """K or V (..., KV) with each head as often as it serves heads of Q: (..., Q)."""
+    NH, NKV, HS = heads
+    each = rows.reshape(*rows.shape[:-1], NKV, HS)
+    return np.repeat(each, NH // NKV, axis=-2).reshape(*rows.shape[:-1], NH * HS)
+
+
+def row_width(heads: Heads) -> int:
+    """Channels of a row [Q | K | V]."""
+    return (heads[0] + 2 * heads[1]) * heads[2]
+
+
+class Cache(NamedTuple):
+    """Keys and values as they are stored, (B, n_ctx, C)."""
+
+    k: Array
+    v: Array
+    heads: Heads
+    kind: str
+
+    @property
+    def kv_dtype(self) -> str | None:
+        return self.kind if self.kind in FORMATS else None
+
+    def _each(self, change: Callable[[Array], Array]) -> Cache:
+        return self._replace(k=change(self.k), v=change(self.v))
+
+    def of(self, sequences: Any) -> Cache:
+        """Of these sequences alone."""
+        return self._each(lambda half: np.ascontiguousarray(half[sequences]))
+
+    def longer(self, n_ctx: int) -> Cache:
+        """With n_ctx positions more, which hold NaN."""
+        value = NAN if self.kv_dtype else np.nan
+        more = np.full((len(self.k), n_ctx, self.k.shape[2]), value, self.k.dtype)
+        return self._each(lambda half: np.concatenate([half, more], axis=1))
+
+    def ungrouped(self) -> Cache:
+        """The same with as many heads of K and V as of Q."""
+        NH, _, HS = self.heads
+        return self._each(lambda half: repeated(half, self.heads))._replace(heads=(NH, NH, HS))
+
+    def numbers(self, sequence: int) -> tuple[Array, Array]:
+        """K and V of a sequence with as many heads as Q, in float32."""
+        k, v = (half[sequence] for half in self.ungrouped()[:2])
+        if self.kind in FORMATS:
+            return widened(k, self.kind), widened(v, self.kind)
+        return k.astype(np.float32), v.astype(np.float32)
+
+
+def random_cache(heads: Heads, lengths: list[int], n_ctx: int, kind: str) -> Cache:
+    """Keys and values; NaN where no sequence has any."""
+    _, NKV, HS = heads
+    x = plain.normal(HS, 2, len(lengths), n_ctx, NKV * HS)
+    for b, length in enumerate(lengths):
+        x[:, b, length:] = np.nan
+    k, v = stored(x, kind)
+    return Cache(k, v, heads, kind)
+
+
+def exact(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+    """(T, C), in float64."""
+    q, k, v = (a[: start + len(q)].astype(np.float64) for a in (q, k, v))
+    return np.asarray(reference.attention_cached(q, k, v, start, n_head))
+
+
+def plainly(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+    """As plain.attention, with queries that begin at a position."""
+    T, C = q.shape
+    n = start + T
+    heads = [a.astype(np.float32).reshape(-1, n_head, C // n_head) for a in (q, k[:n], v[:n])]
+    q, k, v = (head.swapaxes(0, 1) for head in heads)
+    scores = plain.product(q, k.swapaxes(1, 2)) / np.float32(math.sqrt(C // n_head))
+    scores = np.where(np.tri(T, n, start, dtype=bool), scores, np.float32(-np.inf))
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = plain.product(p, v) / plain.running_sum(p)
+    return np.ascontiguousarray(out.swapaxes(0, 1)).reshape(T, C)
+
+
+def assert_right(got: Array, q: Array, held: Cache, sequence: int, start: int) -> None:
+    """As accurate as a sequential evaluation in float32; q (T, Q), at positions from start on."""
+    given = q, *held.numbers(sequence), start, held.heads[0]
+    plain.assert_as_accurate(got, exact(*given), plainly(*given))
