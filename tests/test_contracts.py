@@ -15,7 +15,6 @@ EXAMPLES = {
     "add": Example({}),
     "silu_mul": Example({}),
     "gelu": Example({}),
-    "layernorm": Example({"C": 8}, {"eps": 1e-5}),
     "softmax": Example({"T": 6}),
     "trimat": Example({"B": 1, "T": 5, "NH": 2, "HS": 8}),
     "matmul_bias": Example({"K": 8, "N": 4}),
