@@ -64,7 +64,7 @@ def test_two_workers_on_the_cpu(
     pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
     monkeypatch.setattr(scaling, "WARM_SECONDS", 0.1)
     options = "--model shakespeare --dtype float32 --device cpu --seconds 1 --workers 2 "
-    options += "--records 300 --lengths 2 6 --shard-size 10 --most 3000 --limit 60"
+    options += "--records 300 --lengths 2 6 --shard-size 5 --most 3000 --limit 60"
     figures = tmp_path / "figures.json"
     outputs = ["--folder", str(tmp_path / "f"), "--json", str(figures)]
     monkeypatch.setattr(sys, "argv", ["scaling", *options.split(), *outputs])
