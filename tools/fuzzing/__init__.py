@@ -12,17 +12,33 @@ import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from gpt2block.errors import LONGEST, CheckpointError, DeviceError, InputError
 
-Rng = np.random.Generator
-Case = Callable[[Rng, Path], None]
-
+T = TypeVar("T")
 OURS = (InputError, CheckpointError, DeviceError)
 NUMPY_AREAS = ("checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line")
+
+
+class Rng(np.random.Generator):
+    """The random generator of a case."""
+
+    def whole(self, low: int, high: int | None = None) -> int:
+        """Return an integer from low, or 0, to below high, or low."""
+        return int(self.integers(low, high))
+
+    def chance(self, share: float) -> bool:
+        return bool(self.random() < share)
+
+    def pick(self, *choices: T) -> T:
+        """Return one of the choices."""
+        return choices[self.whole(len(choices))]
+
+
+Case = Callable[[Rng, Path], None]
 
 
 class Area(NamedTuple):
@@ -50,7 +66,7 @@ def area(name: str) -> Area:
 
 def generator(seed: int, name: str, number: int) -> Rng:
     """Return a case's random generator, which depends only on these three arguments."""
-    return np.random.default_rng([seed, zlib.crc32(name.encode()), number])
+    return Rng(np.random.PCG64([seed, zlib.crc32(name.encode()), number]))
 
 
 def attempt(valid: bool, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from fuzzing import (
     refuses,
 )
 from fuzzing import gpt2 as plain
-from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, pick, spoil
+from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, spoil
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
@@ -34,11 +34,11 @@ _ROUNDING = dict(zip(DTYPES, (1e-6, 8e-3, 1e-3, 0.13, 0.07), strict=True))
 
 
 def case(rng: Rng, folder: Path) -> None:
-    if rng.random() < 0.4:
+    if rng.chance(0.4):
         formulas.case(rng, folder)
         return
-    pick(
-        rng, _block, _block_weights, _model_weights, _logits, _logits, _cache, _generate, _generate,
+    rng.pick(
+        _block, _block_weights, _model_weights, _logits, _logits, _cache, _generate, _generate,
         _generate_text, _score, _embed, _sampling, _matrix, _tokens, _tokens, _config, _layer,
     )(rng, folder)  # fmt: skip
 
@@ -53,7 +53,7 @@ def _called(
     rng: Rng, share: float, function: Any, arguments: dict[str, Any], *others: str
 ) -> tuple[Any, bool]:
     """Return a result, and whether one of the arguments is odd, as in this share of the calls."""
-    changed = bool(rng.random() < share)
+    changed = rng.chance(share)
     if changed:
         spoil(rng, arguments, *others)
     found = attempt(not changed, function, **arguments)
@@ -70,29 +70,29 @@ def _block_tensors(rng: Rng, C: int, dtype: Any) -> dict[str, Any]:
 
 def _block(rng: Rng, folder: Path) -> None:
     """`Block` on the CPU."""
-    n_head = int(rng.integers(1, 4))
-    C = n_head * int(rng.integers(1, 5))
-    eps = pick(rng, 1e-5, 0.1)
-    tensors = _block_tensors(rng, C, pick(rng, np.float32, np.float64))
+    n_head = rng.whole(1, 4)
+    C = n_head * rng.whole(1, 5)
+    eps = rng.pick(1e-5, 0.1)
+    tensors = _block_tensors(rng, C, rng.pick(np.float32, np.float64))
     weights = accepted(BlockWeights, **tensors, n_head=n_head, eps=eps)
-    dtype = pick(rng, "float32", "float32", "bfloat16", "float16")
+    dtype = rng.pick("float32", "float32", "bfloat16", "float16")
     options: dict[str, Any] = {
-        "causal": bool(rng.random() < 0.5), "device": "cpu", "dtype": dtype,
-        "kernels": pick(rng, "auto", "fused"),
+        "causal": rng.chance(0.5), "device": "cpu", "dtype": dtype,
+        "kernels": rng.pick("auto", "fused"),
     }  # fmt: skip
-    shape = (*pick(rng, (), (2,), (1,)), int(rng.integers(1, 6)), C)
+    shape = (*rng.pick((), (2,), (1,)), rng.whole(1, 6), C)
     x: Any = rng.standard_normal(shape).astype(plain.DTYPES[dtype])
-    if rng.random() < 0.2:
+    if rng.chance(0.2):
         x = np.asfortranarray(x)
-    changed = rng.random() < 0.4
+    changed = rng.chance(0.4)
     out = None
-    if changed and rng.random() < 0.4:
+    if changed and rng.chance(0.4):
         spoil(rng, options)
-    elif changed and rng.random() < 0.5:
+    elif changed and rng.chance(0.5):
         out = odd_argument(rng)
     elif changed:
         x = odd_argument(rng)
-    elif rng.random() < 0.3:
+    elif rng.chance(0.3):
         out = np.empty(shape, plain.DTYPES[dtype])
     got = attempt(not changed, lambda: Block(weights, **options)(x, out))
     _no_mask(x)
@@ -106,8 +106,8 @@ def _block(rng: Rng, folder: Path) -> None:
 
 def _block_weights(rng: Rng, folder: Path) -> None:
     """`BlockWeights`, `from_packed`, `random`."""
-    C = int(rng.integers(1, 6))
-    kind = int(rng.integers(3))
+    C = rng.whole(1, 6)
+    kind = rng.whole(3)
     if kind == 0:
         arguments: dict[str, Any] = {**_block_tensors(rng, C, np.float32), "n_head": 1}
         _called(rng, 1, BlockWeights, arguments, "eps")
@@ -118,21 +118,21 @@ def _block_weights(rng: Rng, folder: Path) -> None:
         check_equal("packed", found.to_packed().tolist(), np.ravel(arguments["packed"]).tolist())
     else:
         seed, config = odd_argument(rng), odd_argument(rng)
-        config = plain.random_config(rng) if rng.random() < 0.7 else config
-        made: Any = pick(rng, BlockWeights.random, GPT2Weights.random)
+        config = plain.random_config(rng) if rng.chance(0.7) else config
+        made: Any = rng.pick(BlockWeights.random, GPT2Weights.random)
         attempt(False, made, seed, config)
 
 
 def _model_weights(rng: Rng, folder: Path) -> None:
     """`GPT2Weights`, and `GPT2` with them; one argument may be wrong."""
-    weights = _weights(int(rng.integers(4)))
+    weights = _weights(rng.whole(4))
     names = ("config", "wte", "wpe", "blocks", "gamma_f", "beta_f", "lm_head")
     arguments = {name: getattr(weights, name) for name in names}
-    options: dict[str, Any] = {"device": "cpu", "dtype": pick(rng, *DTYPES)}
-    options["kv_dtype"] = None if options["dtype"] == "float32" else pick(rng, None, *FP8)
-    changed = rng.random() < 0.8
+    options: dict[str, Any] = {"device": "cpu", "dtype": rng.pick(*DTYPES)}
+    options["kv_dtype"] = None if options["dtype"] == "float32" else rng.pick(None, *FP8)
+    changed = rng.chance(0.8)
     if changed:
-        spoil(rng, options if rng.random() < 0.2 else arguments)
+        spoil(rng, options if rng.chance(0.2) else arguments)
     model = attempt(not changed, lambda: GPT2(GPT2Weights(**arguments), **options))
     _no_mask(*arguments.values())
     accepted(model, [0])
@@ -140,7 +140,7 @@ def _model_weights(rng: Rng, folder: Path) -> None:
 
 def _layer(rng: Rng, folder: Path) -> None:
     """One block of the bundled model; the layer may be odd."""
-    layer = pick(rng, 0, 1, odd_argument(rng))
+    layer = rng.pick(0, 1, odd_argument(rng))
     attempt(False, BlockWeights.from_pretrained, "shakespeare", layer)
     integer = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
     check(integer, f"accepted layer {layer!a:.60}")
@@ -148,7 +148,7 @@ def _layer(rng: Rng, folder: Path) -> None:
 
 def _config(rng: Rng, folder: Path) -> None:
     names = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
-    arguments = {str(pick(rng, *names)): odd_argument(rng)}
+    arguments = {rng.pick(*names): odd_argument(rng)}
     attempt(False, GPT2Config, **arguments)
 
 
@@ -158,7 +158,7 @@ def _config(rng: Rng, folder: Path) -> None:
 @lru_cache
 def _weights(key: int) -> GPT2Weights:
     """Return a tiny model with weights large enough to affect the logits."""
-    rng = np.random.default_rng(key)
+    rng = Rng(np.random.PCG64(key))
     config = GPT2Config(
         n_layer=1 + key % 2, n_head=2, n_embd=2 * (2 + key), n_ctx=5 + key, vocab_size=11 + key,
         tie_word_embeddings=key % 2 == 0,
@@ -194,40 +194,40 @@ def _bundled() -> GPT2:
 
 
 def _drawn_model(rng: Rng) -> Known:
-    return _model(int(rng.integers(4)))
+    return _model(rng.whole(4))
 
 
 def _random_ids(rng: Rng, sizes: plain.Sizes, most: int | None = None) -> Any:
-    length = int(rng.integers(1, (most or sizes.n_ctx) + 1))
+    length = rng.whole(1, (most or sizes.n_ctx) + 1)
     return rng.integers(0, sizes.vocab_size, length)
 
 
 def _logits(rng: Rng, folder: Path) -> None:
     """`model(ids)` and `hidden_states`."""
     model, sizes, tensors = _drawn_model(rng)
-    kind = int(rng.integers(5))
-    changed, T = kind == 4, int(rng.integers(1, sizes.n_ctx + 1))
+    kind = rng.whole(5)
+    changed, T = kind == 4, rng.whole(1, sizes.n_ctx + 1)
     ids: Any = [_random_ids(rng, sizes) for _ in range(3 if kind == 2 else 1)]
     if kind == 1:
         ids = [rng.integers(0, sizes.vocab_size, T) for _ in range(3)]
     argument: Any = ids
     if kind == 0:
         row = ids[0]
-        argument = pick(rng, row, row.tolist(), tuple(row.tolist()), row.astype(np.uint8))
+        argument = rng.pick(row, row.tolist(), tuple(row.tolist()), row.astype(np.uint8))
     elif kind == 1:
-        argument = pick(rng, np.stack(ids), ids, [row.tolist() for row in ids])
+        argument = rng.pick(np.stack(ids), ids, [row.tolist() for row in ids])
     elif changed:
-        argument = pick(
-            rng, odd_argument(rng), [ids[0], odd_argument(rng)], ids[0] - 1, ids[0] + 8, [True],
+        argument = rng.pick(
+            odd_argument(rng), [ids[0], odd_argument(rng)], ids[0] - 1, ids[0] + 8, [True],
             np.ma.masked_array(ids[0], ids[0] > 3), np.zeros(sizes.n_ctx + 1, int), [[0], []],
         )  # fmt: skip
-    if rng.random() < 0.3:
+    if rng.chance(0.3):
         states = attempt(not changed, model.hidden_states, argument)
         if not changed:
             truth = np.stack(plain.states(sizes, tensors, ids[0]))
             plain.check_close("states", _first_row(states), truth)
         return
-    last = bool(rng.random() < 0.3)
+    last = rng.chance(0.3)
     got = attempt(not changed, model, argument, last=last)
     if changed:
         ids = _checked_rows(argument)
@@ -260,7 +260,7 @@ def _first_row(states: Any) -> Any:
 def _cache(rng: Rng, folder: Path) -> None:
     """Tokens in parts with a KV cache, or odd arguments of `new_cache`."""
     model, sizes, tensors = _drawn_model(rng)
-    if rng.random() < 0.4:
+    if rng.chance(0.4):
         arguments: dict[str, Any] = {"batch": 1, "n_ctx": 3}
         spoil(rng, arguments)
         try:
@@ -273,11 +273,11 @@ def _cache(rng: Rng, folder: Path) -> None:
     exact = plain.logits(sizes, tensors, ids)
     at = 0
     while at < len(ids):
-        part = ids[at : at + int(rng.integers(1, 4))]
+        part = ids[at : at + rng.whole(1, 4)]
         got = accepted(model, part[None], cache)
         plain.check_close("cached", got[0], exact[at : at + len(part)])
         at += len(part)
-        if rng.random() < 0.2 and (odd := odd_argument(rng)) is not None:
+        if rng.chance(0.2) and (odd := odd_argument(rng)) is not None:
             refuses(model, [0], odd)
     check(refuses(model, [[0]], cache), "a full cache accepted another token")
 
@@ -285,25 +285,25 @@ def _cache(rng: Rng, folder: Path) -> None:
 def _options(rng: Rng) -> dict[str, Any]:
     """Return valid options of `generate`."""
     every = {
-        "temperature": pick(rng, 0, 0.7, 1.0, 3), "top_k": pick(rng, 0, 1, 3, 1000),
-        "top_p": pick(rng, 1.0, 0.9, 0.3), "min_p": pick(rng, 0.0, 0.1, 1),
-        "repetition_penalty": pick(rng, 1.0, 1.3, 0.8), "seed": int(rng.integers(2**40)),
-        "stop_ids": pick(rng, [], [1], [2, 3], 4), "rows_at_once": int(rng.integers(1, 9)),
+        "temperature": rng.pick(0, 0.7, 1.0, 3), "top_k": rng.pick(0, 1, 3, 1000),
+        "top_p": rng.pick(1.0, 0.9, 0.3), "min_p": rng.pick(0.0, 0.1, 1),
+        "repetition_penalty": rng.pick(1.0, 1.3, 0.8), "seed": rng.whole(2**40),
+        "stop_ids": rng.pick([], [1], [2, 3], 4), "rows_at_once": rng.whole(1, 9),
     }  # fmt: skip
-    chosen = {name: value for name, value in every.items() if rng.random() < 0.5}
-    return {"max_new_tokens": int(rng.integers(1, 7)), "seed": 5, **chosen}
+    chosen = {name: value for name, value in every.items() if rng.chance(0.5)}
+    return {"max_new_tokens": rng.whole(1, 7), "seed": 5, **chosen}
 
 
 def _generate(rng: Rng, folder: Path) -> None:
     """Continuations of ids, the same alone and in a batch, with the right log-probabilities."""
     model, sizes, tensors = _drawn_model(rng)
-    prompts: list[Any] = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
+    prompts: list[Any] = [_random_ids(rng, sizes) for _ in range(rng.whole(1, 4))]
     options = _options(rng)
-    truncate = rng.random() < 0.3
+    truncate = rng.chance(0.3)
     if truncate:
         options["overflow"] = "truncate"
         prompts[0] = _random_ids(rng, sizes, 2 * sizes.n_ctx)
-    if rng.random() < 0.4:
+    if rng.chance(0.4):
         _generate_odd(rng, model, prompts, options)
         return
     rows = accepted(model.generate, prompts, **options)
@@ -313,7 +313,7 @@ def _generate(rng: Rng, folder: Path) -> None:
         check(len(row.tokens) <= options["max_new_tokens"], f"{len(row.tokens)} tokens")
         if len(prompt) + len(row.tokens) - 1 <= sizes.n_ctx:
             _check_row(sizes, tensors, prompt, row, options)
-    samples = int(rng.integers(2, 4))
+    samples = rng.whole(2, 4)
     several = accepted(model.generate, prompts[0], samples=samples, **options)
     check_equal("samples", len(several), samples)
     check_equal("first sample", several[0].tokens, rows[0].tokens)
@@ -339,16 +339,16 @@ def _check_row(
 def _generate_odd(rng: Rng, model: GPT2, prompts: list[Any], options: dict[str, Any]) -> None:
     """One odd argument. Combinations that validly request an endless continuation are excluded."""
     name = str(
-        pick(rng, *options, "stop", "overflow", "samples", "sampling", "max_tokens", "prompts")
+        rng.pick(*options, "stop", "overflow", "samples", "sampling", "max_tokens", "prompts")
     )
     if name == "prompts":
-        prompts = pick(rng, odd_argument(rng), [*prompts, odd_argument(rng)])
+        prompts = rng.pick(odd_argument(rng), [*prompts, odd_argument(rng)])
     else:
         options[name] = odd_argument(rng)
     if name == "max_new_tokens":
         options.pop("overflow", None)
     one = prompts[0] if isinstance(prompts, list) else prompts
-    streamed = bool(rng.random() < 0.5 and name not in ("samples", "rows_at_once"))
+    streamed = bool(rng.chance(0.5) and name not in ("samples", "rows_at_once"))
     if streamed:
         options.pop("rows_at_once", None)
     try:
@@ -367,8 +367,8 @@ def _generate_text(rng: Rng, folder: Path) -> None:
     """The bundled model with text: `stream` equals `generate`, and stop strings end it."""
     model, options = _bundled(), _options(rng)
     options.pop("stop_ids", None)
-    if rng.random() < 0.5:
-        options["stop"] = pick(rng, "e", ["th", " "], "\n", ("xyz",))
+    if rng.chance(0.5):
+        options["stop"] = rng.pick("e", ["th", " "], "\n", ("xyz",))
     prompt = odd_text(rng) or "a"
     whole = accepted(model.generate, prompt, **options)
     options.pop("rows_at_once", None)
@@ -377,16 +377,16 @@ def _generate_text(rng: Rng, folder: Path) -> None:
     stops = options.get("stop", ())
     ended = any(stop in whole.text for stop in ([stops] if isinstance(stops, str) else stops))
     check(not ended, f"a stop string in {whole.text!r}")
-    attempt(False, model.generate, pick(rng, *TEXTS), max_new_tokens=1)
+    attempt(False, model.generate, rng.pick(*TEXTS), max_new_tokens=1)
 
 
 def _score(rng: Rng, folder: Path) -> None:
     """The sum of log-probabilities over sliding windows."""
     model, sizes, tensors = _drawn_model(rng)
     ids: Any = _random_ids(rng, sizes, 25)
-    stride: Any = pick(rng, None, int(rng.integers(1, sizes.n_ctx)))
-    changed = rng.random() < 0.3 or len(ids) < 2
-    if changed and rng.random() < 0.5:
+    stride: Any = rng.pick(None, rng.whole(1, sizes.n_ctx))
+    changed = rng.chance(0.3) or len(ids) < 2
+    if changed and rng.chance(0.5):
         stride = odd_argument(rng)
     elif changed:
         ids = odd_argument(rng)
@@ -411,8 +411,8 @@ def _score(rng: Rng, folder: Path) -> None:
 
 def _embed(rng: Rng, folder: Path) -> None:
     model, sizes, tensors = _drawn_model(rng)
-    rows: Any = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
-    pooling: Any = pick(rng, "mean", "last")
+    rows: Any = [_random_ids(rng, sizes) for _ in range(rng.whole(1, 4))]
+    pooling: Any = rng.pick("mean", "last")
     got, changed = _called(rng, 0.3, model.embed, {"texts": rows, "pooling": pooling})
     if not changed:
         exact = [plain.states(sizes, tensors, row)[-1] for row in rows]
@@ -428,9 +428,9 @@ def _sampling(rng: Rng, folder: Path) -> None:
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 2.0,
         "seed": 3, "sample": 2,
     }  # fmt: skip
-    changed = rng.random() < 0.8
+    changed = rng.chance(0.8)
     if changed:
-        values[str(pick(rng, *values))] = pick(rng, odd_argument(rng), pick(rng, *NUMBERS))
+        values[rng.pick(*values)] = rng.pick(odd_argument(rng), rng.pick(*NUMBERS))
     attempt(not changed, Sampling, **values)
     for name, value in values.items():
         positive = type(value) is not bool and math.isfinite(value) and value >= 0
@@ -439,13 +439,13 @@ def _sampling(rng: Rng, folder: Path) -> None:
 
 def _matrix(rng: Rng, folder: Path) -> None:
     """`WeightMatrix.quantize` and its constructor."""
-    w: Any = rng.standard_normal((int(rng.integers(1, 9)), int(rng.integers(1, 9))))
-    w = w.astype(plain.DTYPES[pick(rng, "float32", "float16", "bfloat16")])
-    if rng.random() < 0.3:
+    w: Any = rng.standard_normal((rng.whole(1, 9), rng.whole(1, 9)))
+    w = w.astype(plain.DTYPES[rng.pick("float32", "float16", "bfloat16")])
+    if rng.chance(0.3):
         w = np.asfortranarray(w)
-    arguments = {"w": w, "dtype": pick(rng, *DTYPES), "layout": pick(rng, "KN", "NK")}
-    if rng.random() < 0.25:
-        arguments = {"data": w, "dtype": pick(rng, *DTYPES), "scale": None, "layout": "KN"}
+    arguments = {"w": w, "dtype": rng.pick(*DTYPES), "layout": rng.pick("KN", "NK")}
+    if rng.chance(0.25):
+        arguments = {"data": w, "dtype": rng.pick(*DTYPES), "scale": None, "layout": "KN"}
         _called(rng, 1, WeightMatrix, arguments)
         return
     found, _ = _called(rng, 0.33, WeightMatrix.quantize, arguments)
@@ -459,9 +459,9 @@ def _matrix(rng: Rng, folder: Path) -> None:
 
 def _tokens(rng: Rng, folder: Path) -> None:
     """Token files, damaged or not."""
-    ids = rng.integers(0, 2**15, int(rng.integers(1, 30)))
-    whole = bool(rng.random() < 0.4)
-    path, array = pick(rng, _npy, _bin)(rng, folder, ids, whole)
+    ids = rng.integers(0, 2**15, rng.whole(1, 30))
+    whole = rng.chance(0.4)
+    path, array = rng.pick(_npy, _bin)(rng, folder, ids, whole)
     found = attempt(whole, load_tokens, path)
     check(found.ndim == 1 and found.dtype.kind in "iu", f"{found.dtype} {found.shape}")
     if array is not None:
@@ -473,12 +473,12 @@ def _tokens(rng: Rng, folder: Path) -> None:
 def _npy(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
     """Write a .npy file; return its path, and its content where that is known."""
     path = folder / "tokens.npy"
-    dtype: Any = pick(rng, np.uint16, np.int32, np.int64, ">i4")
+    dtype: Any = rng.pick(np.uint16, np.int32, np.int64, ">i4")
     array = ids.astype(dtype)
     np.save(path, array)
     if whole:
         return path, array
-    kind = int(rng.integers(5))
+    kind = rng.whole(5)
     if kind == 0:
         try:
             np.save(path, odd_argument(rng), allow_pickle=True)
@@ -499,7 +499,7 @@ def _bin(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, 
     array = ids.astype("<u2")
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(ids)
-    data = pick(rng, header.tobytes(), b"") + array.tobytes()
+    data = rng.pick(header.tobytes(), b"") + array.tobytes()
     path.write_bytes(data if whole else damaged(rng, data, 12))
     return path, array if whole else None
 

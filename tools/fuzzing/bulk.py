@@ -19,7 +19,7 @@ import numpy as np
 
 from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import odd_argument, odd_text, odd_value, pick
+from fuzzing.values import odd_argument, odd_text, odd_value
 from fuzzing.vocabularies import BYTES, plain_spec
 from gpt2block import GPT2
 from gpt2block.bulk import records, shards
@@ -40,7 +40,7 @@ def case(rng: Rng, folder: Path) -> None:
     kinds = [_lines, _lines, _lines, _batch, _manifest, _manifest]
     if find_spec("pyarrow"):
         kinds.append(_parquet)
-    pick(rng, *kinds)(rng, folder)
+    rng.pick(*kinds)(rng, folder)
 
 
 @lru_cache
@@ -49,7 +49,7 @@ def model_folder() -> Path:
     _folders.append(TemporaryDirectory(prefix="fuzz-model-"))
     folder = Path(_folders[-1].name)
     sizes = plain.Sizes(1, 2, 4, N_CTX, 257)
-    plain.write(folder, sizes, plain.random_tensors(np.random.default_rng(0), sizes, "float32"))
+    plain.write(folder, sizes, plain.random_tensors(Rng(np.random.PCG64(0)), sizes, "float32"))
     (folder / "tokenizer.json").write_text(json.dumps(plain_spec(BYTES)))
     return folder
 
@@ -68,9 +68,7 @@ def _record(rng: Rng) -> Any:
     if kind < 0.5:
         return odd_text(rng)
     if kind < 0.7:
-        return rng.integers(
-            0, 260 if rng.random() < 0.2 else 256, int(rng.integers(0, 30))
-        ).tolist()
+        return rng.integers(0, 260 if rng.chance(0.2) else 256, rng.whole(0, 30)).tolist()
     return odd_value(rng)
 
 
@@ -78,16 +76,16 @@ def _line(rng: Rng, keep: Sequence[str]) -> bytes:
     """Return a line of JSON, or of almost JSON."""
     kind = rng.random()
     if kind < 0.35:
-        return pick(rng, *_ODD_LINES)
+        return rng.pick(*_ODD_LINES)
     if kind < 0.4:
-        depth = int(pick(rng, 50, 200, 490, 900, 3000))
+        depth = int(rng.pick(50, 200, 490, 900, 3000))
         return b'{"text": "ab", "id": ' + b"[" * depth + b"]" * depth + b"}"
     if kind < 0.402:
         return json.dumps({"text": " " * 12_000}).encode()
     entry: Any = {"text": _record(rng)}
-    entry |= {name: odd_value(rng) for name in keep if rng.random() < 0.8}
+    entry |= {name: odd_value(rng) for name in keep if rng.chance(0.8)}
     entry = odd_value(rng) if kind < 0.45 else entry
-    text = json.dumps(entry, ensure_ascii=bool(rng.random() < 0.5))
+    text = json.dumps(entry, ensure_ascii=rng.chance(0.5))
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -126,8 +124,8 @@ def _simple(value: Any) -> bool:
 
 
 def _task(rng: Rng) -> tuple[Any, dict[str, Any]]:
-    name = str(pick(rng, *TASKS))
-    return name, dict(pick(rng, *TASKS[name]))
+    name = rng.pick(*TASKS)
+    return name, dict(rng.pick(*TASKS[name]))
 
 
 def _lines(rng: Rng, folder: Path) -> None:
@@ -135,19 +133,19 @@ def _lines(rng: Rng, folder: Path) -> None:
     inputs = folder / "in"
     inputs.mkdir()
     expected: Expected = []
-    keep = pick(rng, (), ("id",), ("id", "other"))
+    keep = rng.pick((), ("id",), ("id", "other"))
     first = 0
-    for number in range(int(rng.integers(1, 4))):
+    for number in range(rng.whole(1, 4)):
         suffix = (
-            ".txt" if rng.random() < 0.25 and not keep else pick(rng, ".jsonl", ".ndjson", ".JSONL")
+            ".txt" if rng.chance(0.25) and not keep else rng.pick(".jsonl", ".ndjson", ".JSONL")
         )
         lines = [
             odd_text(rng).replace("\n", "").encode() if suffix == ".txt" else _line(rng, keep)
-            for _ in range(int(rng.integers(0, 8)))
+            for _ in range(rng.whole(0, 8))
         ]
-        end = pick(rng, b"\n", b"\r\n")
-        data = end.join(lines) + (end if rng.random() < 0.7 else b"")
-        if rng.random() < 0.1:
+        end = rng.pick(b"\n", b"\r\n")
+        data = end.join(lines) + (end if rng.chance(0.7) else b"")
+        if rng.chance(0.1):
             data = b"\xef\xbb\xbf" + data
         (inputs / f"{number}{suffix}").write_bytes(data)
         pieces = data.split(b"\n")
@@ -179,9 +177,9 @@ def _job(
     task, options = _task(rng)
     job = Job(
         task=task, output=str(folder / "out"), model=str(model_folder()), device="cpu",
-        options=options, keep=keep, shard_size=int(rng.integers(1, 9)),
-        form=form or pick(rng, "jsonl", "parquet") if find_spec("pyarrow") else "jsonl",
-        batch_tokens=int(pick(rng, 1, 100, 16384)),
+        options=options, keep=keep, shard_size=rng.whole(1, 9),
+        form=form or rng.pick("jsonl", "parquet") if find_spec("pyarrow") else "jsonl",
+        batch_tokens=int(rng.pick(1, 100, 16384)),
     )  # fmt: skip
     job = accepted(job.checked)
     files = accepted(records.find_files, [str(path) for path in inputs])
@@ -236,7 +234,7 @@ def _check_rows(
             if value is None or type(value) in (bool, str, int):
                 check_equal(name, rows[index][name], value)
     if right and job.task == "score":
-        index, entry = right[int(rng.integers(len(right)))]
+        index, entry = right[rng.whole(len(right))]
         stride = job.options.get("stride")
         truth: Any = accepted(model().score, entry["text"], stride)
         got = rows[index]["log_likelihood"]
@@ -253,12 +251,12 @@ def _parquet(rng: Rng, folder: Path) -> None:
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet  # noqa: PLC0415
 
-    count = int(rng.integers(0, 9))
-    texts: list[Any] = [odd_text(rng) if rng.random() < 0.8 else None for _ in range(count)]
-    numbers = [int(rng.integers(-5, 2**40)) if rng.random() < 0.9 else None for _ in range(count)]
+    count = rng.whole(0, 9)
+    texts: list[Any] = [odd_text(rng) if rng.chance(0.8) else None for _ in range(count)]
+    numbers = [rng.whole(-5, 2**40) if rng.chance(0.9) else None for _ in range(count)]
     kept = _arrow_column(rng, pa, numbers)
-    column = pick(
-        rng, pa.array(texts, pa.string()), pa.array(texts, pa.large_string()),
+    column = rng.pick(
+        pa.array(texts, pa.string()), pa.array(texts, pa.large_string()),
         pa.array(texts, pa.string()).dictionary_encode(),
         pa.array([None if t is None else t.encode() for t in texts], pa.binary()),
         pa.array([None if t is None else [*t.encode()] for t in texts], pa.list_(pa.int64())),
@@ -266,15 +264,15 @@ def _parquet(rng: Rng, folder: Path) -> None:
     )  # fmt: skip
     path = folder / "in.parquet"
     table = pa.table({"text": column, "id": kept})
-    damaged = rng.random() < 0.1
+    damaged = rng.chance(0.1)
     try:
         pyarrow.parquet.write_table(table, path, row_group_size=3)
     except pa.ArrowException as error:  # a type that Parquet does not have
         raise Refused from error
-    keep = pick(rng, (), ("id",))
+    keep = rng.pick((), ("id",))
     if damaged:
         data = path.read_bytes()
-        path.write_bytes(data[: int(rng.integers(len(data)))])
+        path.write_bytes(data[: rng.whole(len(data))])
         attempt(False, records.cut, [path], 3, ["text", *keep])
         return
     values = column.to_pylist()
@@ -287,16 +285,16 @@ def _parquet(rng: Rng, folder: Path) -> None:
 def _arrow_column(rng: Rng, pa: Any, numbers: list[int | None]) -> Any:
     """Return a column to keep."""
     large = [None if n is None else n * 2**20 for n in numbers]
-    kind = pick(
-        rng, pa.int64(), pa.timestamp("ns"), pa.timestamp("us", "Nowhere/At_All"),
+    kind = rng.pick(
+        pa.int64(), pa.timestamp("ns"), pa.timestamp("us", "Nowhere/At_All"),
         pa.timestamp("s"), pa.timestamp("ms", "Europe/Berlin"), pa.duration("ns"),
         pa.time64("ns"), pa.date64(),
     )  # fmt: skip
     try:
-        array = pa.array(pick(rng, numbers, large), pa.int64())
-        if rng.random() < 0.2:
+        array = pa.array(rng.pick(numbers, large), pa.int64())
+        if rng.chance(0.2):
             return pa.array([None if n is None else {"a": [n]} for n in numbers])
-        if rng.random() < 0.2:
+        if rng.chance(0.2):
             return pa.array([None if n is None else bytes([n % 256]) for n in numbers], pa.binary())
         return array.cast(kind, safe=False)
     except pa.ArrowException:
@@ -310,15 +308,15 @@ def _batch(rng: Rng, folder: Path) -> None:
     """A batch with wrong records, wrong seeds, or wrong columns."""
     task, options = _task(rng)
     predictor = Predictor(task, model_folder(), device="cpu", **options)
-    values: Any = [_record(rng) for _ in range(int(rng.integers(0, 6)))]
-    batch: Any = {pick(rng, "text", "tokens"): values}
-    if rng.random() < 0.5:
-        seeds = [int(rng.integers(2**60)) for _ in values]
-        batch["seed"] = seeds if rng.random() < 0.5 else [odd_argument(rng) for _ in values]
-    changed = rng.random() < 0.4
+    values: Any = [_record(rng) for _ in range(rng.whole(0, 6))]
+    batch: Any = {rng.pick("text", "tokens"): values}
+    if rng.chance(0.5):
+        seeds = [rng.whole(2**60) for _ in values]
+        batch["seed"] = seeds if rng.chance(0.5) else [odd_argument(rng) for _ in values]
+    changed = rng.chance(0.4)
     if changed:
-        batch = pick(
-            rng, odd_argument(rng), {}, {"text": odd_argument(rng)}, {"other": values},
+        batch = rng.pick(
+            odd_argument(rng), {}, {"text": odd_argument(rng)}, {"other": values},
             {**batch, "seed": odd_argument(rng)}, {"text": [odd_argument(rng), "ab"]},
         )  # fmt: skip
     found = attempt(not changed, predictor, batch)
@@ -336,27 +334,27 @@ def _batch(rng: Rng, folder: Path) -> None:
 def _manifest(rng: Rng, folder: Path) -> None:
     """A manifest.ndjson that was changed by hand."""
     digest = "0123456789abcdef" * 4
-    wrong_counts = [int(rng.integers(0, 3)) for _ in range(int(rng.integers(0, 5)))]
+    wrong_counts = [rng.whole(0, 3) for _ in range(rng.whole(0, 5))]
     entries: list[Any] = [
         asdict(shards.Done(i, 3 - count, count, 12, digest, digest if count else None))
         for i, count in enumerate(wrong_counts)
     ]
     lines: list[Any] = [{"gpt2block map": 2, "task": "score", "lines": 15}, *entries]
-    changed = bool(rng.random() < 0.8)
+    changed = rng.chance(0.8)
     wrong = False  # whether an entry has an impossible value
-    if changed and entries and rng.random() < 0.7:
-        entry = lines[int(rng.integers(1, len(lines)))]
-        name = str(pick(rng, *entry))
-        value = pick(rng, odd_value(rng), -1, None, [[1]], {"a": 1}, True, 1.0)
+    if changed and entries and rng.chance(0.7):
+        entry = lines[rng.whole(1, len(lines))]
+        name = rng.pick(*entry)
+        value = rng.pick(odd_value(rng), -1, None, [[1]], {"a": 1}, True, 1.0)
         entry[name] = value
         wrong = not _fits(name, value)
     elif changed:
-        lines[int(rng.integers(len(lines)))] = odd_value(rng)
+        lines[rng.whole(len(lines))] = odd_value(rng)
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    if changed and rng.random() < 0.2:
-        position = int(rng.integers(len(data)))
-        data = pick(
-            rng, data[:position], data[:position] + b"\xff" + data[position:], b"[" * 10**5 + b"\n"
+    if changed and rng.chance(0.2):
+        position = rng.whole(len(data))
+        data = rng.pick(
+            data[:position], data[:position] + b"\xff" + data[position:], b"[" * 10**5 + b"\n"
         )
         wrong = False
     (folder / shards.MANIFEST).write_bytes(data)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
-from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, pick, replace, spoil_json
+from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, replace, spoil_json
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
@@ -44,14 +44,14 @@ def case(rng: Rng, folder: Path) -> None:
     kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_odd_name, _odd_target, _hostile]
     if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
         kinds += [_pickle] * 2
-    pick(rng, *kinds)(rng, folder)
+    rng.pick(*kinds)(rng, folder)
 
 
 def _odd_name(rng: Rng, folder: Path) -> None:
     """A name that is not a checkpoint's."""
-    name = pick(rng, *TEXTS, odd_value(rng), b"bytes", folder, folder / "none", "x/y", "a/b/c", "é")
-    if rng.random() < 0.3:
-        (folder / "model.bin").write_bytes(rng.bytes(int(rng.integers(40))))
+    name = rng.pick(*TEXTS, odd_value(rng), b"bytes", folder, folder / "none", "x/y", "a/b/c", "é")
+    if rng.chance(0.3):
+        (folder / "model.bin").write_bytes(rng.bytes(rng.whole(40)))
         name = folder / "model.bin"
     attempt(False, Checkpoint.open, name)
     raise Difference(f"opened {name!a:.100}")
@@ -64,8 +64,8 @@ def _odd_target(rng: Rng, folder: Path) -> None:
     opened = accepted(Checkpoint.open, folder / "model")
     (folder / "file").touch()
     (folder / "loop").symlink_to(folder / "loop")
-    target = pick(
-        rng, "", "~nosuchuser/x", "a\0b", "\ud800", str(folder / "file"), folder / "file" / "below",
+    target = rng.pick(
+        "", "~nosuchuser/x", "a\0b", "\ud800", str(folder / "file"), folder / "file" / "below",
         folder / "loop", folder / ("x" * 300), "/proc/foo", "/dev/null", 3, None, b"bytes",
     )  # fmt: skip
     working_directory, before = Path.cwd(), sorted(folder.rglob("*"))
@@ -84,17 +84,17 @@ def _odd_target(rng: Rng, folder: Path) -> None:
 
 def _hugging_face(rng: Rng, folder: Path) -> None:
     sizes = plain.random_sizes(rng)
-    tensors = plain.random_tensors(rng, sizes, None if rng.random() < 0.5 else "float32")
-    if rng.random() < 0.15:
+    tensors = plain.random_tensors(rng, sizes, None if rng.chance(0.5) else "float32")
+    if rng.chance(0.15):
         _spoil(rng, tensors)
     plain.write(folder, sizes, tensors)
     weights = folder / "model.safetensors"
-    prefix = pick(rng, "", "transformer.")
+    prefix = rng.pick("", "transformer.")
     weights.write_bytes(plain.to_safetensors(tensors, prefix))
-    damaged = rng.random() < 0.7
+    damaged = rng.chance(0.7)
     if damaged:
-        pick(rng, damage, _damage_header, _damage_header, replace, _damage_config)(rng, weights)
-    name = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
+        rng.pick(damage, _damage_header, _damage_header, replace, _damage_config)(rng, weights)
+    name = rng.pick(folder, weights, str(folder), f"{folder}/", str(weights))
     _check(rng, folder, name, sizes, tensors, damaged)
 
 
@@ -103,57 +103,57 @@ def _sharded(rng: Rng, folder: Path) -> None:
     tensors = plain.random_tensors(rng, sizes)
     plain.write(folder, sizes, tensors)
     (folder / "model.safetensors").unlink()
-    count = int(rng.integers(1, 4))
+    count = rng.whole(1, 4)
     files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    chosen = {name: int(rng.integers(count)) for name in tensors}
+    chosen = {name: rng.whole(count) for name in tensors}
     for i, file in enumerate(files):
         part = {name: tensors[name] for name in tensors if chosen[name] == i}
         (folder / file).write_bytes(plain.to_safetensors(part))
     used = {name: files[i] for name, i in chosen.items()}
     index: Any = {"metadata": {"total_size": 1}, "weight_map": used}
-    damaged = rng.random() < 0.7
+    damaged = rng.chance(0.7)
     path = folder / "model.safetensors.index.json"
-    if damaged and rng.random() < 0.5:
-        shard = folder / str(pick(rng, *sorted(set(used.values()))))
-        pick(rng, damage, _damage_header, replace, _damage_config)(rng, shard)
+    if damaged and rng.chance(0.5):
+        shard = folder / str(rng.pick(*sorted(set(used.values()))))
+        rng.pick(damage, _damage_header, replace, _damage_config)(rng, shard)
     elif damaged:
-        name, text = str(pick(rng, *tensors)), str(pick(rng, *TEXTS))
-        other_file: Any = pick(
-            rng, text, "a" * 300, "../model.safetensors", ".", "config.json", 3, None
+        name, text = rng.pick(*tensors), rng.pick(*TEXTS)
+        other_file: Any = rng.pick(
+            text, "a" * 300, "../model.safetensors", ".", "config.json", 3, None
         )
         less = {other: used[other] for other in used if other != name}
-        index["weight_map"] = pick(
-            rng, used | {name: other_file}, used | {text: files[0]}, less, odd_value(rng),
+        index["weight_map"] = rng.pick(
+            used | {name: other_file}, used | {text: files[0]}, less, odd_value(rng),
             {other: odd_value(rng) for other in used},
         )  # fmt: skip
-        index = pick(rng, index, index, index, odd_value(rng))
+        index = rng.pick(index, index, index, odd_value(rng))
     path.write_text(json.dumps(index))
-    opened_as = pick(rng, folder, path, str(folder), str(path))
+    opened_as = rng.pick(folder, path, str(folder), str(path))
     _check(rng, folder, opened_as, sizes, tensors, damaged)
 
 
 def _llm_c(rng: Rng, folder: Path) -> None:
     sizes = dataclasses.replace(plain.random_sizes(rng), tied=True, eps=1e-5)
-    half = bool(rng.random() < 0.5)
+    half = rng.chance(0.5)
     tensors = plain.random_tensors(rng, sizes, "bfloat16" if half else "float32")
     padded = sizes.vocab_size + int(rng.choice([0, 0, 3, 100]))
     data = plain.to_llm_c(sizes, tensors, half, padded)
     path = folder / "gpt2_124M.bin"
-    damaged = rng.random() < 0.7
+    damaged = rng.chance(0.7)
     path.write_bytes(data)
-    if damaged and rng.random() < 0.6:
+    if damaged and rng.chance(0.6):
         header = np.frombuffer(data, "<i4", 8).copy()
-        for _ in range(int(rng.integers(1, 3))):
-            header[int(rng.integers(8))] = int(
-                pick(rng, 0, -1, 1, 2, 10**6, 2**31 - 1, 20240326, 20240520, 5, 3, 64)
+        for _ in range(rng.whole(1, 3)):
+            header[rng.whole(8)] = int(
+                rng.pick(0, -1, 1, 2, 10**6, 2**31 - 1, 20240326, 20240520, 5, 3, 64)
             )
         path.write_bytes(header.tobytes() + data[32:])
         claimed = _llm_c_bytes(header.tolist())
-        if rng.random() < 0.4 and 0 < claimed < 2**40:  # a sparse file of the size in its header
+        if rng.chance(0.4) and 0 < claimed < 2**40:  # a sparse file of the size in its header
             os.truncate(path, claimed)
     elif damaged:
-        pick(rng, damage, replace)(rng, path)
-    name: Any = pick(rng, path, str(path))
+        rng.pick(damage, replace)(rng, path)
+    name: Any = rng.pick(path, str(path))
     opened = attempt(not damaged, Checkpoint.open, name)
     if path.stat().st_size > 10**7:  # a sparse file
         return
@@ -188,8 +188,8 @@ def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors]:
 
 def _spoil(rng: Rng, tensors: plain.Tensors) -> None:
     """Set a weight to infinity, NaN, or a number too large to compute with."""
-    array = tensors[str(pick(rng, *tensors))].reshape(-1)
-    array[int(rng.integers(array.size))] = pick(rng, np.nan, np.inf, -np.inf, 1e38)
+    array = tensors[rng.pick(*tensors)].reshape(-1)
+    array[rng.whole(array.size)] = rng.pick(np.nan, np.inf, -np.inf, 1e38)
 
 
 def _damage_header(rng: Rng, file: Path) -> None:
@@ -200,25 +200,25 @@ def _damage_header(rng: Rng, file: Path) -> None:
     names = [name for name in header if name != "__metadata__"]
     if not names:
         return
-    name = str(pick(rng, *names))
-    kind, claim = int(rng.integers(8)), None
+    name = rng.pick(*names)
+    kind, claim = rng.whole(8), None
     if kind < 3:
         entry = header[name]
         swapped = entry["shape"][::-1], entry["data_offsets"][::-1]
-        spoil_json(rng, pick(rng, entry, entry, header), *_ENTRIES, *swapped)
+        spoil_json(rng, rng.pick(entry, entry, header), *_ENTRIES, *swapped)
     elif kind == 3:
         entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-        new = str(pick(rng, *_NAMES, *TEXTS))
-        header[new] = entry if rng.random() < 0.3 else header.pop(name)
+        new = str(rng.pick(*_NAMES, *TEXTS))
+        header[new] = entry if rng.chance(0.3) else header.pop(name)
     elif kind == 4:
-        header = pick(rng, odd_value(rng), {**header, "__metadata__": odd_value(rng)})
+        header = rng.pick(odd_value(rng), {**header, "__metadata__": odd_value(rng)})
     elif kind == 5:
-        claim = int(pick(rng, 0, 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
+        claim = int(rng.pick(0, 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
     text = json.dumps(header).encode()
     if kind == 6:
         text = text[:-1] + b"," + json.dumps({name: header[name]}).encode()[1:]  # twice
     elif kind == 7:
-        text = pick(rng, b'{"a":' + b"[" * 10**5, b"\xff\xfe" + text)
+        text = rng.pick(b'{"a":' + b"[" * 10**5, b"\xff\xfe" + text)
     claim = len(text) if claim is None else claim
     file.write_bytes(claim.to_bytes(8, "little") + text + data[8 + length :])
 
@@ -226,11 +226,11 @@ def _damage_header(rng: Rng, file: Path) -> None:
 def _damage_config(rng: Rng, file: Path) -> None:
     config = file.parent / "config.json"
     values = json.loads(config.read_text())
-    values[str(pick(rng, *[name for name in values if name != "model_type"]))] = pick(rng, *NUMBERS)
+    values[str(rng.pick(*[name for name in values if name != "model_type"]))] = rng.pick(*NUMBERS)
     contents = rng.bytes(20), b"[" * 10**5, json.dumps(odd_value(rng)).encode()
     changed = json.dumps(values).encode()
-    config.write_bytes(pick(rng, *contents, changed, changed))
-    if rng.random() < 0.3:
+    config.write_bytes(rng.pick(*contents, changed, changed))
+    if rng.chance(0.3):
         replace(rng, config)
 
 
@@ -332,7 +332,7 @@ def _same(one: plain.Array, other: plain.Array) -> bool:
 
 def _saved(rng: Rng, folder: Path, opened: Checkpoint, tensors: plain.Tensors) -> None:
     """save_pretrained, read again by safetensors and by gpt2block."""
-    dtype = pick(rng, None, "float32", "float16", "bfloat16")
+    dtype = rng.pick(None, "float32", "float16", "bfloat16")
     expected = {}
     for name, array in tensors.items():
         with np.errstate(over="ignore"):
@@ -350,13 +350,13 @@ def _saved(rng: Rng, folder: Path, opened: Checkpoint, tensors: plain.Tensors) -
 
 def _pickle(rng: Rng, folder: Path) -> None:
     """A file that PyTorch wrote, compared with the stored tensors; a damaged one may be refused."""
-    name = str(pick(rng, *PICKLED))
-    file = folder / str(pick(rng, name, "pytorch_model.bin", "a.pt", "a.ckpt"))
+    name = rng.pick(*PICKLED)
+    file = folder / str(rng.pick(name, "pytorch_model.bin", "a.pt", "a.ckpt"))
     file.write_bytes((PICKLES / name).read_bytes())
     (folder / "config.json").write_bytes((PICKLES / "config.json").read_bytes())
-    damaged = bool(rng.random() < 0.7)
+    damaged = rng.chance(0.7)
     if damaged:
-        pick(rng, damage, damage, replace)(rng, file)
+        rng.pick(damage, damage, replace)(rng, file)
     opened = attempt(not damaged, Checkpoint.open, file)
     if damaged:  # damage may change only numbers, so only reading is checked
         attempt(False, lambda: sum(array.size for _, array, _ in opened.tensors()))
@@ -366,22 +366,21 @@ def _pickle(rng: Rng, folder: Path) -> None:
 
 def _hostile(rng: Rng, folder: Path) -> None:
     """A pickle that would run a command, as a plain file and in a zip archive like PyTorch's."""
-    ran, file = folder / "ran", folder / str(pick(rng, "pytorch_model.bin", "a.pt", "a.ckpt"))
+    ran, file = folder / "ran", folder / str(rng.pick("pytorch_model.bin", "a.pt", "a.ckpt"))
     command = f"touch {ran}"
-    data = pick(
-        rng,
+    data = rng.pick(
         f"cposix\nsystem\n(S'{command}'\ntR.".encode(),
         f"cbuiltins\nexec\n(S'open({str(ran)!r}, chr(119))'\ntR.".encode(),
-        pickle.dumps({"wte.weight": _Runs(command)}, int(rng.integers(5))),
+        pickle.dumps({"wte.weight": _Runs(command)}, rng.whole(5)),
         pickle.dumps([_Runs(command)] * 3, 2),
     )
-    if rng.random() < 0.5:
+    if rng.chance(0.5):
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", data)
             archive.writestr("archive/version", "3\n")
     else:
         file.write_bytes(data)
-    refused = refuses(Checkpoint.open, pick(rng, file, folder))
+    refused = refuses(Checkpoint.open, rng.pick(file, folder))
     check(not ran.exists(), "a pickle was executed")
     check(refused, "opened")
     raise Refused

@@ -14,7 +14,7 @@ import numpy as np
 
 from fuzzing import Area, Difference, Refused, Rng, check, check_equal, check_message
 from fuzzing.bulk import model, model_folder
-from fuzzing.values import TEXTS, odd_text, pick, replace
+from fuzzing.values import TEXTS, odd_text, replace
 from gpt2block import cli
 
 EXIT_CODES = (0, 1, 2, 130, 141)
@@ -82,23 +82,23 @@ def _no_json(name: str) -> None:
 
 def case(rng: Rng, folder: Path) -> None:
     commands = (_generate, _generate, _score, _score, _info, _block, _explain, _other, _map)
-    (_subprocess if rng.random() < SUBPROCESSES else pick(rng, *commands))(rng, folder)
+    (_subprocess if rng.chance(SUBPROCESSES) else rng.pick(*commands))(rng, folder)
 
 
 def _model(rng: Rng, folder: Path) -> str:
     """Return the tiny model's name, or a wrong one."""
-    if rng.random() < 0.8:
+    if rng.chance(0.8):
         return str(model_folder())
     damaged = folder / "damaged"
     damaged.mkdir()
     for file in model_folder().iterdir():
         data = bytearray(file.read_bytes())
-        for _ in range(int(rng.integers(0, 3))):
-            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        for _ in range(rng.whole(0, 3)):
+            data[rng.whole(len(data))] = rng.whole(256)
         (damaged / file.name).write_bytes(data)
     return str(
-        pick(
-            rng, damaged, damaged, folder, "/dev/null", "/proc/self", "nobody/nothing", "no-such",
+        rng.pick(
+            damaged, damaged, folder, "/dev/null", "/proc/self", "nobody/nothing", "no-such",
             "shakespeare", folder / "no\x1b[2J\nsuch", folder / ("x" * 300), *_texts(),
         )
     )  # fmt: skip
@@ -114,15 +114,15 @@ def _some(rng: Rng, options: dict[str, tuple[str, ...]]) -> tuple[list[str], boo
     found: list[str] = []
     right = True
     for name, values in options.items():
-        if rng.random() < 0.25:
-            value = str(pick(rng, *values))
-            if rng.random() < 0.15:
-                value, right = str(pick(rng, *NUMBERS, *_texts())), False
+        if rng.chance(0.25):
+            value = rng.pick(*values)
+            if rng.chance(0.15):
+                value, right = str(rng.pick(*NUMBERS, *_texts())), False
             found.append(f"{name}={value}")
-    if rng.random() < 0.04:
+    if rng.chance(0.04):
         right = False
         found.append(
-            str(pick(rng, "--help", "-h", "--version", "--no-such", "--samples", "-", "--", ""))
+            str(rng.pick("--help", "-h", "--version", "--no-such", "--samples", "-", "--", ""))
         )
     return found, right
 
@@ -144,11 +144,11 @@ def _generate(rng: Rng, folder: Path) -> None:
     fp8_cache = any(option.startswith("--kv-dtype") for option in options)
     right = right and (not fp8_cache or "--dtype=bfloat16" in options)
     arguments = ["generate", "--model", name, "--max-new-tokens=3", *options]
-    from_stdin = rng.random() < 0.3
-    stdin = prompt.encode() if rng.random() < 0.8 else rng.bytes(9)
+    from_stdin = rng.chance(0.3)
+    stdin = prompt.encode() if rng.chance(0.8) else rng.bytes(9)
     right = right and not (from_stdin and stdin != prompt.encode())
     arguments += [] if from_stdin else ["--", prompt] if "--" not in options else [prompt]
-    if rng.random() < 0.6:
+    if rng.chance(0.6):
         arguments.insert(1, "--json")
     ended = run(arguments, stdin, right)
     if right and "--json" in arguments and not any("dtype=" in option for option in options):
@@ -174,7 +174,7 @@ def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
 
 
 def _score(rng: Rng, folder: Path) -> None:
-    text = odd_text(rng) * int(pick(rng, 1, 1, 5))
+    text = odd_text(rng) * int(rng.pick(1, 1, 5))
     file, right = _input(rng, folder, text)
     options, plain_options = _some(
         rng,
@@ -185,8 +185,8 @@ def _score(rng: Rng, folder: Path) -> None:
     name = _model(rng, folder)
     right = right and plain_options and name == str(model_folder()) and len(text.encode()) >= 2
     arguments = ["score", *options, "--model", name]
-    arguments += [str(pick(rng, "--text", "--tokens"))] if not right and rng.random() < 0.3 else []
-    arguments += ["--json"] if rng.random() < 0.5 else []
+    arguments += [str(rng.pick("--text", "--tokens"))] if not right and rng.chance(0.3) else []
+    arguments += ["--json"] if rng.chance(0.5) else []
     arguments += ["--", file] if "--" not in options else [file]
     ended = run(arguments, text.encode(), right)
     if right and "--json" in arguments and not any("=float16" in option for option in options):
@@ -198,7 +198,7 @@ def _score(rng: Rng, folder: Path) -> None:
 
 def _input(rng: Rng, folder: Path, text: str) -> tuple[str, bool]:
     """Return a file's name, and whether the file contains that text."""
-    path = folder / pick(rng, "text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
+    path = folder / rng.pick("text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
     plain = path.suffix not in (".bin", ".npy")
     path.write_bytes(text.encode())
     kind = rng.random()
@@ -208,7 +208,7 @@ def _input(rng: Rng, folder: Path, text: str) -> tuple[str, bool]:
         return "-", True
     if kind < 0.6:
         names = "/dev/zero", "/dev/null", "/proc/self/mem", "x" * 300, *_texts()
-        return str(pick(rng, *names)), False
+        return rng.pick(*names), False
     replace(rng, path)
     return str(path), False
 
@@ -216,7 +216,7 @@ def _input(rng: Rng, folder: Path, text: str) -> tuple[str, bool]:
 def _info(rng: Rng, folder: Path) -> None:
     name = _model(rng, folder)
     options, right = _some(rng, {})
-    arguments = ["info", *options, *(["--json"] if rng.random() < 0.5 else []), "--", name]
+    arguments = ["info", *options, *(["--json"] if rng.chance(0.5) else []), "--", name]
     run(arguments, valid=right and name == str(model_folder()))
 
 
@@ -230,14 +230,14 @@ def _block(rng: Rng, folder: Path) -> None:
         },
     )  # fmt: skip
     arguments = ["block", "--weights", _model(rng, folder), "--text=ab", *options]
-    arguments += ["--json"] if rng.random() < 0.5 else []
+    arguments += ["--json"] if rng.chance(0.5) else []
     run(arguments)
 
 
 def _explain(rng: Rng, folder: Path) -> None:
     """A page of any text and model holds the ids of the text, and two scripts."""
     options, _ = _some(rng, {"--layer": ("0", "1", "-1"), "--dtype": ("float32", "float8_e5m2")})
-    name, text, page = _model(rng, folder), str(pick(rng, *_texts())), folder / "page.html"
+    name, text, page = _model(rng, folder), str(rng.pick(*_texts())), folder / "page.html"
     arguments = ["explain", "-o", str(page), "--model", name, *options, "--", text]
     run(arguments)
     if not page.exists():  # --help
@@ -255,23 +255,23 @@ def _explain(rng: Rng, folder: Path) -> None:
 def _other(rng: Rng, folder: Path) -> None:
     """Commands that only print descriptions or need a GPU, and unknown commands."""
     arguments = list(
-        pick(
-            rng, [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
+        rng.pick(
+            [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
             ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--sweep", "--json"],
             ["kernels", "softmax", "--peer", "torch"], ["kernels", "nothing"],
             ["kernels", "layernorm", "--sweep",
-             "--shape", str(pick(rng, *_texts(), "B=1", "B=-1,T=x"))],
-            ["kernels", "gemm", "--sweep", "--dtype", str(pick(rng, *_texts()))],
+             "--shape", str(rng.pick(*_texts(), "B=1", "B=-1,T=x"))],
+            ["kernels", "gemm", "--sweep", "--dtype", str(rng.pick(*_texts()))],
             ["kernels", "softmax", "--template"], ["kernels", "softmax", "--grid", "3"],
-            ["kernels", "softmax", "--source", str(pick(rng, *_texts(), "1", "rows"))],
-            ["kernels", "softmax", "--mine", str(pick(rng, *_texts(), str(folder)))],
-            ["kernels", "softmax", "--device", str(pick(rng, *_texts(), "tpu"))],
+            ["kernels", "softmax", "--source", str(rng.pick(*_texts(), "1", "rows"))],
+            ["kernels", "softmax", "--mine", str(rng.pick(*_texts(), str(folder)))],
+            ["kernels", "softmax", "--device", str(rng.pick(*_texts(), "tpu"))],
             ["bench", "--device", "cpu"],
-            ["bench", "--what", str(pick(rng, *_texts()))],
+            ["bench", "--what", str(rng.pick(*_texts()))],
             ["bench", "--decode", "--device", "cpu",
-             "--rows", str(pick(rng, *_texts(), "1,8", "0", "9" * 5000))],
+             "--rows", str(rng.pick(*_texts(), "1,8", "0", "9" * 5000))],
             ["bench", "--rows", "8"], ["convert"], ["embed"], ["nothing"],
-            [str(pick(rng, *_texts()))],
+            [str(rng.pick(*_texts()))],
             ["bench", "--plot", str(folder / "no" / "such.png")],
         )
     )  # fmt: skip
@@ -283,9 +283,8 @@ def _map(rng: Rng, folder: Path) -> None:
     lines = folder / "in.jsonl"
     lines.write_text('{"text": "ab"}\n')
     output = folder / "out"
-    task = str(pick(rng, "score", "generate", "embed"))
-    wrong = pick(
-        rng,
+    task = str(rng.pick("score", "generate", "embed"))
+    wrong = rng.pick(
         [str(folder / "missing.jsonl")],
         [str(lines), "--model", str(folder / "no-model")],
         [str(lines), "--format", "xml"],
@@ -300,7 +299,7 @@ def _map(rng: Rng, folder: Path) -> None:
         ["x" * 300 + ".jsonl"],
         [str(lines), "--dtype", "int3"],
     )
-    target = pick(rng, str(output), str(output), str(lines / "below"), str(folder / ("y" * 300)))
+    target = rng.pick(str(output), str(output), str(lines / "below"), str(folder / ("y" * 300)))
     model_option = [] if "--model" in wrong else ["--model", str(model_folder())]
     arguments = ["map", task, "--output", target, *model_option, *wrong]
     try:
@@ -315,8 +314,7 @@ def _subprocess(rng: Rng, folder: Path) -> None:
     """A real process whose stdout is full, closed, or no longer read."""
     text = folder / "text.txt"
     text.write_text("to be or not to be")
-    arguments = pick(
-        rng,
+    arguments = rng.pick(
         ["generate", "--model", str(model_folder()), "--max-new-tokens", "3", "ab"],
         ["score", "--model", str(model_folder()), str(text)],
         ["info", str(model_folder())],
@@ -324,7 +322,7 @@ def _subprocess(rng: Rng, folder: Path) -> None:
         ["--help"],
     )
     command = " ".join([sys.executable, "-m", "gpt2block", *arguments])
-    redirection = pick(rng, "> /dev/full", ">&-", "| true", "> /dev/full 2>&1", "< /dev/null")
+    redirection = rng.pick("> /dev/full", ">&-", "| true", "> /dev/full 2>&1", "< /dev/null")
     script = f"set -o pipefail; {command} {redirection}"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=False)
     found = Ended(ended.returncode, "", ended.stderr.decode(errors="replace"))

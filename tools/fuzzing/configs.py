@@ -12,7 +12,7 @@ import numpy as np
 
 from fuzzing import Area, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import odd_value, pick, replace
+from fuzzing.values import odd_value, replace
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.config import GPT2Config, ModelConfig
@@ -88,7 +88,7 @@ def check_config(found: ModelConfig, expected: Rules) -> None:
 
 
 def case(rng: Rng, folder: Path) -> None:
-    pick(rng, _object, _object, _object, _model, _wide)(rng, folder)
+    rng.pick(_object, _object, _object, _model, _wide)(rng, folder)
 
 
 def _object(rng: Rng, folder: Path) -> None:
@@ -103,22 +103,22 @@ def _object(rng: Rng, folder: Path) -> None:
 
 def random_object(rng: Rng) -> Any:
     """Return the content of a config.json, which is mostly valid."""
-    if rng.random() < 0.03:
+    if rng.chance(0.03):
         return odd_value(rng)
-    n_head = int(rng.integers(1, 20))
+    n_head = rng.whole(1, 20)
     usual: dict[str, Any] = {
-        "n_layer": int(rng.integers(1, 50)), "n_head": n_head,
-        "n_embd": n_head * int(rng.integers(1, 80)), "n_positions": int(rng.integers(1, 2000)),
-        "n_ctx": int(rng.integers(1, 2000)), "vocab_size": int(rng.integers(1, 10**5)),
+        "n_layer": rng.whole(1, 50), "n_head": n_head,
+        "n_embd": n_head * rng.whole(1, 80), "n_positions": rng.whole(1, 2000),
+        "n_ctx": rng.whole(1, 2000), "vocab_size": rng.whole(1, 10**5),
         "layer_norm_epsilon": float(rng.choice([0, 1e-5, 1e-12, 1.0])),
-        "tie_word_embeddings": bool(rng.random() < 0.5), "model_type": "gpt2",
+        "tie_word_embeddings": rng.chance(0.5), "model_type": "gpt2",
         "activation_function": str(rng.choice(VARIANTS)), "add_cross_attention": False,
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "n_inner": None,
         "torch_dtype": "float32", "architectures": ["GPT2LMHeadModel"], "use_cache": True,
     }  # fmt: skip
-    config = {name: value for name, value in usual.items() if rng.random() < 0.7}
+    config = {name: value for name, value in usual.items() if rng.chance(0.7)}
     if "n_head" not in config or "n_embd" not in config:  # most of the others would not divide
-        config |= {"n_head": n_head, "n_embd": usual["n_embd"]} if rng.random() < 0.8 else {}
+        config |= {"n_head": n_head, "n_embd": usual["n_embd"]} if rng.chance(0.8) else {}
     rename(rng, config)
     for _ in range(int(rng.choice([0, 0, 1, 2]))):
         name = str(rng.choice([*usual, "num_hidden_layers", "num_attention_heads", "hidden_size"]))
@@ -129,29 +129,29 @@ def random_object(rng: Rng) -> Any:
 def rename(rng: Rng, config: dict[str, Any]) -> None:
     """Give some fields their other name, both names, or contradicting values."""
     for names in NAMES.values():
-        if len(names) == 1 or names[0] not in config or rng.random() < 0.6:
+        if len(names) == 1 or names[0] not in config or rng.chance(0.6):
             continue
-        config[names[1]] = config[names[0]] + (int(rng.integers(3)) if rng.random() < 0.2 else 0)
-        if rng.random() < 0.6:
+        config[names[1]] = config[names[0]] + (rng.whole(3) if rng.chance(0.2) else 0)
+        if rng.chance(0.6):
             del config[names[0]]
 
 
 def _model(rng: Rng, folder: Path) -> None:
     """A tiny model whose config.json uses other names or a variant: opened and computed."""
     sizes = dataclasses.replace(plain.random_sizes(rng), tied=True)
-    if rng.random() < 0.4:
+    if rng.chance(0.4):
         sizes = dataclasses.replace(
             sizes,
-            exact_gelu=bool(rng.random() < 0.4),
-            n_inner=int(rng.integers(1, 20)) if rng.random() < 0.4 else None,
-            scaled=bool(rng.random() < 0.7),
-            scaled_by_layer=bool(rng.random() < 0.3),
+            exact_gelu=rng.chance(0.4),
+            n_inner=rng.whole(1, 20) if rng.chance(0.4) else None,
+            scaled=rng.chance(0.7),
+            scaled_by_layer=rng.chance(0.3),
         )
     tensors = plain.random_tensors(rng, sizes, "float32")
     plain.write(folder, sizes, tensors)
     config = plain.config_json(sizes)
     rename(rng, config)
-    if rng.random() < 0.2:
+    if rng.chance(0.2):
         config[str(rng.choice([*config]))] = odd_value(rng)
     (folder / "config.json").write_text(json.dumps(config))
     expected = rules(config)
@@ -172,7 +172,7 @@ def _model(rng: Rng, folder: Path) -> None:
 
 def check_logits(rng: Rng, model: GPT2, sizes: plain.Sizes, tensors: plain.Tensors | None) -> None:
     """Compute the logits of some tokens. tensors: to compare them with float64."""
-    ids = rng.integers(0, sizes.vocab_size, int(rng.integers(1, sizes.n_ctx + 1)))
+    ids = rng.integers(0, sizes.vocab_size, rng.whole(1, sizes.n_ctx + 1))
     got = accepted(model, ids)
     if tensors is not None:
         plain.check_close("logits", got, plain.logits(sizes, tensors, ids))
@@ -180,9 +180,9 @@ def check_logits(rng: Rng, model: GPT2, sizes: plain.Sizes, tensors: plain.Tenso
 
 def _wide(rng: Rng, folder: Path) -> None:
     """A file of width 768 needs no config.json; a config.json that is not a file is refused."""
-    sizes = plain.Sizes(int(rng.integers(1, 3)), 12, 768, int(rng.integers(1, 9)), 5)
+    sizes = plain.Sizes(rng.whole(1, 3), 12, 768, rng.whole(1, 9), 5)
     plain.write_sparse(folder / "model.safetensors", plain.shapes(sizes))
-    missing = bool(rng.random() < 0.2)
+    missing = rng.chance(0.2)
     kind = "nothing" if missing else replace(rng, folder / "config.json")
     opened = attempt(kind == "nothing", Checkpoint.open, folder)
     check(kind == "nothing", f"accepted a config.json that is a {kind}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fuzzing import Difference, Rng, accepted, attempt, check, check_equal, refuses
 from fuzzing import gpt2 as plain
 from fuzzing.op_calls import RULES, Draw, Known, Rule, drawn_call
-from fuzzing.values import odd_argument, pick
+from fuzzing.values import odd_argument
 from gpt2block import BlockWeights, reference
 
 Array = NDArray[Any]
@@ -27,27 +27,27 @@ class Small(Draw):
 
     def __init__(self, rng: Rng) -> None:
         super().__init__(rng)
-        self.kind: Any = pick(rng, np.float32, np.float64)
+        self.kind: Any = rng.pick(np.float32, np.float64)
 
     def size(self, most: int = 5) -> int:
-        return int(self.rng.integers(1, min(most, 5)))
+        return self.rng.whole(1, min(most, 5))
 
     def rows(self) -> tuple[int, ...]:
-        return (*self.pick((), (2,), (1,), (2, 3)), self.size())
+        return (*self.rng.pick((), (2,), (1,), (2, 3)), self.size())
 
     def array(self, *shape: int, dtype: str = "") -> Array:
         values = self.rng.standard_normal(shape).astype(self.kind)
-        if self.rng.random() < 0.2:  # every second element of a larger array
+        if self.rng.chance(0.2):  # every second element of a larger array
             strided = np.zeros((*shape[:-1], 2 * shape[-1]), self.kind)
             strided[..., ::2] = values
             return strided[..., ::2]
-        return np.asfortranarray(values) if self.rng.random() < 0.2 else values
+        return np.asfortranarray(values) if self.rng.chance(0.2) else values
 
     def matrix(self, kind: str, shape: tuple[int, ...], known: Known) -> Array:
         return self.array(*shape)
 
     def ids(self, shape: Any, V: int) -> Any:
-        return self.rng.integers(0, V, shape).astype(pick(self.rng, np.int32, np.int64))
+        return self.rng.integers(0, V, shape).astype(self.rng.pick(np.int32, np.int64))
 
 
 def drawn(name: str, d: Small) -> Arguments:
@@ -57,7 +57,7 @@ def drawn(name: str, d: Small) -> Arguments:
     arrays = {key: value for key, value in call.arrays.items() if value is not None}
     parameters = inspect.signature(function).parameters
     required = {key for key, one in parameters.items() if one.default is one.empty}
-    kept = {k: v for k, v in call.options.items() if k in required or d.rng.random() < 0.5}
+    kept = {k: v for k, v in call.options.items() if k in required or d.rng.chance(0.5)}
     return arrays | kept
 
 
@@ -266,13 +266,13 @@ RULES_BY_NAME = {rule.op: rule for rule in reversed(RULES)}  # the first one of 
 
 
 def case(rng: Rng, folder: Path) -> None:
-    if rng.random() < 0.1:
-        pick(rng, _fp8, _split, _block)(rng)
+    if rng.chance(0.1):
+        rng.pick(_fp8, _split, _block)(rng)
         return
-    name = str(pick(rng, *FORMULAS))
+    name = rng.pick(*FORMULAS)
     d = Small(rng)
     arguments = drawn(name, d)
-    changed, other = rng.random() < 0.5, str(pick(rng, *arguments))
+    changed, other = rng.chance(0.5), rng.pick(*arguments)
     if changed:
         arguments[other] = odd_argument(rng)
     got = attempt(not changed, getattr(reference, name), **arguments)
@@ -295,11 +295,11 @@ def _description(value: Any) -> str:
 
 def _fp8(rng: Rng) -> None:
     """Compare FP8 bytes with ml_dtypes."""
-    name = pick(rng, "float8_e5m2", "float8_e4m3fn")
+    name = rng.pick("float8_e5m2", "float8_e4m3fn")
     kind: Any = getattr(ml_dtypes, name)
     exponents = rng.integers(-20, 20, (3, 5)).astype(np.float32)
     x = (rng.standard_normal((3, 5)) * 2.0**exponents).astype(np.float32)
-    saturate = bool(rng.random() < 0.5)
+    saturate = rng.chance(0.5)
     got = accepted(reference.to_fp8, x, name, saturate)
     largest = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}[name]
     exact = np.clip(x, -largest, largest) if saturate else x
@@ -307,7 +307,7 @@ def _fp8(rng: Rng) -> None:
     back = accepted(reference.from_fp8, got, name)
     plain.check_close("from_fp8", back, got.view(kind).astype(np.float64), 0)
     odd = odd_argument(rng)
-    refused = refuses(pick(rng, reference.to_fp8, reference.from_fp8), odd, name)
+    refused = refuses(rng.pick(reference.to_fp8, reference.from_fp8), odd, name)
     check(refused or not isinstance(odd, np.ma.MaskedArray), "FP8 of a masked array")
 
 
@@ -324,5 +324,5 @@ def _split(rng: Rng) -> None:
 
 def _block(rng: Rng) -> None:
     odd = odd_argument(rng)
-    weights = BlockWeights.random(int(rng.integers(99)), plain.random_config(rng))
+    weights = BlockWeights.random(rng.whole(99), plain.random_config(rng))
     attempt(False, reference.block_forward, odd, weights)

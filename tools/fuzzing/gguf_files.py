@@ -10,7 +10,7 @@ from gguf import TokenType
 
 from fuzzing import Area, Rng, attempt, check, refuses
 from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
-from fuzzing.values import damaged, pick
+from fuzzing.values import damaged
 from gpt2block import LlamaConfig, LlamaWeights
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.text import tokenizer
@@ -21,11 +21,11 @@ _WORDS = ("<unk>", "a", "b", "ab", "▁", "▁a", "aba", "c")
 
 def case(rng: Rng, folder: Path) -> None:
     file = folder / "model.gguf"
-    kind = pick(rng, "F32", "F16")
+    kind = rng.pick("F32", "F16")
     weights = _write(rng, file, kind)
-    changed = rng.random() < 0.8
+    changed = rng.chance(0.8)
     if changed:
-        change = pick(rng, _overwrite, _overwrite, _overwrite, damaged, _insert)
+        change = rng.pick(_overwrite, _overwrite, _overwrite, damaged, _insert)
         file.write_bytes(change(rng, file.read_bytes()))
     refused = refuses(tokenizer.from_path, file, 2**20)
     check(changed or not refused, "refused the tokenizer")
@@ -45,14 +45,14 @@ def case(rng: Rng, folder: Path) -> None:
 
 def _write(rng: Rng, file: Path, kind: str) -> LlamaWeights:
     """Write a random model with a tokenizer."""
-    groups, n_kv, pairs = (int(rng.integers(1, 4)) for _ in range(3))
-    words = _WORDS[: int(rng.integers(1, 9))]
+    groups, n_kv, pairs = (rng.whole(1, 4) for _ in range(3))
+    words = _WORDS[: rng.whole(1, 9)]
     config = LlamaConfig(
-        n_layer=int(rng.integers(1, 3)), n_head=groups * n_kv, n_embd=groups * n_kv * 2 * pairs,
-        n_ctx=16, vocab_size=256 + len(words), n_kv_head=n_kv, n_ff=int(rng.integers(1, 12)),
-        tie_word_embeddings=bool(rng.random() < 0.5),
+        n_layer=rng.whole(1, 3), n_head=groups * n_kv, n_embd=groups * n_kv * 2 * pairs,
+        n_ctx=16, vocab_size=256 + len(words), n_kv_head=n_kv, n_ff=rng.whole(1, 12),
+        tie_word_embeddings=rng.chance(0.5),
     )  # fmt: skip
-    weights = LlamaWeights.random(int(rng.integers(2**31)), config)
+    weights = LlamaWeights.random(rng.whole(2**31), config)
     tokens = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [TokenType.UNKNOWN] + [TokenType.NORMAL] * (len(words) - 1) + [TokenType.BYTE] * 256
     scores = [float(-index) for index in range(len(tokens))]
@@ -64,17 +64,17 @@ def _write(rng: Rng, file: Path, kind: str) -> LlamaWeights:
 def _overwrite(rng: Rng, data: bytes) -> bytes:
     """Other numbers at one to three places, most of them in the header."""
     other = bytearray(data)
-    for _ in range(int(rng.integers(1, 4))):
-        at = int(rng.integers(min(len(data), pick(rng, 32, 400, 8000, len(data))) - 8))
-        width = pick(rng, 1, 4, 8)
-        value = pick(rng, *_SPECIAL, int(rng.integers(256)))
+    for _ in range(rng.whole(1, 4)):
+        at = rng.whole(min(len(data), rng.pick(32, 400, 8000, len(data))) - 8)
+        width = rng.pick(1, 4, 8)
+        value = rng.pick(*_SPECIAL, rng.whole(256))
         other[at : at + width] = struct.pack("<Q", value)[:width]
     return bytes(other)
 
 
 def _insert(rng: Rng, data: bytes) -> bytes:
-    at = int(rng.integers(len(data)))
-    return data[:at] + rng.bytes(int(rng.integers(1, 20))) + data[at:]
+    at = rng.whole(len(data))
+    return data[:at] + rng.bytes(rng.whole(1, 20)) + data[at:]
 
 
 AREA = Area("gguf_files", 1.0, case, memory=2**29)

@@ -71,15 +71,15 @@ def sizes_of(config: GPT2Config) -> Sizes:
 
 def random_sizes(rng: Rng) -> Sizes:
     """Return the sizes of a tiny model."""
-    n_head = int(rng.integers(1, 4))
+    n_head = rng.whole(1, 4)
     return Sizes(
-        n_layer=int(rng.integers(1, 4)),
+        n_layer=rng.whole(1, 4),
         n_head=n_head,
-        n_embd=n_head * int(rng.integers(1, 6)),
-        n_ctx=int(rng.integers(1, 12)),
-        vocab_size=int(rng.integers(1, 30)),
+        n_embd=n_head * rng.whole(1, 6),
+        n_ctx=rng.whole(1, 12),
+        vocab_size=rng.whole(1, 30),
         eps=float(rng.choice([1e-5, 1e-3, 0.1])),
-        tied=bool(rng.random() < 0.7),
+        tied=rng.chance(0.7),
     )
 
 
@@ -118,7 +118,7 @@ def random_tensors(rng: Rng, sizes: Sizes, dtype: str | None = None) -> Tensors:
     found = {}
     names = list(DTYPES)
     for name, shape in shapes(sizes).items():
-        kind = dtype or names[int(rng.integers(len(names)))]
+        kind = dtype or names[rng.whole(len(names))]
         values = rng.standard_normal(shape) * 0.4 + (name.endswith(("1.weight", "2.weight")))
         found[name] = values.astype(DTYPES[kind])
     return found

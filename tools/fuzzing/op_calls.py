@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fuzzing import Rng
-from fuzzing.values import pick
 from gpt2block import ops, reference
 from gpt2block.array_checks import FLOATS
 from gpt2block.contract import MATRICES, Entry, contract_of
@@ -63,15 +62,12 @@ class Draw:
     def __init__(self, rng: Rng) -> None:
         self.rng = rng
 
-    def pick(self, *choices: Any) -> Any:
-        return pick(self.rng, *choices)
-
     def size(self, most: int = 320) -> int:
-        return int(self.pick(*(n for n in SIZES if n <= most)))
+        return int(self.rng.pick(*(n for n in SIZES if n <= most)))
 
     def rows(self) -> tuple[int, ...]:
         """Axes before the last one."""
-        return (self.size(65),) if self.rng.random() < 0.5 else (self.size(5), self.size(33))
+        return (self.size(65),) if self.rng.chance(0.5) else (self.size(5), self.size(33))
 
     def array(self, *shape: int, dtype: str = "float32") -> Any:
         return (self.rng.standard_normal(shape) + 0.5).astype(FLOATS[dtype])
@@ -89,20 +85,20 @@ class Draw:
     def storage(self, kind: str, dtype: str) -> tuple[str, str | None]:
         """The dtype and layout of matrices; None for an array. dtype: that of the activations."""
         if kind == "rows":
-            return self.pick(*WEIGHTS), "NK"
-        if self.rng.random() < 0.4:
+            return self.rng.pick(*WEIGHTS), "NK"
+        if self.rng.chance(0.4):
             return dtype, None
         if kind == "table":
-            return self.pick(*WEIGHTS), "NK"
+            return self.rng.pick(*WEIGHTS), "NK"
         fp8 = WEIGHTS[3:] if dtype == "float16" else ()
-        return self.pick(dtype, *fp8), self.pick("KN", "NK")
+        return self.rng.pick(dtype, *fp8), self.rng.pick("KN", "NK")
 
     def dtype(self, narrow: float = 0.5) -> str:
-        return pick(self.rng, *SIXTEEN_BITS) if self.rng.random() < narrow else "float32"
+        return self.rng.pick(*SIXTEEN_BITS) if self.rng.chance(narrow) else "float32"
 
     def ids(self, shape: Any, V: int) -> Any:
         """Ids, sometimes with ids outside the vocabulary."""
-        low, high = ((0, V), (0, V), (-2, V + 2))[int(self.rng.integers(3))]
+        low, high = ((0, V), (0, V), (-2, V + 2))[self.rng.whole(3)]
         return self.rng.integers(low, high, shape).astype(np.int32)
 
 
@@ -142,9 +138,9 @@ def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
         elif name in known:
             options[name] = known[name]
         elif name in OPTIONS:
-            options[name] = d.pick(*OPTIONS[name])
+            options[name] = d.rng.pick(*OPTIONS[name])
         elif name == "variant" and operation:
-            options[name] = d.pick(None, *(each.name for each in operation.variants))
+            options[name] = d.rng.pick(None, *(each.name for each in operation.variants))
     return Call(rule.op, arrays, options, rule.truth or by_reference(rule.op), rule.trusted)
 
 
@@ -155,7 +151,7 @@ def _drawn(d: Draw, entry: Entry, known: Known) -> Any:
         return None
     for axis in entry.axes:
         if axis == "..." and axis not in known:
-            known[axis] = d.pick((), (d.size(5),)) if "T" in entry.axes else d.rows()
+            known[axis] = d.rng.pick((), (d.size(5),)) if "T" in entry.axes else d.rows()
         elif axis.isalpha() and axis not in known:
             known[axis] = d.size(65 if axis == "T" else 320)
     shape = entry.shape(known)
@@ -185,8 +181,8 @@ def by_reference(name: str) -> Truth:
 
 def _layernorm(d: Draw) -> Known:
     """More than a few channels, whose variance could be almost 0."""
-    eps, dtype = d.pick(1e-5, 1e-12, 0.1), d.dtype(0.3)
-    other = d.pick(dtype, "float32")  # of gamma and beta
+    eps, dtype = d.rng.pick(1e-5, 1e-12, 0.1), d.dtype(0.3)
+    other = d.rng.pick(dtype, "float32")  # of gamma and beta
     return {"C": d.size() + 8, "eps": eps, "any": dtype, "other": other}
 
 
@@ -198,10 +194,10 @@ def _layernorm_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 
 
 def _attention(d: Draw) -> Known:
-    n_head, dtype = d.pick(*HEADS), d.dtype()
-    HS = 64 if dtype != "float32" else d.pick(*HEAD_SIZES)
+    n_head, dtype = d.rng.pick(*HEADS), d.dtype()
+    HS = 64 if dtype != "float32" else d.rng.pick(*HEAD_SIZES)
     variants = (None, "mma", "hopper") if dtype != "float32" else (None, "mha", "naive", "online")
-    return {"n_head": n_head, "any": dtype, "W": 3 * n_head * HS, "variant": d.pick(*variants)}
+    return {"n_head": n_head, "any": dtype, "W": 3 * n_head * HS, "variant": d.rng.pick(*variants)}
 
 
 def _sequences(d: Draw, count: int, longest: int) -> tuple[Any, Any]:
@@ -212,8 +208,8 @@ def _sequences(d: Draw, count: int, longest: int) -> tuple[Any, Any]:
 
 
 def _attention_varlen(d: Draw) -> Known:
-    lengths, ends = _sequences(d, int(d.rng.integers(1, 5)), 70)
-    n_head, dtype = d.pick(*HEADS), d.pick(*SIXTEEN_BITS)
+    lengths, ends = _sequences(d, d.rng.whole(1, 5), 70)
+    n_head, dtype = d.rng.pick(*HEADS), d.rng.pick(*SIXTEEN_BITS)
     return {
         "n_head": n_head,
         "qkv": d.array(int(ends[-1]) + 1, 3 * 64 * n_head, dtype=dtype),
@@ -233,15 +229,15 @@ def _attention_varlen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 
 def _kv_cache(d: Draw, B: int, n_ctx: int) -> Known:
     """A kv_cache, and q or qkv of the same heads in float32 or its dtype."""
-    n_head, kept = d.pick(*HEADS), d.dtype()
-    C = n_head * d.pick(*HEAD_SIZES)
+    n_head, kept = d.rng.pick(*HEADS), d.dtype()
+    C = n_head * d.rng.pick(*HEAD_SIZES)
     sizes = {"B": B, "P": n_ctx, "C": C, "Q": C, "W": 3 * C}
-    return {**sizes, "n_head": n_head, "kv": kept, "any": d.pick("float32", kept)}
+    return {**sizes, "n_head": n_head, "kv": kept, "any": d.rng.pick("float32", kept)}
 
 
 def _attention_cached(d: Draw) -> Known:
-    T, start = d.size(65), int(d.rng.integers(0, 90))
-    keys = start + T + int(d.rng.integers(0, 3))
+    T, start = d.size(65), d.rng.whole(0, 90)
+    keys = start + T + d.rng.whole(0, 3)
     return _kv_cache(d, 1, keys) | {"T": T, "start": start}
 
 
@@ -252,7 +248,7 @@ def _attention_split(d: Draw) -> Known:
 
 
 def _attention_packed(d: Draw) -> Known:
-    B, n_ctx = int(d.rng.integers(1, 4)), 96
+    B, n_ctx = d.rng.whole(1, 4), 96
     lengths, ends = _sequences(d, B, 40)
     start = d.rng.integers(0, n_ctx - 40, B).astype(np.int32)
     found = {"N": int(ends[-1]), "cu_seqlens": ends, "start": start, "longest": int(lengths.max())}
@@ -263,7 +259,7 @@ def _kv_append(d: Draw) -> Known:
     B, n_ctx = d.size(5), d.size(33)
     places = d.rng.permutation(B * n_ctx)[: d.rng.integers(1, B * n_ctx + 1)]
     row, position = (places // n_ctx).astype(np.int32), (places % n_ctx).astype(np.int32)
-    row[0] += int(d.pick(0, 0, B, -B))  # rows outside the cache are ignored
+    row[0] += int(d.rng.pick(0, 0, B, -B))  # rows outside the cache are ignored
     return _kv_cache(d, B, n_ctx) | {"N": len(places), "row": row, "position": position}
 
 
@@ -308,36 +304,36 @@ def _softmax(d: Draw) -> Known:
 
 
 def _trimat(d: Draw) -> Known:
-    heads = {"NH": d.pick(*HEADS), "HS": d.pick(*HEAD_SIZES)}
+    heads = {"NH": d.rng.pick(*HEADS), "HS": d.rng.pick(*HEAD_SIZES)}
     return {"B": d.size(3), "T": d.size(129), **heads}
 
 
 def _rope(d: Draw) -> Known:
-    return {"H": d.pick(*HEADS), "D": 2 * d.size(64), "any": d.dtype()}
+    return {"H": d.rng.pick(*HEADS), "D": 2 * d.size(64), "any": d.dtype()}
 
 
 def _rmsnorm_matmul(d: Draw) -> Known:
-    head_dim = d.pick(None, 16, 64, 128)
+    head_dim = d.rng.pick(None, 16, 64, 128)
     sizes = {"K": 8 * d.size(33), "N": (head_dim or 8) * d.size(5)}
     return sizes | {"head_dim": head_dim, "any": d.dtype(0.7)}
 
 
 def _rmsnorm_ffn(d: Draw) -> Known:
     known: Known = {"K": 8 * d.size(33), "N": 8 * d.size(33), "any": d.dtype(0.7)}
-    if d.rng.random() < 0.1:
+    if d.rng.chance(0.1):
         known["w1"] = known["w3"] = d.matrix("matrix", (known["K"], known["N"]), known)
     return known
 
 
 def _to_fp8(d: Draw) -> Known:
-    N, K, layout = d.size(), d.size(), d.pick("KN", "NK")
+    N, K, layout = d.size(), d.size(), d.rng.pick("KN", "NK")
     shape = (K, N) if layout == "KN" else (N, K)
     x = 10.0 ** d.rng.uniform(-8, 6, shape) * d.rng.choice([-1, 1], shape)
     scale = d.rng.uniform(0.01, 100, N).astype(np.float32)
     with np.errstate(over="ignore"):
         stored = x.astype(np.float32).astype(FLOATS[d.dtype()])
     found = {"x": stored, "layout": layout, "variant": None}
-    return found | {"scale": cupy.asarray(scale) if d.rng.random() < 0.4 else None}
+    return found | {"scale": cupy.asarray(scale) if d.rng.chance(0.4) else None}
 
 
 def _to_fp8_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
@@ -348,7 +344,7 @@ def _to_fp8_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 
 
 def _gemm(d: Draw) -> Known:
-    dtype, wide = d.pick(*SIXTEEN_BITS), d.rng.random() < 0.3
+    dtype, wide = d.rng.pick(*SIXTEEN_BITS), d.rng.chance(0.3)
     return {
         "K": 8 * d.size(65),
         "N": 8 * d.size(65),
@@ -364,7 +360,7 @@ def _gemm_two_part(d: Draw) -> Known:
     """`gemm` with the accuracy of float32, on two-part matrices."""
     K, N = 8 * d.size(65), 8 * d.size(65)
     w = TwoPartMatrix.from_float32(cupy.asarray(d.array(N, K)))
-    options = {"split_k": False, "variant": d.pick(None, "mma")}
+    options = {"split_k": False, "variant": d.rng.pick(None, "mma")}
     return options | {"K": K, "N": N, "any": "float32", "out_dtype": "float32", "w": w, "up": None}
 
 
@@ -385,11 +381,11 @@ def _two_part_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 def _sample_token(d: Draw) -> Known:
     """Random settings. exp may differ in its last bit, which changes one draw in millions."""
     sampling = Sampling(
-        temperature=float(d.pick(0, 0.5, 1, 2)),
-        top_k=int(d.pick(0, 1, 5)),
-        top_p=float(d.pick(1, 0.9, 0.1)),
-        min_p=float(d.pick(0, 0.05)),
-        seed=int(d.rng.integers(2**62)),
+        temperature=float(d.rng.pick(0, 0.5, 1, 2)),
+        top_k=int(d.rng.pick(0, 1, 5)),
+        top_p=float(d.rng.pick(1, 0.9, 0.1)),
+        min_p=float(d.rng.pick(0, 0.05)),
+        seed=d.rng.whole(2**62),
     )
     logits = (3 * d.rng.standard_normal((d.size(9), d.size()))).astype(np.float32)
     return {"logits": logits, "sampling": sampling, "step": 3}

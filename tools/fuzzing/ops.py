@@ -20,7 +20,6 @@ from ml_dtypes import finfo
 
 from fuzzing import Area, Difference, Refused, Rng, check, check_message
 from fuzzing.op_calls import RULES, Arrays, Call, Draw, drawn_call
-from fuzzing.values import pick
 from gpt2block import ops
 from gpt2block.bench.measure import tolerance, uploaded
 from gpt2block.cuda.arrays import mapped
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 def case(rng: Rng, folder: Path) -> None:
     """One call, whose result is right or which is refused."""
-    call = drawn_call(Draw(rng), pick(rng, *RULES))
+    call = drawn_call(Draw(rng), rng.pick(*RULES))
     arrays = {
         name: None if value is None else uploaded(value) for name, value in call.arrays.items()
     }
@@ -78,11 +77,11 @@ def _change(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any]) -> No
     names = list(arrays)
     free = [name for name in options if not call.trusted or name in ("n_head", "variant", "block")]
     for _ in range(rng.integers(0, 3)):
-        if rng.random() < 0.7 and names:
-            name = names.pop(int(rng.integers(len(names))))
+        if rng.chance(0.7) and names:
+            name = names.pop(rng.whole(len(names)))
             arrays[name] = _changed(rng, arrays[name], call.trusted)
         elif free:
-            options[pick(rng, *free)] = pick(rng, *ODD_OPTIONS)
+            options[rng.pick(*free)] = rng.pick(*ODD_OPTIONS)
 
 
 def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], result: Any) -> None:
@@ -92,9 +91,9 @@ def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], re
         operation, given = STEPS["attention_varlen"], (*given, options["cu_seqlens"])
     found = [a for a in given if isinstance(a, cp.ndarray) and a.flags.c_contiguous]
     shared = [a for a in found if a.dtype == result.dtype and a.size >= result.size]
-    if shared and rng.random() < 0.7:
-        flat = pick(rng, *shared).ravel()  # a view, as it is contiguous
-        first = int(rng.integers(flat.size - result.size + 1))
+    if shared and rng.chance(0.7):
+        flat = rng.pick(*shared).ravel()  # a view, as it is contiguous
+        first = rng.whole(flat.size - result.size + 1)
         guarded, out = None, flat[first : first + result.size].reshape(result.shape)
     else:
         guarded, out = _guarded(result.shape, result.dtype)
@@ -182,8 +181,8 @@ def _changed(rng: Rng, value: Any, trusted: bool = False) -> Any:
     if isinstance(value, WeightMatrix):
         return _changed_weights(rng, value)
     if not isinstance(value, cp.ndarray) or value.ndim == 0 or value.size == 0:
-        return pick(rng, None, 1.0, "x", np.zeros(3, np.float32))
-    return pick(rng, *(LAYOUT_CHANGES if trusted else CHANGES))(rng, value)
+        return rng.pick(None, 1.0, "x", np.zeros(3, np.float32))
+    return rng.pick(*(LAYOUT_CHANGES if trusted else CHANGES))(rng, value)
 
 
 def _changed_weights(rng: Rng, w: WeightMatrix) -> Any:
@@ -199,7 +198,7 @@ def _changed_weights(rng: Rng, w: WeightMatrix) -> Any:
 
 def _strided(rng: Rng, x: Any) -> Any:
     """Return a view with every second element along an axis of a larger array."""
-    axis = int(rng.integers(x.ndim))
+    axis = rng.whole(x.ndim)
     wide = cp.repeat(x, 2, axis=axis)
     return wide[(slice(None),) * axis + (slice(None, None, 2),)]
 
@@ -211,7 +210,7 @@ def _column_major(rng: Rng, x: Any) -> Any:
 
 def _reversed(rng: Rng, x: Any) -> Any:
     """Return a view with a negative stride."""
-    axis = int(rng.integers(x.ndim))
+    axis = rng.whole(x.ndim)
     reverse = (slice(None),) * axis + (slice(None, None, -1),)
     return cp.ascontiguousarray(x[reverse])[reverse]
 
@@ -223,7 +222,7 @@ def _repeated_rows(rng: Rng, x: Any) -> Any:
 
 def _offset(rng: Rng, x: Any) -> Any:
     """Return a contiguous view that does not begin at the start of an allocation."""
-    shift = int(rng.integers(1, 9))
+    shift = rng.whole(1, 9)
     buffer = cp.empty(x.size + shift, x.dtype)
     view = buffer[shift:].reshape(x.shape)
     view[...] = x
@@ -232,7 +231,7 @@ def _offset(rng: Rng, x: Any) -> Any:
 
 def _misaligned(rng: Rng, x: Any) -> Any:
     """Return an array whose elements are not aligned to their size."""
-    memory = cp.cuda.alloc(x.nbytes + x.itemsize) + int(rng.integers(1, max(2, x.itemsize)))
+    memory = cp.cuda.alloc(x.nbytes + x.itemsize) + rng.whole(1, max(2, x.itemsize))
     flat = cp.ascontiguousarray(x).reshape(-1).view("uint8")
     cp.ndarray(x.nbytes, "uint8", memory)[...] = flat
     return cp.ndarray(x.shape, x.dtype, memory)
@@ -240,7 +239,7 @@ def _misaligned(rng: Rng, x: Any) -> Any:
 
 def _other_dtype(rng: Rng, x: Any) -> Any:
     names = ("float32", "float16", "float64", "int32", "int64", "uint8", "bool", "complex64")
-    return x.astype(pick(rng, *names))
+    return x.astype(rng.pick(*names))
 
 
 def _other_shape(rng: Rng, x: Any) -> Any:
@@ -250,16 +249,16 @@ def _other_shape(rng: Rng, x: Any) -> Any:
         lambda: x[None],
         x.ravel,
         lambda: x[..., None],
-        lambda: cp.concatenate([x, x], axis=int(rng.integers(x.ndim))),
+        lambda: cp.concatenate([x, x], axis=rng.whole(x.ndim)),
         lambda: x[:0],
         lambda: x.ravel()[0],
     )
-    return pick(rng, *changes)()
+    return rng.pick(*changes)()
 
 
 def _on_the_host(rng: Rng, x: Any) -> Any:
     host = cp.asnumpy(x)
-    return pick(rng, host, host.tolist(), np.ma.masked_array(host), None, "text", 3)
+    return rng.pick(host, host.tolist(), np.ma.masked_array(host), None, "text", 3)
 
 
 LAYOUT_CHANGES = (
@@ -283,7 +282,7 @@ def _add_out(rng: Rng, op: str, arrays: Arrays, options: dict[str, Any]) -> Guar
     if isinstance(first, cp.ndarray) and first.data.ptr % first.itemsize:
         return None  # CuPy itself cannot copy a misaligned array
     has_out = "out" in inspect.signature(getattr(ops, op)).parameters
-    if not has_out or not isinstance(first, cp.ndarray) or first.size == 0 or rng.random() < 0.4:
+    if not has_out or not isinstance(first, cp.ndarray) or first.size == 0 or rng.chance(0.4):
         return None
     dtype = np.dtype("uint8") if op == "to_fp8" else first.dtype
     kind = rng.integers(5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import tokenizers as hugging_face
 
 from fuzzing import Area, Refused, Rng, accepted, attempt, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import damaged, odd_text, odd_value, pick, spoil_json
+from fuzzing.values import damaged, odd_text, odd_value, spoil_json
 from fuzzing.vocabularies import (
     BYTES,
     CHARACTERS,
@@ -45,7 +46,7 @@ _MODEL_OPTIONS = {
 
 
 def case(rng: Rng, folder: Path) -> None:
-    pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
+    rng.pick(*[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
 
 
 def _change(rng: Rng, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
@@ -54,41 +55,40 @@ def _change(rng: Rng, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
         "pre_tokenizer": PRE_TOKENIZERS,
         "normalizer": NORMALIZERS,
         "decoder": DECODERS,
-        "truncation": (TRUNCATION | {"max_length": int(rng.integers(1, 9))},),
+        "truncation": (TRUNCATION | {"max_length": rng.whole(1, 9)},),
         "padding": (PADDING,),
         "post_processor": (None, template(END, "", token_id=256)),
         "added_tokens": ([*spec["added_tokens"], _other_token(rng, spec["model"], vocabulary)],),
     }
-    name = str(pick(rng, *changes, *["model"] * 5))
+    name = str(rng.pick(*changes, *["model"] * 5))
     if name == "model":
         _change_model(rng, spec["model"])
     else:
-        spec[name] = pick(rng, *changes[name])
+        spec[name] = deepcopy(rng.pick(*changes[name]))  # which may be damaged
 
 
 def _other_token(rng: Rng, model: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """An added token that is not special."""
-    content = str(pick(rng, "ab", "abc", " ", "é", "1", "bdd", "\n", ""))
-    options = {name: bool(rng.random() < 0.3) for name in ("single_word", "lstrip", "rstrip")}
-    options |= {"special": False, "normalized": bool(rng.random() < 0.5)}
+    content = str(rng.pick("ab", "abc", " ", "é", "1", "bdd", "\n", ""))
+    options = {name: rng.chance(0.3) for name in ("single_word", "lstrip", "rstrip")}
+    options |= {"special": False, "normalized": rng.chance(0.5)}
     index = len(model["vocab"])
-    if rng.random() < 0.3 and vocabulary.merges:
-        content = "".join(pick(rng, *vocabulary.merges))
+    if rng.chance(0.3) and vocabulary.merges:
+        content = "".join(rng.pick(*vocabulary.merges))
         index = vocabulary.ids[content]
     return added_token(index, content, **options)
 
 
 def _change_model(rng: Rng, model: dict[str, Any]) -> None:
     vocab, merges = model["vocab"], model["merges"] or []
-    option = str(pick(rng, *_MODEL_OPTIONS))
+    option = rng.pick(*_MODEL_OPTIONS)
     names = [name for name in vocab if name != END]
     order = rng.permutation(len(names)).tolist()
-    absent = {CHARACTERS[byte] for byte in pick(rng, _NEVER, {ord("Z")}, _NEVER | {4})}
-    model |= pick(
-        rng,
-        {option: pick(rng, *_MODEL_OPTIONS[option])},
+    absent = {CHARACTERS[byte] for byte in rng.pick(_NEVER, {ord("Z")}, _NEVER | {4})}
+    model |= rng.pick(
+        {option: rng.pick(*_MODEL_OPTIONS[option])},
         {"merges": [merges[i] for i in rng.permutation(len(merges))]},
-        {"merges": merges[: int(rng.integers(len(merges) + 1))]},
+        {"merges": merges[: rng.whole(len(merges) + 1)]},
         {"vocab": {name: order[i] for i, name in enumerate(names)} | {END: len(names)}},
         {"vocab": {name: index for name, index in vocab.items() if name not in absent}},
     )
@@ -96,19 +96,19 @@ def _change_model(rng: Rng, model: dict[str, Any]) -> None:
 
 def _json(rng: Rng, folder: Path) -> None:
     """tokenizer.json: GPT-2's pipeline must be accepted; others must be obeyed or refused."""
-    vocabulary = random_vocabulary(rng, proper=rng.random() < 0.5)
+    vocabulary = random_vocabulary(rng, proper=rng.chance(0.5))
     spec = plain_spec(vocabulary)
-    if rng.random() < 0.3:
+    if rng.chance(0.3):
         spec["model"]["merges"] = [" ".join(pair) for pair in vocabulary.merges]
     changes = int(rng.choice([0, 1, 1, 2, 3]))
     for _ in range(changes):
         _change(rng, spec, vocabulary)
-    harmed = rng.random() < 0.25
+    harmed = rng.chance(0.25)
     if harmed:
         spoil_json(rng, spec, 2**32, 2**63, -1, 10**30)
     text = json.dumps(spec)
-    if harmed and rng.random() < 0.2:
-        text = text[: int(rng.integers(len(text)))]
+    if harmed and rng.chance(0.2):
+        text = text[: rng.whole(len(text))]
     path = folder / "tokenizer.json"
     path.write_text(text)
     size = len(vocabulary.ids) + 1 + 3 * bool(changes)
@@ -117,7 +117,7 @@ def _json(rng: Rng, folder: Path) -> None:
 
 def _pair(rng: Rng, folder: Path) -> None:
     """vocab.json and merges.txt, or the same with OpenAI's names."""
-    vocabulary = random_vocabulary(rng, proper=rng.random() < 0.7)
+    vocabulary = random_vocabulary(rng, proper=rng.chance(0.7))
     spec = plain_spec(vocabulary)
     ids, merges = dict(spec["model"]["vocab"]), [" ".join(pair) for pair in vocabulary.merges]
     exact = vocabulary.proper
@@ -126,15 +126,15 @@ def _pair(rng: Rng, folder: Path) -> None:
         rng.shuffle(merges)
         exact = merges == [" ".join(pair) for pair in vocabulary.merges] and exact
     elif kind == 2 and merges:
-        merges[int(rng.integers(len(merges)))] = str(pick(rng, "a b c", "ab", "zz yy", "", " "))
+        merges[rng.whole(len(merges))] = str(rng.pick("a b c", "ab", "zz yy", "", " "))
         exact = False
     elif kind == 3:
-        ids[str(pick(rng, *ids))] = odd_value(rng)
+        ids[rng.pick(*ids)] = odd_value(rng)
         exact = False
     elif kind == 4:
-        del ids[str(pick(rng, *ids))]
+        del ids[rng.pick(*ids)]
         exact = False
-    names, heading = pick(rng, *_PAIRS), ["#version: 0.2"] if rng.random() < 0.8 else []
+    names, heading = rng.pick(*_PAIRS), ["#version: 0.2"] if rng.chance(0.8) else []
     _write_pair(folder, names, ids, [*heading, *merges])
     spec["model"] |= {"vocab": ids, "merges": [m.split(" ") for m in merges if m]}
     spec["added_tokens"] = [added_token(ids[END], END)] if END in ids else []
@@ -143,14 +143,14 @@ def _pair(rng: Rng, folder: Path) -> None:
 
 def _check(rng: Rng, folder: Path, size: int, spec: str, exact: bool) -> None:
     """Compare the ids of random texts by gpt2block and by `tokenizers`."""
-    source = pick(rng, tokenizer.load, tokenizer.from_path)
+    source = rng.pick(tokenizer.load, tokenizer.from_path)
     # Before `tokenizers` reads it: some files crash its process.
     encoding = attempt(exact, source, folder, size)
     truth = _truth(spec)
     encoded = False
     for _ in range(6):
-        parts = [odd_text(rng) or "a", str(pick(rng, *_TEXTS)), odd_text(rng)]
-        text, special = "".join(parts[: int(rng.integers(1, 4))]), bool(rng.random() < 0.4)
+        parts = [odd_text(rng) or "a", rng.pick(*_TEXTS), odd_text(rng)]
+        text, special = "".join(parts[: rng.whole(1, 4)]), rng.chance(0.4)
         try:
             ids = [*map(int, attempt(exact, tokenizer.encode, encoding, text, special))]
         except Refused:
@@ -200,15 +200,15 @@ def _llm_c(rng: Rng, folder: Path) -> None:
     vocabulary = random_vocabulary(rng, proper=True)
     to_byte = {char: byte for byte, char in enumerate(CHARACTERS)}
     tokens = [bytes(to_byte[char] for char in token) for token in vocabulary.ids]
-    version = int(rng.integers(1, 3))
+    version = rng.whole(1, 3)
     header = np.zeros(256, "<i4")
     header[:4] = 20240328, version, len(tokens) + 1, len(tokens) if version == 2 else 0
     entries = (bytes([len(token)]) + token for token in [*tokens, END.encode()])
     data = b"".join((header.tobytes(), *entries))
-    whole = rng.random() < 0.5
+    whole = rng.chance(0.5)
     path = folder / "gpt2_tokenizer.bin"
     path.write_bytes(data if whole else damaged(rng, data, 16))
-    source = pick(rng, folder, path)
+    source = rng.pick(folder, path)
     encoding = attempt(whole, tokenizer.from_path, source, len(tokens) + 1)
     splitter = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     for _ in range(6):
@@ -232,7 +232,7 @@ def _saved(rng: Rng, folder: Path) -> None:
     target, size = folder / "saved", sizes.vocab_size
     for name in ("old", "new"):
         opened = accepted(Checkpoint.open, folder / name)
-        if rng.random() < 0.5:
+        if rng.chance(0.5):
             accepted(save_pretrained, target, opened, overwrite=True)
         else:
             model = accepted(GPT2.from_pretrained, opened, device="cpu")
@@ -247,7 +247,7 @@ def _saved(rng: Rng, folder: Path) -> None:
 def _write(rng: Rng, folder: Path, vocabulary: Vocabulary) -> None:
     """Write the tokenizer's files in one of three layouts."""
     spec = plain_spec(vocabulary)
-    names = pick(rng, None, *_PAIRS)
+    names = rng.pick(None, *_PAIRS)
     if names is None:
         (folder / "tokenizer.json").write_text(json.dumps(spec))
     else:
@@ -266,11 +266,11 @@ def _settings(rng: Rng, folder: Path) -> None:
     """Any settings next to a tokenizer of single bytes: obeyed or refused."""
     _write(rng, folder, BYTES)
     names = ("add_prefix_space", "add_bos_token", "tokenizer_class", "eos_token")
-    settings = {name: odd_value(rng) for name in names if rng.random() < 0.3}
-    added = pick(rng, {}, odd_value(rng), {str(pick(rng, 256, 257, "x")): odd_value(rng)})
-    if rng.random() < 0.5:
+    settings = {name: odd_value(rng) for name in names if rng.chance(0.3)}
+    added = rng.pick({}, odd_value(rng), {str(rng.pick(256, 257, "x")): odd_value(rng)})
+    if rng.chance(0.5):
         settings["added_tokens_decoder"] = added
-    elif rng.random() < 0.5:
+    elif rng.chance(0.5):
         (folder / "added_tokens.json").write_text(json.dumps(added))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     encoding = attempt(False, tokenizer.from_path, folder, 1000)

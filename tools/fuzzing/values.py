@@ -6,13 +6,11 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from fuzzing import Rng
-
-T = TypeVar("T")
 
 TEXTS = (
     "", " ", "a", "12", "\x1b[31mred\x1b[0m", "a\nb", "\0", "\udc80", "naïve 🎭", "x" * 3000,
@@ -24,22 +22,17 @@ NUMBERS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def pick(rng: Rng, *choices: T) -> T:
-    """Return one of the choices."""
-    return choices[int(rng.integers(len(choices)))]
-
-
 def odd_value(rng: Rng, depth: int = 0) -> Any:
     """Return a value of JSON's types: numbers, texts, null, lists and objects of these."""
     kind = rng.random()
     if kind < 0.5:
-        return pick(rng, *NUMBERS)
+        return rng.pick(*NUMBERS)
     if kind < 0.8 or depth > 2:
-        return pick(rng, *TEXTS)
-    values = [odd_value(rng, depth + 1) for _ in range(int(rng.integers(4)))]
+        return rng.pick(*TEXTS)
+    values = [odd_value(rng, depth + 1) for _ in range(rng.whole(4))]
     if kind < 0.9:
         return values
-    return {str(pick(rng, *TEXTS)): value for value in values}
+    return {rng.pick(*TEXTS): value for value in values}
 
 
 class Strange:
@@ -54,33 +47,33 @@ class Strange:
 
 def odd_argument(rng: Rng) -> Any:
     """Return an argument passed by mistake: values of JSON, arrays of all kinds, objects."""
-    if rng.random() < 0.45:
+    if rng.chance(0.45):
         return odd_value(rng)
-    return pick(rng, *_ARRAYS)(rng)
+    return rng.pick(*_ARRAYS)(rng)
 
 
 def spoil(rng: Rng, arguments: dict[str, Any], *others: str) -> None:
     """Replace one of the arguments, or set one of the others, to an odd value."""
-    arguments[str(pick(rng, *arguments, *others))] = odd_argument(rng)
+    arguments[str(rng.pick(*arguments, *others))] = odd_argument(rng)
 
 
 def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
     """Remove a field at any depth, or set it to an odd value or one of the others."""
     parent = value
-    for _ in range(int(rng.integers(1, 4))):
-        key = pick(rng, *parent)
+    for _ in range(rng.whole(1, 4)):
+        key = rng.pick(*parent)
         if not isinstance(parent[key], dict) or not parent[key]:
             break
         parent = parent[key]
-    key = pick(rng, *parent)
-    if rng.random() < 0.3:
+    key = rng.pick(*parent)
+    if rng.chance(0.3):
         del parent[key]
     else:
-        parent[key] = pick(rng, odd_value(rng), *others)
+        parent[key] = rng.pick(odd_value(rng), *others)
 
 
 def _shape(rng: Rng) -> tuple[int, ...]:
-    return tuple(int(n) for n in rng.integers(0, 5, int(rng.integers(0, 5))))
+    return tuple(int(n) for n in rng.integers(0, 5, rng.whole(0, 5)))
 
 
 _ARRAYS: tuple[Callable[[Rng], Any], ...] = (
@@ -122,11 +115,11 @@ def odd_text(rng: Rng) -> str:
 def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
     """Return the bytes cut, continued, or with other values, half of the time among the first."""
     changed = bytearray(data)
-    end = pick(rng, len(data), min(len(data), head))
-    for _ in range(int(rng.integers(1, 6))):
-        changed[int(rng.integers(end))] = pick(rng, int(rng.integers(256)), *b"(9")
-    cut, longer = data[: int(rng.integers(len(data)))], data + rng.bytes(int(rng.integers(1, 9)))
-    return pick(rng, cut, longer, bytes(changed), bytes(changed))
+    end = rng.pick(len(data), min(len(data), head))
+    for _ in range(rng.whole(1, 6)):
+        changed[rng.whole(end)] = rng.pick(rng.whole(256), *b"(9")
+    cut, longer = data[: rng.whole(len(data))], data + rng.bytes(rng.whole(1, 9))
+    return rng.pick(cut, longer, bytes(changed), bytes(changed))
 
 
 def damage(rng: Rng, file: Path) -> None:
@@ -145,9 +138,9 @@ def replace(rng: Rng, file: Path) -> str:
         "link to zeros": lambda: file.symlink_to("/dev/zero"),
         "pointer": lambda: file.write_bytes(pointer),
         "empty file": file.touch,
-        "other file": lambda: file.write_bytes(rng.bytes(int(rng.integers(1, 2000)))),
+        "other file": lambda: file.write_bytes(rng.bytes(rng.whole(1, 2000))),
         "nothing": lambda: None,
     }
-    name = pick(rng, *replacements)
+    name = rng.pick(*replacements)
     replacements[name]()
     return name

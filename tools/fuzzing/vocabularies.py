@@ -37,11 +37,11 @@ def random_vocabulary(rng: Rng, proper: bool) -> Vocabulary:
     """Return merges of few different characters, so that they occur in the texts."""
     ids = {char: index for index, char in enumerate(CHARACTERS)}
     parts = [CHARACTERS[b] for b in b"ab cdest'1.\n"]
-    if rng.random() < 0.5:
+    if rng.chance(0.5):
         parts += [CHARACTERS[b] for b in "é🎭".encode()]
     merges: list[tuple[str, str]] = []
-    for _ in range(int(rng.integers(0, 25))):
-        one, other = (parts[int(rng.integers(len(parts)))] for _ in range(2))
+    for _ in range(rng.whole(0, 25)):
+        one, other = (parts[rng.whole(len(parts))] for _ in range(2))
         joined = one + other
         if joined in ids or (proper and by_rank(list(joined), ids) != [one, other]):
             continue
