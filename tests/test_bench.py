@@ -19,7 +19,7 @@ from rich.console import Console
 from gpt2block import Block, InputError, bench, doctor
 from gpt2block.bench import Ceilings, Report, Work, chosen_works, measure, works
 from gpt2block.bench import report as reports
-from gpt2block.bench.measure import copies_for, errors
+from gpt2block.bench.measure import copies_for, errors, tolerance
 from gpt2block.bench.peers import OPERATIONS
 from gpt2block.bench.plots import Mark, ceiling, draw, draw_decoding, marks, spread
 from gpt2block.bench.race import Contender, Run, rounds_for
@@ -137,8 +137,9 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
     work = product("float32")
     assert 4e-4 < reports.tolerance(work, "tf32") < 2e-3
     assert reports.tolerance(work, "float32") < 2e-5
+    assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
     whole = block("bfloat16", 1, 128, True)
-    assert reports.tolerance(whole, "bfloat16") == 7 * measure.tolerance("bfloat16")
+    assert reports.tolerance(whole, "bfloat16") == 7 * tolerance("bfloat16")
 
 
 # A race with stand-ins

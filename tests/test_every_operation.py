@@ -47,7 +47,9 @@ def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
     """
     widths = [[dtype for dtype in width if dtype in dtypes] for width in WIDTHS]
     some = [width[place % len(width)] for width in widths if width]
-    return {(dtype, n % 2) for n, dtype in enumerate(some)} | {(some[0], len(some) == 1)}
+    if len(some) == 1:
+        return {(some[0], 0), (some[0], 1)}
+    return {(dtype, n % 2) for n, dtype in enumerate(some)}
 
 
 def cases() -> Iterator[Any]:
