@@ -252,8 +252,9 @@ PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → N, K, gelu, 
     "proj": (C, 4 * C, False, False),
     "proj+residual": (C, 4 * C, False, True),
 }
-ATTENTIONS = tuple((B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096))
-                   for mask in (False, True))  # fmt: skip
+ATTENTIONS = tuple(
+    (B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096)) for mask in (False, True)
+)
 WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
     # kind → dtypes by default, and a work by its arguments after the dtype
     "block": (("bfloat16", "float32"), block, BLOCKS),
