@@ -19,7 +19,7 @@ from rich.console import Console
 from gpt2block import Block, InputError, bench, doctor
 from gpt2block.bench import Ceilings, Report, Work, chosen_works, measure, works
 from gpt2block.bench import report as reports
-from gpt2block.bench.measure import copies_for, errors
+from gpt2block.bench.measure import copies_for, errors, tolerance
 from gpt2block.bench.peers import OPERATIONS
 from gpt2block.bench.plots import Mark, ceiling, draw, draw_decoding, marks, spread
 from gpt2block.bench.race import Contender, Run, rounds_for
@@ -137,8 +137,9 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
     work = product("float32")
     assert 4e-4 < reports.tolerance(work, "tf32") < 2e-3
     assert reports.tolerance(work, "float32") < 2e-5
+    assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
     whole = block("bfloat16", 1, 128, True)
-    assert reports.tolerance(whole, "bfloat16") == 7 * measure.tolerance("bfloat16")
+    assert reports.tolerance(whole, "bfloat16") == 7 * tolerance("bfloat16")
 
 
 # A race with stand-ins
@@ -188,8 +189,9 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return {name: (ms or {}).get(name, 3.0) for name in replays}
 
         monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
-        entrants = [Contender(r.name, r.peer, r.capture, "bfloat16", lambda: "as it is")
-                    for r in racers]  # fmt: skip
+        entrants = [
+            Contender(r.name, r.peer, r.capture, "bfloat16", lambda: "as it is") for r in racers
+        ]
         return *reports.rows_of(O, entrants, 10, BEST), turns
 
     return run
@@ -265,8 +267,11 @@ def test_the_drivers_version(tmp_path: Path) -> None:
 def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="the ops need CuPy")
     dtypes: dict[str, tuple[str, ...]] = {
-        "mma": ("bfloat16",), "hopper": (), "old": (), "fp32": ("float32",)
-    }  # fmt: skip
+        "mma": ("bfloat16",),
+        "hopper": (),
+        "old": (),
+        "fp32": ("float32",),
+    }
     variants = [
         SimpleNamespace(name=name, kernels=(f"gemm_{name}",), dtypes=of)
         for name, of in dtypes.items()
@@ -399,8 +404,11 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def report() -> Report:
-    rows = [row(O, "hopper", error=1e-3, peers={"torch": 1.25}), row(O, "mma", 3.0),
-            row(O, "torch", 2.5, True)]  # fmt: skip
+    rows = [
+        row(O, "hopper", error=1e-3, peers={"torch": 1.25}),
+        row(O, "mma", 3.0),
+        row(O, "torch", 2.5, True),
+    ]
     for work in chosen_works("block", "float32", "1x"):
         rows.append(row(work, "fused", 20.0))
         rows.append(row(work, "torch", 50.0, True))
@@ -581,12 +589,14 @@ def test_a_picture_of_nothing(draws: Callable[..., None], tmp_path: Path) -> Non
 def test_a_small_race() -> None:
     import cupy  # noqa: PLC0415
 
-    report = bench.run([
-        block("bfloat16", 2, 17, True),
-        block("float32", 2, 17, True),
-        gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
-        attention("float32", 2, 17, False),
-    ])  # fmt: skip
+    report = bench.run(
+        [
+            block("bfloat16", 2, 17, True),
+            block("float32", 2, 17, True),
+            gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
+            attention("float32", 2, 17, False),
+        ]
+    )
     assert report.right
     names = {(row.what, row.contender) for row in report.rows}
     assert names >= {("block", "skeleton"), ("attention", "online")}
@@ -614,11 +624,14 @@ def test_a_graph_of_pytorch_keeps_its_inputs() -> None:
 @pytest.mark.gpu
 def test_a_small_race_against_pytorch() -> None:
     pytest.importorskip("torch", reason="races against PyTorch")
-    report = bench.run([
-        block("float32", 1, 16, True),
-        gemm("bfloat16", "proj+residual", 600, *PRODUCTS["proj+residual"]),
-        attention("bfloat16", 2, 64, True),
-    ], peer="torch")  # fmt: skip
+    report = bench.run(
+        [
+            block("float32", 1, 16, True),
+            gemm("bfloat16", "proj+residual", 600, *PRODUCTS["proj+residual"]),
+            attention("bfloat16", 2, 64, True),
+        ],
+        peer="torch",
+    )
     names = {(row.what, row.contender) for row in report.rows if row.peer and row.right}
     assert names >= {("block", "torch"), ("block", "torch, TF32"), ("gemm", "torch")}
     assert ("attention", "torch, flash") in names

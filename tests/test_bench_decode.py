@@ -173,7 +173,7 @@ def few(dtype: str = "float32") -> list[Work]:
         decode(model, 1, position=10),
         decode(model, 4, position=10),
         prompt(model, T=11),
-        generate(model, prompts=2, new=2, longest=17),
+        generate(model, prompts=4, new=2, longest=17),
     ]
 
 
@@ -196,7 +196,7 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
         ("4 rows", "gpt2block"),
         ("4 rows", "sampled"),
         ("1x11", "gpt2block"),
-        ("2 prompts", "gpt2block"),
+        ("4 prompts", "gpt2block"),
     ]
     for each in report.rows:
         assert each.right, each
@@ -206,7 +206,7 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
     rates = [row.tokens_s for row in report.rows]
     assert rates[0] == pytest.approx(4e6 / report.rows[0].us)
     assert rates[2] is None
-    assert rates[3] == pytest.approx(4e6 / report.rows[3].us)
+    assert rates[3] == pytest.approx(8e6 / report.rows[3].us)
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
     assert [entry["contender"] for entry in steps] == ["gpt2block", "sampled"] * 2
     assert steps[2]["sizes"] == {"rows": 4, "position": 10, "n_layer": 1, "n_embd": 64}
     assert steps[2]["tokens_s"] == pytest.approx(4e6 / steps[2]["us"])
-    assert found["rows"][-1]["sizes"]["prompts"] == 2
+    assert found["rows"][-1]["sizes"]["prompts"] == 4
 
 
 def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.llama_works import (
     SHAPES,
     RandomLlama,
-    Stage,
     StagedPass,
     llama_decode,
     llama_prompt,
     random_tensors,
+    staged,
     stages_of,
 )
 from gpt2block.bench.measure import tolerance
@@ -83,9 +83,9 @@ def test_the_works_and_their_order() -> None:
 def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
     """Of each stage: the number of steps of a layer, and their operations."""
     found = []
-    for stage in stages_of(dtype):
+    for fusions in stages_of(dtype).values():
         do = outline(TINY)
-        stage.run(do, TINY)
+        staged(do, TINY, fusions)
         steps = [step for step in do.steps if step.name.startswith("h.0.")]
         found.append((len(steps), {step.op for step in steps}))
     return found
@@ -153,7 +153,7 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
     and values, too.
     """
     model = RandomLlama(TINY, "float8_e5m2")
-    rows = raced(llama_decode(model, 1, 6))
+    rows = raced(llama_decode(model, 2, 6))
     assert [row.contender for row in rows] == ["gpt2block", *STAGES["float8_e5m2"]]
     for row in rows:
         assert row.right, row
@@ -196,8 +196,8 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.do(p.result, "add", (y, y)) if p.add else y
 
     monkeypatch.setattr(LLAMA_WORKS, "StagedPass", Wrong)
-    monkeypatch.setattr(LLAMA_WORKS, "stages_of", lambda dtype: [Stage("wrong")])
-    work = llama_decode(RandomLlama(TINY, "float16"), 1, 6)
+    monkeypatch.setattr(LLAMA_WORKS, "stages_of", lambda dtype: {"wrong": ()})
+    work = llama_decode(RandomLlama(TINY, "float16"), 2, 6)
     entrants = [each for each in work.ours([{}], 0) if each.name == "wrong"]
     rows, _ = reports.rows_of(work, entrants, 1, BEST)
     assert [row.right for row in rows] == [False]

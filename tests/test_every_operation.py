@@ -6,7 +6,7 @@ of its own; a new one, or a new variant, is tested here as soon as the registry 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -37,15 +37,30 @@ DEVICES = [
 on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
+WIDTHS = (("float32",), ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2"))
+
+
+def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
+    """The dtypes and sizes of a variant on the emulator, which compiles a program for each.
+
+    A dtype of each width, by the place of the variant, and a size for each; for one, both sizes.
+    """
+    widths = [[dtype for dtype in width if dtype in dtypes] for width in WIDTHS]
+    some = [width[place % len(width)] for width in widths if width]
+    if len(some) == 1:
+        return {(some[0], 0), (some[0], 1)}
+    return {(dtype, n % 2) for n, dtype in enumerate(some)}
+
+
 def cases() -> Iterator[Any]:
-    """Both sizes; on the emulator, which compiles each, with dtypes in turn, or the only one."""
+    """All dtypes and both sizes on a GPU, and some of them on the emulator."""
     for name, operation in OPERATIONS.items():
-        for variant in operation.variants:
+        for place, variant in enumerate(operation.variants):
             dtypes = variant.dtypes or operation.dtypes
-            for (n, dtype), size in product(enumerate(dtypes), range(2)):
+            for dtype, size in product(dtypes, range(2)):
                 case = f"{name}-{variant.name}-{dtype}-{size}"
                 arguments = operation, variant, dtype, size
-                if len(dtypes) == 1 or n % 2 == size:
+                if (dtype, size) in emulated(dtypes, place):
                     yield pytest.param("shuffled", *arguments, id=f"{case}-emulator")
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
 

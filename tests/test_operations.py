@@ -223,13 +223,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("name", ["layernorm", "trimat", "layernorm_gelu", "softmax"])
-def test_measuring(measured: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in ("layernorm", "trimat", "layernorm_gelu", "softmax")),
+        *(("layernorm", dtype) for dtype in ("float16", "bfloat16")),
+    ],
+)
+def test_measuring(measured: Callable[..., Any], name: str, dtype: str) -> None:
     operation = find(name)
-    (rows, skipped), stand_in = measured(operation)
+    (rows, skipped), stand_in = measured(operation, dtype=dtype)
     assert skipped == []
     assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
-    counted = counted_sizes(small(operation), "float32")
+    counted = counted_sizes(small(operation), dtype)
     traffic, flops = operation.traffic(counted), operation.flops(counted)
     for row in rows:
         assert row.gpu_us == pytest.approx(200.0)  # 2 ms, two sets, five rounds
@@ -238,6 +244,7 @@ def test_measuring(measured: Callable[..., Any], name: str) -> None:
         assert row.rate == pytest.approx(rate)
         ceiling = 4000.0 if row.unit == "GB/s" else 50.0
         assert row.percent == pytest.approx(100 * rate / ceiling)
+        assert row.dtype == dtype
         assert row.right
     first = len(operation.variants) * 2
     assert stand_in.outs[:2] == [None, None]  # the first variant's outputs serve all the others
@@ -257,18 +264,6 @@ def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
     assert error["three_pass"] < 1e-6
     assert [row.variant for row in rows if not row.right] == ["rows"]
     assert not replace(rows[0], max_rel=float("nan")).right
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_measuring_in_sixteen_bits(measured: Callable[..., Any], dtype: str) -> None:
-    operation = find("layernorm")
-    (rows, _), _ = measured(operation, dtype=dtype)
-    traffic = operation.traffic(counted_sizes(small(operation), dtype))
-    for row in rows:
-        assert row.dtype == dtype
-        assert row.right
-        assert row.rate == pytest.approx(traffic / 200e-6 / 1e9)
-    assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
 
 
 def test_a_storage_that_an_operation_has_not_is_refused() -> None:

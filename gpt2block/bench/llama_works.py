@@ -7,9 +7,10 @@ each fusion in addition, and last a CUDA graph: the table of kernl's Llama optim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import partial
+from itertools import accumulate
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,71 +70,53 @@ DEVIATION = 0.02
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each other
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A step of decoding with some of the fusions: `fusions` are options of StagedPass.
+Stages = Mapping[str, Collection[str]]  # name → its fusions
+SIXTEEN_BIT_STAGES = {  # name → what it has more than the one before it
+    UNFUSED: "",
+    "+ residuals": "adds",
+    "+ RoPE": "into_cache",
+    "+ graph": "graph",
+    "+ overlap": "overlap",
+}
+OTHER_STAGES = {
+    UNFUSED: "",
+    "+ RMSNorm": "adds norms",
+    "+ RoPE": "into_cache",
+    "+ feed-forward": "gates",
+    "+ graph": "graph",
+}
 
-    graph: whether it is a CUDA graph; overlapping: whether its launches overlap.
-    """
 
-    name: str
-    fusions: Sequence[str] = ()
-    graph: bool = False
-    overlapping: bool = False
-
-    def run(self, do: Machine, config: ModelConfig) -> Value:
-        """The step, to logits."""
-        step = StagedPass(do, Settings.of(config), **dict.fromkeys(self.fusions, True))
-        return forward(step, architecture_of(config), config, "logits")
-
-
-def stages_of(dtype: str) -> tuple[Stage, ...]:
-    """The stages with weights of a dtype, each with one thing more than the one before it.
+def stages_of(dtype: str) -> Stages:
+    """The stages with weights of a dtype.
 
     Residuals are fused together with RMSNorm; RoPE, with the append of K and V to the kv_cache.
     Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
     not overlap.
     """
-    if dtype in SIXTEEN_BITS:
-        into_cache = ("adds", "into_cache")
-        return (
-            Stage(UNFUSED),
-            Stage("+ residuals", ("adds",)),
-            Stage("+ RoPE", into_cache),
-            Stage("+ graph", into_cache, graph=True),
-            Stage("+ overlap", into_cache, graph=True, overlapping=True),
-        )
-    norms = ("adds", "norms")
-    gates = (*norms, "into_cache", "gates")
-    return (
-        Stage(UNFUSED),
-        Stage("+ RMSNorm", norms),
-        Stage("+ RoPE", (*norms, "into_cache")),
-        Stage("+ feed-forward", gates),
-        Stage("+ graph", gates, graph=True),
-    )
+    stages = SIXTEEN_BIT_STAGES if dtype in SIXTEEN_BITS else OTHER_STAGES
+    added = (frozenset(more.split()) for more in stages.values())
+    return dict(zip(stages, accumulate(added, or_), strict=True))
+
+
+def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
+    """A step of decoding with some of the fusions, to logits."""
+    step = StagedPass(do, Settings.of(config), fusions)
+    return forward(step, architecture_of(config), config, "logits")
 
 
 class StagedPass(DecodePass):
     """Steps of decoding with some of the fusions.
 
-    adds, norms, gates: whether products have residuals, RMSNorm, and gate and up of the
-    feed-forward. into_cache: whether RoPE also appends K and V to the kv_cache, which the attention
-    of decoding then reads; else they are appended by a kernel of their own, and attention takes
-    rows [Q | K | V].
+    "adds", "norms", "gates": products have residuals, RMSNorm, and gate and up of the feed-forward.
+    "into_cache": RoPE also appends K and V to the kv_cache, which the attention of decoding then
+    reads; else they are appended by a kernel of their own, and attention takes rows [Q | K | V].
     """
 
-    def __init__(
-        self,
-        do: Machine,
-        settings: Settings,
-        adds: bool = False,
-        norms: bool = False,
-        gates: bool = False,
-        into_cache: bool = False,
-    ) -> None:
-        super().__init__(do, settings, norms)
-        self.adds, self.gates, self.into_cache = adds, gates, into_cache
+    def __init__(self, do: Machine, settings: Settings, fusions: Collection[str]) -> None:
+        super().__init__(do, settings, norms="norms" in fusions)
+        self.adds, self.gates = "adds" in fusions, "gates" in fusions
+        self.into_cache = "into_cache" in fusions
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if self.norms and to != ("lm_head",):
@@ -256,8 +239,9 @@ def llama_decode(model: RandomLlama, rows: int, position: int = 512) -> Work:
         if model.kv_dtype in FP8:
             return {FP8_CACHE: step}
         shared: list[Any] = []
-        stages = {s.name: partial(_stage, steps, device, s, shared) for s in stages_of(model.dtype)}
-        return {NAME: step, **stages}
+        stages = stages_of(model.dtype).items()
+        captures = {name: partial(_stage, steps, device, of, shared) for name, of in stages}
+        return {NAME: step, **captures}
 
     def theirs(torch: TorchPeers) -> Captures:
         of = torch.of_models
@@ -270,8 +254,10 @@ def llama_decode(model: RandomLlama, rows: int, position: int = 512) -> Work:
     return steps.work(ours, theirs)
 
 
-def _stage(steps: Steps, device: int, stage: Stage, shared: list[Any], rounds: int) -> Run:
-    """Greedy steps of a plan with fewer fusions, or without a graph.
+def _stage(
+    steps: Steps, device: int, fusions: Collection[str], shared: list[Any], rounds: int
+) -> Run:
+    """Greedy steps with some of the fusions, as a CUDA graph or not, whose launches overlap or not.
 
     shared: the kv_cache of all stages, which is large; each one writes it again from the prompts.
     """
@@ -290,16 +276,16 @@ def _stage(steps: Steps, device: int, stage: Stage, shared: list[Any], rounds: i
         batch |= {"cu_seqlens": rows, "start": positions}
         caches = cache_tensors(cache.layers, engine.config.n_layer)
         recording = engine.recordings.make(
-            lambda do: stage.run(do, engine.config),
+            lambda do: staged(do, engine.config, fusions),
             {**engine.given(), **caches, **batch},
-            overlapping=stage.overlapping,
+            overlapping="overlap" in fusions,
         )
     columns = [tokens.get()]
 
     def replay() -> None:
         with engine.running():
             for _ in range(rounds):
-                if stage.graph:
+                if "graph" in fusions:
                     recording.repeat(engine.stream)
                 else:
                     recording.run()

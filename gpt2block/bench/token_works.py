@@ -140,16 +140,11 @@ def model_work(
     what: str,
     name: str,
     sizes: Mapping[str, int],
-    flops: int,
-    traffic: int,
-    truth: Callable[..., NDArray[Any]],
     ours: Callable[[int], Captures],
     theirs: Callable[[TorchPeers], Captures],
-    rounds: int,
-    turns: int,
-    tokens: int | None = None,
+    **fields: Any,
 ) -> Work:
-    """A work of a whole model: calls from Python, not graphs.
+    """A work of a whole model: calls from Python, not graphs; fields: further ones of Work.
 
     The model has its weights, which exceed the L2 cache. With a kv_cache of FP8 the rounding errors
     are those of bfloat16, eight times those of float16: keys and values near a tie are rounded to
@@ -176,16 +171,11 @@ def model_work(
         f"{name}, kv_cache {model.kv_dtype}" if fp8 else name,
         model.dtype,
         {**sizes, **{each: config[each] for each in shown}},
-        flops=flops,
-        traffic=traffic,
-        truth=truth,
         ours=lambda sets, device: contenders(ours(device), False),
         theirs=peers,
         roundings=STEPS_OF_A_BLOCK,
         rounding="bfloat16" if fp8 else None,
-        rounds=rounds,
-        turns=turns,
-        tokens=tokens,
+        **fields,
     )
 
 

@@ -20,7 +20,7 @@ from gpt2block import reference
 from gpt2block.architectures.gpt2_weights import BlockWeights
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host, matrix, widened
-from gpt2block.bench.race import REFUSALS, Contender, Replay, Run, first_and_last, refuse
+from gpt2block.bench.race import REFUSALS, Capture, Contender, Replay, Run, first_and_last, refuse
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
 from gpt2block.cuda import cupy, overlap, timing
@@ -252,8 +252,9 @@ PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → N, K, gelu, 
     "proj": (C, 4 * C, False, False),
     "proj+residual": (C, 4 * C, False, True),
 }
-ATTENTIONS = tuple((B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096))
-                   for mask in (False, True))  # fmt: skip
+ATTENTIONS = tuple(
+    (B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096)) for mask in (False, True)
+)
 WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
     # kind → dtypes by default, and a work by its arguments after the dtype
     "block": (("bfloat16", "float32"), block, BLOCKS),
@@ -392,14 +393,18 @@ def _blocks(
     for kernels in ("fused", "skeleton"):
         try:
             block = Block(weights, causal, f"cuda:{device}", dtype, kernels)
-            copies = _Copies(block.spec, sets)
+            bound, capture = _bound_block(block.spec, sets)
         except REFUSALS as error:
             yield Contender(kernels, False, partial(refuse, str(error)), dtype)
             continue
-        yield Contender(kernels, False, copies.capture, dtype)
-        if any("hopper" in launch.name for each in copies.bound for launch in each.launches):
-            older = partial(_capture_older, block.spec, sets)
+        yield Contender(kernels, False, capture, dtype)
+        if any("hopper" in launch.name for each in bound for launch in each.launches):
+            older = partial(_older, block.spec, sets)
             yield Contender(f"{kernels}, {OLDER}", False, older, dtype)
+
+
+def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Run:
+    return _bound_block(spec, sets, OLDER)[1](rounds)
 
 
 class _Variant(Machine):
@@ -415,33 +420,29 @@ class _Variant(Machine):
         return self._do.do(step, into)
 
 
-class _Copies:
-    """A block bound to each copy of x and weights; the copies share the memory of activations.
+def _bound_block(
+    spec: BlockSpec, sets: Sets, variant: str | None = None
+) -> tuple[list[Recording], Capture]:
+    """A block for each copy of x and weights; the copies share the memory of activations.
 
     variant: of matrix products and attention; None is the default one.
     """
 
-    def __init__(self, spec: BlockSpec, sets: Sets, variant: str | None = None) -> None:
-        def run(do: Machine) -> Value:
-            return spec.run(do if variant is None else _Variant(do, variant))
+    def run(do: Machine) -> Value:
+        return spec.run(do if variant is None else _Variant(do, variant))
 
-        if spec.bounds is not None:
-            sets = [_with_two_part(spec, each) for each in sets]
-        self._outs = [cupy.empty_like(each["x"]) for each in sets]
-        recordings = Recordings()
-        self._overlapping = spec.overlapping
-        self.bound = [
-            recordings.make(run, each, {OUTPUT: out})
-            for each, out in zip(sets, self._outs, strict=True)
-        ]
+    if spec.bounds is not None:
+        sets = [_with_two_part(spec, each) for each in sets]
+    outs = [cupy.empty_like(each["x"]) for each in sets]
+    recordings = Recordings()
+    copies = zip(sets, outs, strict=True)
+    bound = [recordings.make(run, each, {OUTPUT: out}) for each, out in copies]
 
-    def capture(self, rounds: int) -> Run:
-        run = capture_bound(self.bound, rounds, self._overlapping, self._outs)
-        return run._replace(kept=self)
+    def capture(rounds: int) -> Run:
+        found = capture_bound(bound, rounds, spec.overlapping, outs)
+        return found._replace(kept=(bound, sets, outs, recordings))
 
-
-def _capture_older(spec: BlockSpec, sets: Sets, rounds: int) -> Run:
-    return _Copies(spec, sets, OLDER).capture(rounds)
+    return bound, capture
 
 
 def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
