@@ -155,6 +155,7 @@ def run(
     shared: int = 0,
     defines: kernels.Defines = (),
     storage: str = "float32",
+    cache: str | None = None,
     order: Order = "forward",
     seed: int = 0,
     copies_at_once: bool = False,
@@ -163,14 +164,14 @@ def run(
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`. order: the
-    order of the threads of a block between two barriers, and of the blocks. copies_at_once:
-    cp.async copies when it is issued, instead of as late as its semantics allow. early: not None if
-    the launch overlaps the previous kernel (lib/overlap.cuh), so that an access before the wait is
-    an error, except to arrays that are const __restrict__ and to these parameters. races: find
-    accesses of two threads to one place that no barrier orders (races.cpp), instead of accesses out
-    of bounds. An array that is passed twice is the same pointer twice. Raises ShimError with the
-    report, and changes no array then.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; cache: the FP8
+    format of its `KV`, where that is not `T`. order: the order of the threads of a block between
+    two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
+    as late as its semantics allow. early: not None if the launch overlaps the previous kernel
+    (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
+    const __restrict__ and to these parameters. races: find accesses of two threads to one place
+    that no barrier orders (races.cpp), instead of accesses out of bounds. An array that is passed
+    twice is the same pointer twice. Raises ShimError with the report, and changes no array then.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -191,7 +192,7 @@ def run(
         elif arg is None:
             values.append(np.uintp(0))
         else:
-            label = _check_array(kernel, parameter, arg, storage)
+            label = _check_array(kernel, parameter, arg, storage, cache)
             if id(arg) not in spans:
                 earlier = [other for other, _ in pairs if id(other) in spans]
                 if any(np.may_share_memory(other, arg) for other in earlier):
@@ -201,7 +202,7 @@ def run(
                 memory = arg.reshape(-1).view(np.uint8)
                 spans[id(arg)] = Span(memory if id(arg) in written else memory.copy(), 0)
             values.append(spans[id(arg)])
-    defines = (*kernels.stored_as(storage), *defines)
+    defines = (*kernels.stored_as(storage, None, cache), *defines)
     options = (order, early, Checks(races), seed, copies_at_once)
     run_spans(source, kernel, grid, block, values, shared, defines, *options)
     for arg, parameter in pairs:
@@ -209,10 +210,12 @@ def run(
             raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
 
 
-def _check_array(kernel: str, parameter: kernels.Parameter, array: Any, storage: str) -> str:
+def _check_array(
+    kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
+) -> str:
     """ShimError unless an array fits a pointer; returns the description of it for messages."""
     try:
-        expected, label = kernels.element(kernel, parameter, storage)
+        expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
         raise ShimError(str(error)) from error
     fits = isinstance(array, np.ndarray) and array.dtype.name == expected
