@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def number(value: object) -> float | None:
+def as_float(value: object) -> float | None:
     """A Python or NumPy number as a float, also NaN; None for anything else, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return None
@@ -30,24 +30,24 @@ def number(value: object) -> float | None:
 
 def real(value: object) -> float | None:
     """A finite Python or NumPy number as a float; None for anything else, also for a bool."""
-    found = number(value)
+    found = as_float(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def check_number(name: str, value: object, least: float, most: float, expected: str) -> float:
     """`value` as a float; InputError unless it is a number from `least` to `most`."""
-    found = real(value)
-    if found is None or not least <= found <= most:
+    number = real(value)
+    if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
-    return found
+    return number
 
 
 def check_integer(name: str, value: Any, least: int, most: float, expected: str) -> int:
     """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
-    found = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-    if found is None or not least <= found <= most:
+    number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
-    return found
+    return number
 
 
 def check_flag(name: str, value: object) -> bool:
