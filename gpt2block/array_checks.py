@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +9,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.errors import InputError, shown
+from gpt2block.errors import InputError
 
 DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-def check_real(name: str, value: Any) -> None:
-    """InputError unless `value` is a number; NaN and infinity are numbers."""
-    numbers = (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, numbers) or _overflows(value):
-        raise InputError(f"{name}: expected a number, got {shown(value)}")
-
-
-def _overflows(value: Any) -> bool:
-    """Whether an integer is too large for a float."""
-    return isinstance(value, int) and abs(value) > math.ldexp(1, 1023)
 
 
 def host_array(x: Any) -> NDArray[Any] | None:

@@ -18,15 +18,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def real(value: object) -> float | None:
-    """A finite Python or NumPy number as a float; None for anything else, also for a bool."""
+def as_float(value: object) -> float | None:
+    """A Python or NumPy number as a float, also NaN; None for anything else, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return None
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+
+
+def real(value: object) -> float | None:
+    """A finite Python or NumPy number as a float; None for anything else, also for a bool."""
+    found = as_float(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def check_number(name: str, value: object, least: float, most: float, expected: str) -> float:

@@ -333,7 +333,11 @@ def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
         return Check("NVRTC", False, detail, _downgrade_fix(driver, cupy))
     if cupy.nvrtc[0] != cupy.major:
         detail = f"{version}, but {cupy.name} {cupy.version} is built for CUDA {cupy.major}"
-        return Check("NVRTC", True, detail, _matching_nvrtc_fix(cupy))
+        # CuPy prefers the NVRTC and headers of CUDA 13 to those of CUDA 12.
+        removed = "pip uninstall -y nvidia-cuda-nvrtc nvidia-cuda-runtime && "
+        install = f"pip install '{TOOLKIT[cupy.major]}'"
+        fix = install if cupy.major == max(TOOLKIT) else removed + install
+        return Check("NVRTC", True, detail, fix)
     return Check("NVRTC", True, version)
 
 
@@ -442,14 +446,6 @@ def _downgrade_fix(driver: Driver, cupy: CuPy | None) -> str:
         return "update the NVIDIA driver: CUDA 12 needs 525 or newer"
     name = f"{cupy.name} " if cupy else ""
     return f"pip uninstall -y {name}nvidia-cuda-nvrtc nvidia-cuda-runtime && {PIP_CUDA12}"
-
-
-def _matching_nvrtc_fix(cupy: CuPy) -> str:
-    """Install NVRTC and headers of CuPy's CUDA version, and uninstall those of CUDA 13 for 12."""
-    install = f"pip install '{TOOLKIT[cupy.major]}'"
-    if cupy.major == max(TOOLKIT):
-        return install
-    return f"pip uninstall -y nvidia-cuda-nvrtc nvidia-cuda-runtime && {install}"
 
 
 def _dotted(version: tuple[int, ...]) -> str:

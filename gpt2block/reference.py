@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import check_real
-from gpt2block.checks import check_integer
+from gpt2block.checks import as_float, check_integer
 from gpt2block.contract import takes
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, shown
 from gpt2block.sampling import Sampling, choose, rows_of
 
 if TYPE_CHECKING:
@@ -325,8 +324,8 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Values above the diagonal are
     `fill`. With None that half is unspecified; here it is NaN, so that no caller relies on it.
     """
-    if fill is not None:
-        check_real("fill", fill)
+    if fill is not None and as_float(fill) is None:
+        raise InputError(f"fill: expected a number, got {shown(fill)}")
     q, k = (qkv[:, :, i].swapaxes(1, 2) for i in range(2))  # (B, NH, T, HS)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     above = scores.dtype.type(math.nan if fill is None else fill)

@@ -146,7 +146,11 @@ def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
         return _shared(array.__cuda_array_interface__)
     host = np.asarray(array)
     dtype = host.dtype if dtype is None else np.dtype(dtype)
-    if isinstance(array, ndarray) and array.dtype == dtype and (order is None or _c(array)):
+    if (
+        isinstance(array, ndarray)
+        and array.dtype == dtype
+        and (order is None or array.flags.c_contiguous)
+    ):
         return array
     transposed = order is None and host.flags.f_contiguous  # CuPy keeps this order
     made: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
@@ -160,10 +164,6 @@ def _shared(interface: dict[str, Any]) -> ndarray:
     address = interface["data"][0]
     memory = UnownedMemory(address, int(np.prod(shape)) * dtype.itemsize, None)
     return ndarray(shape, dtype, MemoryPointer(memory, 0), interface["strides"])
-
-
-def _c(array: np.ndarray[Any, Any]) -> bool:
-    return array.flags.c_contiguous
 
 
 def array(value: Any, dtype: Any = None) -> ndarray:
@@ -188,9 +188,9 @@ def empty_like(array: Any, dtype: Any = None) -> ndarray:
 
 
 def ascontiguousarray(array: Any) -> ndarray:
-    return (
-        array if isinstance(array, ndarray) and _c(array) else asarray(np.array(array, order="C"))
-    )
+    if isinstance(array, ndarray) and array.flags.c_contiguous:
+        return array
+    return asarray(np.array(array, order="C"))
 
 
 def asnumpy(array: Any) -> np.ndarray[Any, Any]:
@@ -419,10 +419,6 @@ def _now_or_captured(call: Callable[[], None]) -> None:
         captured.append(call)
 
 
-def _alloc_pinned_memory(size: int) -> Any:
-    return empty(size, "uint8")
-
-
 def get_default_memory_pool() -> Any:
     """A pool that holds no free memory."""
     return SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
@@ -441,7 +437,7 @@ cuda = SimpleNamespace(
     UnownedMemory=UnownedMemory,
     get_current_stream=lambda: _state.stream,
     get_elapsed_time=lambda start, end: 1.0,
-    alloc_pinned_memory=_alloc_pinned_memory,
+    alloc_pinned_memory=lambda size: empty(size, "uint8"),
     memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     nvtx=SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None),
     runtime=SimpleNamespace(

@@ -61,7 +61,7 @@ def collect(
     return {
         "model": _model(engine, name),
         "layer": layer,
-        "text": _whole(encoding, ids),
+        "text": _text(encoding, *ids.tolist()),
         "tokens": _tokens(encoding, ids, traced["logits"]),
         "texts": {str(i): _text(encoding, i) for i in sorted({*shown, *lens["ids"]})},
         "plan": {"before": plan.before, "block": plan.block, "after": plan.after},
@@ -165,29 +165,21 @@ def _tokens(
         {
             "id": int(token),
             "text": _text(encoding, token),
-            "bytes": _hex(encoding, token),
+            "bytes": "" if encoding is None else _bytes(encoding, token).hex(" "),
             "bits": b,
         }
         for token, b in zip(ids.tolist(), bits, strict=True)
     ]
 
 
-def _text(encoding: Encoding | None, token: int) -> str:
-    """The text of a token; # and its id where there is no tokenizer."""
-    if encoding is None:
-        return f"#{token}"
-    return bytes_of_id(encoding, token).decode(errors="replace")
+def _bytes(encoding: Encoding | None, token: int) -> bytes:
+    """The bytes of a token; # and its id where there is no tokenizer."""
+    return f"#{token}".encode() if encoding is None else bytes_of_id(encoding, token)
 
 
-def _whole(encoding: Encoding | None, ids: Ids) -> str:
-    """The text of all tokens: several of them may be the bytes of one character."""
-    if encoding is None:
-        return "".join(_text(encoding, token) for token in ids.tolist())
-    return b"".join(bytes_of_id(encoding, token) for token in ids.tolist()).decode(errors="replace")
-
-
-def _hex(encoding: Encoding | None, token: int) -> str:
-    return "" if encoding is None else bytes_of_id(encoding, token).hex(" ")
+def _text(encoding: Encoding | None, *tokens: int) -> str:
+    """The text of tokens: several of them may be the bytes of one character."""
+    return b"".join(_bytes(encoding, token) for token in tokens).decode(errors="replace")
 
 
 def _tensors(

@@ -56,7 +56,12 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
     called.update(operation.arrays)
     sizes = _sizes(operation, given, attrs)
     stored = str(inputs[0].dtype.name)
-    numbers = {**_scalars(attrs), **_documented(operation, sizes)}
+    numbers: dict[str, int | float] = {
+        name: value if isinstance(value, float) else int(value)
+        for name, value in attrs.items()
+        if isinstance(value, (int, float))
+    }
+    numbers |= _documented(operation, sizes)
     aliases = dict(operation.arrays)
     for name, text in operation.aliases.items():
         if text in called:
@@ -82,14 +87,6 @@ def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attr
         if axis not in sizes:
             sizes[axis] = size_of(text, sizes)
     return sizes
-
-
-def _scalars(attrs: Attrs) -> dict[str, int | float]:
-    return {
-        name: value if isinstance(value, float) else int(value)
-        for name, value in attrs.items()
-        if isinstance(value, (int, float))
-    }
 
 
 def _documented(operation: Operation, sizes: Sizes) -> Sizes:
