@@ -122,10 +122,10 @@ class ModelConfig(ABC):
         if model_type(config) != cls.MODEL_TYPE:
             got = shown(config.get("model_type"))
             raise CheckpointError(f"config.json: expected model_type {cls.MODEL_TYPE!r}, got {got}")
-        return cls(**cls.fields_in(config), eos_token_ids=end_tokens_in(config))
+        return cls(**cls._fields_in(config), eos_token_ids=end_tokens_in(config))
 
     @classmethod
-    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json by their names here, except eos_token_ids."""
         fields = dict(cls.ABSENT)
         for ours, keys in cls.SIZES.items():
@@ -209,13 +209,13 @@ class GPT2Config(ModelConfig):
         return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
-    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """As in ModelConfig; absent fields have GPT-2 small's value.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
         `transformers`, n_positions is the context length, and n_ctx is used only without it.
         """
-        fields = super().fields_in(config)
+        fields = super()._fields_in(config)
         if "n_ctx" in config:
             fields.setdefault("n_ctx", config["n_ctx"])
         inner = (None, 4 * fields.get("n_embd", cls.n_embd))

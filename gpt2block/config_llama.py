@@ -204,14 +204,14 @@ class LlamaConfig(ModelConfig):
         return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
 
     @classmethod
-    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """As in ModelConfig."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(config)
-        return super().fields_in(given) | {"theta": theta, "scaling": scaling}
+        return super()._fields_in(given) | {"theta": theta, "scaling": scaling}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""

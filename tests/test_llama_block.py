@@ -179,7 +179,7 @@ def test_packed_order_is_that_of_the_matrices_out_by_in() -> None:
         ({"w_o": None}, "w_o: expected a matrix"),
         ({"b_qkv": np.zeros(72, np.float32)}, "biases: expected those of attention"),
         ({"b_gate": np.zeros(40, np.float32)}, "biases"),
-        ({"w_up": np.zeros((24, 40))}, "w_up: expected float32 or float64, the same"),
+        ({"w_up": np.zeros((24, 40))}, "w_up: expected float32, the same"),
         ({"half_split": 1}, "half_split: expected True or False"),
         ({"theta": 0}, "theta: expected a number from 1"),
         ({"eps": -1}, "eps: expected"),

@@ -236,7 +236,7 @@ KINDS = ["Double", "Long", "Int", "Short", "Char", "Byte", "Bool"]
 DTYPES = ["float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, DTYPES, strict=True))
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(KINDS, DTYPES, strict=True)))
 def test_storages_of_other_dtypes(file: Path, kind: str, dtype: str) -> None:
     width = np.dtype(dtype).itemsize
     typed = storage("0", 6, name("torch", f"{kind}Storage"))

@@ -76,18 +76,17 @@ class LlamaBlockWeights(BlockArrays):
     @cached_property
     def config(self) -> LlamaConfig:
         """A config with the sizes and settings of this block."""
-        sizes: list[tuple[int, ...]] = []
         for name in ("w_gate", "w_o"):  # (C, FF), (Q, C)
             shape: tuple[int, ...] = getattr(getattr(self, name), "shape", ())
             if len(shape) != 2 or not all(shape):
                 raise InputError(f"{name}: expected a matrix, a NumPy array, got shape {shape}")
-            sizes.append(shape)
-        if sizes[1][0] % self.n_head:
-            raise InputError(f"w_o: {sizes[1][0]} rows are not a multiple of n_head {self.n_head}")
+        Q = len(self.w_o)
+        if Q % self.n_head:
+            raise InputError(f"w_o: {Q} rows are not a multiple of n_head {self.n_head}")
         return LlamaConfig(
             n_embd=self.n_embd,
-            n_ff=sizes[0][1],
-            head_size=sizes[1][0] // self.n_head,
+            n_ff=self.w_gate.shape[1],
+            head_size=Q // self.n_head,
             **{name: getattr(self, name) for name in self.SETTINGS},
             attention_bias=self.b_qkv is not None,
             mlp_bias=self.b_gate is not None,
@@ -121,8 +120,7 @@ class LlamaBlockWeights(BlockArrays):
         what = f"C = {config.n_embd}, Q = {config.q_width}, KV = {config.kv_width}"
         tensors = views(packed_array(packed), turned, f"{what}, FF = {config.n_ff}")
         found = {name: array.T for name, array in tensors.items()}
-        settings = {name: getattr(config, name) for name in cls.SETTINGS}
-        return cls(**found, **settings, half_split=half_split)
+        return cls.of(config, found | {"half_split": half_split})
 
     def to_packed(self) -> Array:
         """Return one 1-D buffer as `from_packed` takes it. Raises InputError for biases."""

@@ -51,11 +51,9 @@ class BlockArrays(ABC):
         self._check_settings()
         for name, shape in self.shapes.items():
             array = checked(name, getattr(self, name), shape)
-            if array.dtype not in (np.float32, np.float64) or array.dtype != self.gamma1.dtype:
-                raise InputError(
-                    f"{name}: expected float32 or float64, the same for all tensors, got "
-                    f"{array.dtype}"
-                )
+            if array.dtype != self.gamma1.dtype:
+                expected = f"{self.gamma1.dtype}, the same for all tensors"
+                raise InputError(f"{name}: expected {expected}, got {array.dtype}")
 
     def _check_settings(self) -> None:  # noqa: B027  (some have nothing to check)
         """Raise InputError for settings that do not fit each other or the width."""
@@ -137,9 +135,7 @@ class ModelArrays(Generic[Block]):
             raise InputError(f"config: expected a {self.CONFIG.__name__}, got {type(c).__name__}")
         first, last = c.outer_shapes()
         for name, shape in {**first, **last, "lm_head": first["wte"]}.items():
-            array = checked(name, getattr(self, name), shape)
-            if array.dtype not in (np.float32, np.float64):
-                raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
+            checked(name, getattr(self, name), shape)
         if c.tie_word_embeddings and self.lm_head is not self.wte:
             raise InputError("lm_head: expected the same object as wte, as the config ties them")
         if not isinstance(self.blocks, tuple):
@@ -274,11 +270,13 @@ def packed_array(packed: Any) -> Array:
 
 
 def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
-    """Return the array. Raises InputError unless it is an unmasked NumPy array of this shape."""
+    """Return the array. Raises InputError unless it is a plain array of floats of this shape."""
     if not is_plain(array):
         raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
     if array.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    if array.dtype not in (np.float32, np.float64):
+        raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
     found: Array = array
     return found
 
