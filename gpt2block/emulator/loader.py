@@ -183,8 +183,7 @@ def run(
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
     pairs = list(zip(args, parameters, strict=True))
-    written = {id(arg) for arg, parameter in pairs if not parameter.const}
-    spans: dict[int, Span] = {}  # by the identity of an array; one that is only read is copied
+    spans: dict[int, Span] = {}  # copies, by the identity of the array
     values: list[Span | np.generic] = []
     for arg, parameter in pairs:
         if not _is_pointer(parameter):
@@ -199,15 +198,18 @@ def run(
                     raise ShimError(
                         f"{label}: overlaps an earlier argument and is not the same array"
                     )
-                memory = arg.reshape(-1).view(np.uint8)
-                spans[id(arg)] = Span(memory if id(arg) in written else memory.copy(), 0)
+                spans[id(arg)] = Span(arg.reshape(-1).view(np.uint8).copy(), 0)
             values.append(spans[id(arg)])
     defines = (*kernels.stored_as(storage, None, cache), *defines)
     options = (order, early, Checks(races), seed, copies_at_once)
     run_spans(source, kernel, grid, block, values, shared, defines, *options)
+    written = {id(arg): arg for arg, parameter in pairs if id(arg) in spans and not parameter.const}
     for arg, parameter in pairs:
-        if id(arg) in spans and spans[id(arg)].memory.tobytes() != arg.tobytes():
+        only_read = id(arg) in spans and id(arg) not in written
+        if only_read and spans[id(arg)].memory.tobytes() != arg.tobytes():
             raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
+    for key, array in written.items():
+        array.reshape(-1).view(np.uint8)[...] = spans[key].memory
 
 
 def _check_array(
