@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
-from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, emulator, reference
+from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.bench.measure import tolerance
 from gpt2block.cli.app import app
-from gpt2block.emulator import loader
+from tests.devices import GPU, running_on
 
 CONFIG = GPT2Config(n_layer=2, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
 IDS = np.random.default_rng(0).integers(53, size=11)
@@ -28,12 +28,12 @@ def layers(names: tuple[str, ...]) -> list[str]:
     return [f"h.{layer}.{name}" for layer in range(2) for name in names]
 
 
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", "emulator", GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "emulator" and (problem := loader.missing()):
-        pytest.skip(problem)
-    with emulator.emulated() if request.param == "emulator" else nullcontext():
-        yield "cpu" if request.param == "cpu" else "cuda"
+    on_cpu = request.param == "cpu"
+    where = "forward" if request.param == "emulator" else "gpu"
+    with nullcontext() if on_cpu else running_on(where):
+        yield "cpu" if on_cpu else "cuda"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from gpt2block import (
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.checkpoints.hugging_face import parse_config
 from gpt2block.compare import exact_tensors
+from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("plain", "grouped", "scaled", "tied", "shards")
@@ -81,29 +83,39 @@ def test_float64_is_what_transformers_computes(name: str) -> None:
             assert error(exact[name_of], expected["stream"][layer, row]) <= 2 * half
 
 
-@everyone
-def test_float32_and_every_position_from_a_cache(name: str) -> None:
-    expected, model = expected_of(name), load(name)
-    ids = expected["ids"]
-    assert error(model(ids), expected["logits"]) <= 2e-6
-    states = model.hidden_states(ids)
-    assert error(states[:-1], expected["stream"]) <= 2e-6
-    assert error(states[-1], expected["hidden"]) <= 2e-6
-    cache = model.new_cache(2)
-    steps = [model(ids[:, t : t + 1], cache=cache, last=True) for t in range(ids.shape[1])]
-    assert error(np.stack(steps, 1), expected["logits"]) <= 2e-6
-    cache = model.new_cache(2)
-    assert cache.nbytes == 2 * 2 * 2 * 256 * model.config.kv_width * 4
-    parts = [model(ids[:, :9], cache=cache), model(ids[:, 9:], cache=cache)]
-    assert error(np.concatenate(parts, 1), expected["logits"]) <= 2e-6
-
-
-@everyone
-def test_greedy_texts_are_equal(name: str) -> None:
-    expected, model = expected_of(name), load(name)
-    prompt = expected["ids"][0, :8]
-    found = model.generate(prompt, temperature=0, max_new_tokens=200)
-    assert list(found.tokens) == expected["greedy"].tolist()
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        *(("cpu", name) for name in NAMES),
+        ("forward", "grouped"),
+        *(pytest.param("gpu", name, marks=GPU.marks) for name in NAMES),
+    ],
+)
+def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name: str) -> None:
+    """The emulator computes fewer tokens one at a time."""
+    expected, on_cpu = expected_of(name), device == "cpu"
+    ids, limit = expected["ids"], 2e-6 if on_cpu else 1e-5
+    cuts: list[Any] = [(0, 3, *range(21 if device == "forward" else 9, 24))]
+    if on_cpu:
+        cuts = [range(24), (0, 9, 23)]
+    with nullcontext() if on_cpu else running_on(device):
+        path = GOLDEN / f"llama-{name}"
+        model = Llama.from_pretrained(path, device="cpu" if on_cpu else "cuda")
+        if device != "forward":
+            assert error(model(ids), expected["logits"]) <= limit
+        assert error(model(ids, last=True), expected["logits"][:, -1]) <= limit
+        states = model.hidden_states(ids)
+        assert error(states[:-1], expected["stream"]) <= limit
+        assert error(states[-1], expected["hidden"]) <= limit
+        for chunks in cuts:
+            cache = model.new_cache(2)
+            assert cache.nbytes == 2 * 2 * 2 * 256 * model.config.kv_width * 4
+            spans = itertools.pairwise(chunks)
+            parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
+            assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
+        count = 2 if device == "forward" else 200
+        found = model.generate(ids[0, :8], temperature=0, max_new_tokens=count)
+        assert list(found.tokens) == expected["greedy"].tolist()[:count]
 
 
 def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import Llama, LlamaBlockWeights, LlamaConfig, LlamaWeights, cuda
 from gpt2block.compare import compare, exact_tensors
 from gpt2block.cuda.kernels import FP8
-from gpt2block.run import cuda_model
+from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_products import row_norms
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import GPU, running_on, set_attributes
@@ -46,7 +46,7 @@ def without_tensor_cores(
     weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32"
 ) -> Llama:
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_model, "choose_products", lambda *_: ("float32", {}))
+        patch.setattr(CudaModel, "_choose_products", lambda *_: ("float32", {}))
         return Llama(weights, device="cuda", dtype=dtype)
 
 

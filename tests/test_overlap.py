@@ -28,7 +28,7 @@ from gpt2block import (
 )
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.array_checks import FLOATS
-from gpt2block.cuda import cupy, kernels, overlap
+from gpt2block.cuda import cupy, kernels, overlap, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
 from gpt2block.ops import registry
@@ -84,10 +84,6 @@ extern "C" __global__ void copy_after_wait(const int* from, int* to) {
 """
 
 
-def is_emulated() -> bool:
-    return isinstance(cupy.empty(0), stand_in.ndarray)
-
-
 @cache
 def probe(name: str) -> Any:
     return cupy.RawModule(code=PROBES, options=("-std=c++17",)).get_function(name)
@@ -102,7 +98,7 @@ def launch_early(launches: tuple[Any, ...]) -> None:
     for launch in launches:
         if not isinstance(launch, kernels.Launch):
             launch.run()  # of CuPy, which launches it normally
-        elif is_emulated():
+        elif replaced():
             stand_in.run_early(launch, READ_EARLY.get(launch.name, ()))
         else:
             overlap.run(launch)
@@ -110,7 +106,7 @@ def launch_early(launches: tuple[Any, ...]) -> None:
 
 def run_behind(late: list[Any], launches: tuple[Any, ...], ns: int = LATE_NS) -> None:
     """Launch early, after a kernel that writes what the arrays hold now, `ns` after its start."""
-    if is_emulated():
+    if replaced():
         launch_early(launches)
         return
     written = [array.copy() for array in late]
@@ -184,7 +180,7 @@ def model_and_ids(
     config: Any = SMALL, kind: Any = GPT2Weights, kv_dtype: str | None = None
 ) -> tuple[CudaModel, NDArray[np.int32]]:
     weights = kind.random(3, config).tensors()
-    length = 14 if is_emulated() else 33  # with fewer tiles, and so programs to compile
+    length = 14 if replaced() else 33  # with fewer tiles, and so programs to compile
     ids = np.random.default_rng(0).integers(config.vocab_size, size=length, dtype=np.int32)
     return CudaModel(config, weights, "bfloat16", 0, kv_dtype=kv_dtype), ids
 

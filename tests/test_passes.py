@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -243,8 +244,12 @@ def test_steps_with_the_same_arrays_are_bound_once(emulated: Any) -> None:
     np.testing.assert_array_equal(outs[1].get(), np.full((2, 3), 2, np.float32))
 
 
-def test_a_measured_arena_is_as_large_as_the_recording_needs(emulated: Any) -> None:
+def test_a_measured_arena_is_as_large_as_the_recording_needs(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a view outlives its array, which a step then must not overwrite."""
+    arenas = Mock(wraps=Arena)
+    monkeypatch.setattr("gpt2block.run.recording.Arena", arenas)
 
     def run(do: Any) -> Any:
         last = do("last", "rows", (do("a", "add", ("x", "x")),), first=200, end=201)
@@ -255,6 +260,7 @@ def test_a_measured_arena_is_as_large_as_the_recording_needs(emulated: Any) -> N
     recording = Recordings().make(run, {"x": x})
     recording.run()
     np.testing.assert_array_equal(recording.out.get(), np.full((1, 3), 8, np.float32))
+    assert arenas.call_count == 1
 
 
 def test_scales_of_several_sequences_are_measured(emulated: Any) -> None:

@@ -33,7 +33,7 @@ from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine
-from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, two_part_of
+from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products, two_part_of
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -106,9 +106,7 @@ class CudaModel(StoredModel):
                 largest = self._store(tensors, allow_nonfinite)
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
-                self.products, self._bounds = choose_products(
-                    config, self._matrices, self._vectors, largest
-                )
+                self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 if self.products == "two_part":
                     self._two_part = {
@@ -133,6 +131,10 @@ class CudaModel(StoredModel):
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
+
+    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
+        """Those of prefill, and bounds of their operands; see `choose_products`."""
+        return choose_products(self.config, self._matrices, self._vectors, largest)
 
     @property
     def on_tensor_cores(self) -> bool:
