@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,9 +15,11 @@ from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.plots import check_file, draw, draw_decoding
 from gpt2block.bench.token_works import SAMPLED
-from gpt2block.cli.bench_command import BenchOptions
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cuda.timing import REPLAYS
+
+if TYPE_CHECKING:
+    from gpt2block.cli.bench_command import BenchOptions
 
 TITLES = {  # with sizes of the work
     "block": "GPT-2 small's block, B x T",
