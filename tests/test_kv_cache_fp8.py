@@ -101,17 +101,13 @@ def appended(rows: Array, C: int, kv_dtype: str) -> Array:
     return np.concatenate([k.get()[1, ::-1], v.get()[1, ::-1]], axis=1)
 
 
-@every_format
-@pytest.mark.parametrize("C", [16, 3])
-@one_order
+@combinations(times=1, C=[16, 3], kv_dtype=list(FORMATS))
 def test_every_number_is_rounded_to_the_nearest_code(device: Any, C: int, kv_dtype: str) -> None:
     rows = as_rows(interesting(kv_dtype), C)
     assert_same_codes(appended(rows, C, kv_dtype), rows[:, C:], kv_dtype)
 
 
-@every_format
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@one_order
+@combinations(dtype=["float16", "bfloat16"], kv_dtype=list(FORMATS))
 def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
     """All numbers of the dtype, appended and rounded in place, give the same codes."""
     C = 512
@@ -127,28 +123,11 @@ def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
     np.testing.assert_array_equal(got[:, C:], widened(codes, kv_dtype))
 
 
-@every_format
-@one_order
-def test_rope_append_writes_what_numpy_rounds(device: Any, kv_dtype: str) -> None:
-    NH, NKV, HS = 4, 2, 8
-    qkv = device.asarray(200 * normal(2, 4, (NH + 2 * NKV) * HS))
-    row = device.asarray(np.array([2, 0, -1, 1], np.int32))
-    position = device.asarray(np.array([3, 0, 4, 6], np.int32))
-    turns = device.asarray(100.0 ** (-np.arange(0, HS, 2) / HS))
-    found = []
-    for stored, given in ((np.float32, None), (np.uint8, kv_dtype)):
-        k, v = (device.asarray(np.zeros((3, 7, NKV * HS), stored)) for _ in range(2))
-        q = ops.rope_append(qkv, turns, k, v, row, position, NH, True, given)
-        found.append([each.get() for each in (q, k, v)])
-    (q, *wide), (same, *codes) = found
-    np.testing.assert_array_equal(same, q)
-    for exact, code in zip(wide, codes, strict=True):
-        np.testing.assert_array_equal(code, codes_of(exact, kv_dtype))
-        assert code[1, 6].any()
-
-
 @combinations(
-    kernel=KERNELS, dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"], kv_dtype=list(FORMATS)
+    times=1,
+    kernel=KERNELS,
+    dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"],
+    kv_dtype=list(FORMATS),
 )
 def test_qkv_writes_what_numpy_rounds(
     device: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: str, kv_dtype: str
@@ -263,8 +242,7 @@ def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: 
     limit = cost * (0.05 if ours.engine.products == "float32" else 1.5)
     together = ours(IDS)
     assert max(map(off, together, expected)) < limit
-    for ids, got in zip(IDS, together, strict=True):
-        assert_same_bits(ours([ids])[0], got)
+    assert_same_bits(ours(IDS[1:2])[0], together[1])
 
     held = ours.new_cache(3)
     assert held.kind == ours.engine.cache_kind

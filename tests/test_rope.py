@@ -27,7 +27,7 @@ from gpt2block.ops.rope import (
     exponent_step,
 )
 from tests import plain
-from tests.caches import DTYPES, Heads, row_width
+from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
 from tests.compiling import Job, assert_clean
 from tests.devices import H200, combinations, moved, on_every_device, one_order, running_on
 from tests.gpus import large_memory
@@ -291,25 +291,27 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     np.testing.assert_array_equal(x.get(), got)
 
 
-@combinations(times=1, heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
-def test_rope_append(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
-    """The bits of rope_qkv and kv_append, one after the other."""
+@combinations(times=1, heads=ROTATED, kind=KINDS, half_split=[False, True])
+def test_rope_append(device: Any, heads: Heads, kind: str, half_split: bool) -> None:
+    """The bits of rope_qkv and kv_append, one after the other; numbers beyond those of FP8, too."""
     NH, NKV, HS = heads
-    qkv = device.asarray(plain.normal(2, 4, row_width(heads)))
+    fp8 = kind if kind in FORMATS else None
+    qkv = device.asarray(200 * plain.normal(2, 4, row_width(heads)))
     row = device.asarray(np.array([2, 0, -1, 1], np.int32))
     position = device.asarray(np.array([3, 0, 4, 6], np.int32))
     turns = device.asarray(frequencies(HS))
-    k, v, k2, v2 = (device.asarray(np.zeros((3, 7, NKV * HS), DTYPES[dtype])) for _ in range(4))
+    dtype = DTYPES.get(kind, np.uint8)
+    k, v, k2, v2 = (device.asarray(np.zeros((3, 7, NKV * HS), dtype)) for _ in range(4))
     inputs = (qkv, turns, k, v, row, position)
-    q = registry.bind("rope_append", inputs, n_head=NH, half_split=half_split).run().get()
+    options: Any = {"n_head": NH, "half_split": half_split, "kv_dtype": fp8}
+    q = registry.bind("rope_append", inputs, **options).run().get()
     turned = ops.rope_qkv(qkv, position, turns, NH, NKV, half_split)
-    ops.kv_append(turned, k2, v2, row, position)
+    ops.kv_append(turned, k2, v2, row, position, fp8)
     np.testing.assert_array_equal(q, turned.get()[:, : NH * HS])
     np.testing.assert_array_equal(k.get(), k2.get())
     np.testing.assert_array_equal(v.get(), v2.get())
     assert k.get()[1, 6].astype(np.float32).any()
-    again = ops.rope_append(*inputs, NH, half_split).get()
-    np.testing.assert_array_equal(again, q)
+    np.testing.assert_array_equal(ops.rope_append(*inputs, **options).get(), q)
 
 
 def test_rope_append_on_numpy() -> None:

@@ -75,21 +75,16 @@ def gelu(x: CudaArray) -> CudaArray:
     return GELU.bind_on_device((x,)).run()
 
 
-def silu_mul_geometry(size: int, aligned: int, itemsize: int) -> Geometry:
-    """For `size` elements; aligned: the alignment of the arrays in bytes."""
-    width = aligned // itemsize  # elements a load
-    while size % width:
-        width //= 2
-    defines = (("SM_WIDTH", width),)
-    return Geometry("silu_mul", (ceil(size / (width * BLOCK)),), (BLOCK,), defines=defines)
-
-
 @variant("silu_mul", SILU_MUL_FILE, "silu_mul", idea="one thread per vector; launches may overlap")
 def _silu_mul(c: Call) -> Launch:
     arrays = (c.gate, c.up, c.out)
-    aligned = alignment(*(array.data.ptr for array in arrays))
-    geometry = silu_mul_geometry(c.out.size, aligned, c.out.itemsize)
-    return launch_at(SILU_MUL_FILE, geometry, (*arrays, c.out.size), storage=c.storage)
+    size = c.out.size
+    width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements a load
+    while size % width:
+        width //= 2
+    grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width),)
+    geometry = Geometry("silu_mul", grid, (BLOCK,), defines=defines)
+    return launch_at(SILU_MUL_FILE, geometry, (*arrays, size), storage=c.storage)
 
 
 SILU_MUL = Operation(

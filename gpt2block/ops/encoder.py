@@ -73,15 +73,6 @@ def _warps(c: Call) -> Launch:
     return _launch(c, "encoder_forward_kernel3", 32)
 
 
-def rows_geometry(N: int, C: int, alignment: int) -> Geometry:
-    """For N rows; alignment: in bytes, of the arrays, counting every element as 4 bytes."""
-    width = 4
-    while C % width or 4 * width > alignment:
-        width //= 2
-    threads = min(32 * ceil(C / (32 * width)), MOST_THREADS)
-    return Geometry("encoder_rows", (N,), (threads,), defines=(("ER_WIDTH", width),))
-
-
 @variant(
     "rows",
     ROWS,
@@ -94,12 +85,18 @@ def _rows(c: Call) -> Launch:
     given = isinstance(c.wte, WeightMatrix)
     wte = c.wte if given else WeightMatrix(c.wte, "float32", layout="NK")
     floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
+    # in bytes, counting every element as 4 bytes
     aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
+    width = 4  # elements a load
+    while c.C % width or 4 * width > aligned:
+        width //= 2
+    threads = min(32 * ceil(c.C / (32 * width)), MOST_THREADS)
+    geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=(("ER_WIDTH", width),))
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
     args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
     stored = "float32" if fp8 else wte.dtype
-    return launch_at(ROWS, rows_geometry(c.N, c.C, aligned), args, stored, fp8)
+    return launch_at(ROWS, geometry, args, stored, fp8)
 
 
 def _prepare(c: Call) -> tuple[Variant, ...]:
