@@ -43,6 +43,14 @@ def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> No
         raise InputError(f"{name}: expected at most {largest:,} rows and columns, got {shape}")
 
 
+def vector_width(n: int, *arrays: CudaArray) -> int:
+    """Elements of a load: 16 bytes of the last array, unless n or an address forbids it."""
+    width = 16 // int(arrays[-1].itemsize)
+    while n % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width
+
+
 def absmax(w: CudaArray, most: CudaArray, layout: str) -> Launch:
     """most (N,): the largest magnitude of each output channel of w, (K, N) or, "NK", (N, K)."""
     rows, columns = w.shape
@@ -116,9 +124,7 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
 def two_part(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
     """parts (2, rows, K) and scale (rows,) of a `TwoPartMatrix`, for x (..., K)."""
     _, rows, K = parts.shape
-    width = 4
-    while K % width or x.data.ptr % (4 * width) or parts.data.ptr % (2 * width):
-        width //= 2
+    width = vector_width(K, parts, x)
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
     grid = (ceil(rows / TWO_PART_WARPS),)
     geometry = Geometry("split_rows", grid, (32 * TWO_PART_WARPS,), defines=defines)
