@@ -36,7 +36,17 @@ from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices, plain
 from tests.compiling import Job, assert_clean
-from tests.devices import GPU, H200, assert_same_bits, moved, on_every_device, one_order, outputs
+from tests.devices import (
+    GPU,
+    H200,
+    assert_barriers_show,
+    assert_same_bits,
+    moved,
+    on_every_device,
+    one_order,
+    outputs,
+    with_source,
+)
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array, Array]  # x, gamma, beta
@@ -374,55 +384,17 @@ def test_nan_stays_in_its_row_and_eps_counts(where: str, variant: str) -> None:
 # --- planted mistakes, on the CPU -----------------------------------------------------------------
 
 
-def run_edited(source: Source, variant: str, arrays: Arrays, order: loader.Order) -> list[Array]:
-    """Variant 4, 5, 6 or narrow of another source, with blocks of 64 threads."""
-    x, gamma, beta = arrays
-    N, C = x.shape
-    out, mean, rstd = poisoned(N, C, dtype=x.dtype.name), poisoned(N), poisoned(N)
-    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    defines: dict[str, kernels.Defines] = {
-        "4": (),
-        "5": (("LN_BLOCK", 64),),
-        "6": tuple(zip(names, (4, 64, 2, 1), strict=True)),
-    }
-    grid = (math.ceil(N / 2),) if variant == "4" else (N,)  # 4: a warp a row
-    args: list[Any] = [x, gamma, beta, out, mean, rstd, EPS, *((C,) if variant == "5" else (N, C))]
-    if variant == NARROW:
-        how = narrow_geometry(False, N, C, 8, H200)
-        options: dict[str, Any] = {"defines": how.defines, "storage": "bfloat16", "order": order}
-        run(source, how.kernel, how.grid, how.block, [*arrays, out, EPS, N, C], **options)
-        return [out]
-    (kernel,) = OPERATION.variant(variant).kernels
-    run(source, kernel, grid, (64,), args, order=order, defines=defines[variant])
-    return [out, mean, rstd]
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("variant", "barriers", "nth"), [("5", 2, 0), ("5", 2, 1), ("6", 1, 0), (NARROW, 1, 0)]
-)
-def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
-    file, barrier = OPERATION.variant(variant).file, "__syncthreads();"
-    header = "" if variant == "5" else "lib/rows.cuh"  # where its barrier stands
-    parts = (kernels.SOURCE_DIR / (header or file)).read_text("ascii").split(barrier)
-    assert len(parts) == barriers + 1
-    without = barrier.join(parts[: nth + 1]) + barrier.join(["", *parts[nth + 1 :]])[len(barrier) :]
-    source = Source(file, without)
-    if header:
-        shipped = Source.shipped(file)
-        source = Source(file, shipped.text, (*shipped.headers, (header, without)))
+@pytest.mark.parametrize(("variant", "barriers"), [("5", 2), ("6", 1), (NARROW, 1)])
+def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     narrow = variant == NARROW
     arrays = inputs(2, 1600, "bfloat16", "float32") if narrow else inputs(2, 300)
-    right = evaluate("forward", variant, arrays, shape=RowShape(4, 64, 2))
-
-    def differs(order: loader.Order) -> bool:
-        try:
-            got = run_edited(source, variant, arrays, order)
-        except ShimError:
-            return True
-        return any((a != b).any() for a, b in zip(got, right, strict=True))
-
-    assert any(differs(order) for order in ORDERS)
+    header = "" if variant == "5" else "lib/rows.cuh"  # where its barrier stands
+    assert_barriers_show(
+        OPERATION.variant(variant).file,
+        lambda order: evaluate(order, variant, arrays, shape=RowShape(4, 64, 2)),
+        barriers,
+        header,
+    )
 
 
 @on_the_cpu
@@ -431,7 +403,8 @@ def test_constant_rows_need_the_clamp(variant: str) -> None:
     source = Source.shipped(OPERATION.variant(variant).file)
     source = source.edited("if (var < 0.0f) var = 0.0f;", "")
     x = np.repeat((1e4 + 0.37 * np.arange(20))[:, None], 48, axis=1).astype(np.float32)
-    rstd = run_edited(source, variant, (x, normal(1, 48), normal(2, 48)), "forward")[2]
+    with with_source(source):
+        rstd = evaluate("forward", variant, (x, normal(1, 48), normal(2, 48)))[2]
     assert np.isnan(rstd).any()
 
 

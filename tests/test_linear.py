@@ -19,7 +19,6 @@ from gpt2block import InputError, cuda, ops, reference
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import FP8
-from gpt2block.emulator import loader
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
@@ -34,6 +33,7 @@ from tests import devices, plain
 from tests.compiling import Job, assert_clean
 from tests.devices import (
     H200,
+    assert_barriers_show,
     assert_same_bits,
     in_every_order,
     moved,
@@ -667,27 +667,8 @@ def test_more_outputs_than_an_int_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_missing_barrier_shows(dtype: str) -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    M, K, N = 20, 270, 20
-    given, case = arrays(M, K, N, dtype), Case(M, K, N, dtype, False, True, in_place=False)
-    w = given.w
-    where = tiles.geometry(M, N, w.data.itemsize, 2, 4, False, H200, SHARED)
-    racing = loader.Source.shipped(tiles.FILE).edited("__syncthreads();", "")
-    right = run_linear("forward", "tiles", given, case)
-
-    def shows(order: loader.Order) -> bool:
-        out = np.full((M, N), np.nan, np.float32)
-        args = [given.x, w.data, w.scale, given.bias, given.residual, out, M, K, N]
-        options: dict[str, Any] = {"defines": where.defines, "shared": where.shared}
-        launch = (where.kernel, where.grid, where.block, args)
-        try:
-            loader.run(racing, *launch, storage=dtype, order=order, **options)
-        except loader.ShimError:  # went out of bounds
-            return True
-        return not np.array_equal(out, right)
-
-    assert any(map(shows, loader.ORDERS))
+    given, case = arrays(20, 270, 20, dtype), Case(20, 270, 20, dtype, norm=False)
+    assert_barriers_show(tiles.FILE, lambda order: [run_linear(order, "tiles", given, case)])
 
 
 # --- wrong input ----------------------------------------------------------------------------------
