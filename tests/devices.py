@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from numpy.typing import NDArray
 
 from gpt2block import cuda, emulator
 from gpt2block.cuda import arrays as cuda_arrays
+from gpt2block.cuda import kernels, requests
+from gpt2block.emulator import ShimError, Source, loader
 
+Array = NDArray[Any]
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 GPU = EVERYWHERE[-1]
@@ -134,3 +138,51 @@ def set_attributes(monkeypatch: pytest.MonkeyPatch, **attributes: int) -> None:
     if cuda.replaced():
         known = cuda.cupy.ATTRIBUTES | attributes
         monkeypatch.setattr(cuda_arrays, "_attribute", lambda _, name: known[name])
+
+
+BARRIER = "__syncthreads();"
+
+
+@contextmanager
+def with_source(source: Source) -> Iterator[None]:
+    """Let the emulator run this source in the place of the shipped one of its name."""
+    shipped = Source.shipped
+    chosen = staticmethod(lambda name: source if name == source.name else shipped(name))
+    kernels._function.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Source, "shipped", chosen)
+            patch.setattr(requests, "_kernels", {})
+            yield
+    finally:
+        kernels._function.cache_clear()
+
+
+def assert_barriers_show(
+    file: str, run: Callable[[loader.Order], Sequence[Array]], barriers: int = 1, header: str = ""
+) -> None:
+    """Without any one of the barriers of a file, `run` gives others or fails in one thread order.
+
+    run: the outputs on the emulator in a thread order. header: the one that has the barriers.
+    """
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    right, source = run("forward"), Source.shipped(file)
+    text = (kernels.SOURCE_DIR / header).read_text("ascii") if header else source.text
+    parts = text.split(BARRIER)
+    assert len(parts) == barriers + 1
+
+    def shows(order: loader.Order) -> bool:
+        try:
+            got = run(order)
+        except ShimError:  # went out of bounds
+            return True
+        return not all(map(np.array_equal, got, right))
+
+    for nth in range(barriers):
+        without = BARRIER.join([*parts[:nth], parts[nth] + parts[nth + 1], *parts[nth + 2 :]])
+        racing = replace(source, text=without)
+        if header:
+            racing = replace(source, headers=(*source.headers, (header, without)))
+        with with_source(racing):
+            assert any(map(shows, emulator.ORDERS)), nth

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.matmul_bias import (
     OPERATION,
@@ -21,14 +20,18 @@ from gpt2block.ops.matmul_bias import (
     TILES,
     Tile,
     choose_tile,
-    coarsened_geometry,
-    naive_geometry,
     registers_geometry,
-    tiled_geometry,
 )
 from tests import plain
 from tests.compiling import Job, assert_clean
-from tests.devices import H200, on_every_device, on_one_order, one_order, running_on
+from tests.devices import (
+    H200,
+    assert_barriers_show,
+    on_every_device,
+    on_one_order,
+    one_order,
+    running_on,
+)
 from tests.gpus import large_memory
 from tests.plain import normal
 
@@ -47,14 +50,6 @@ def assert_right(got: Array, a: Array, w: Array, bias: Array | None = None) -> N
     wide = (None if x is None else x.astype(np.float64) for x in (a, w, bias))
     truth: Array = reference.matmul_bias(*wide)  # type: ignore[arg-type]
     plain.assert_as_accurate(got, truth, plain.matmul_bias(a, w, bias))
-
-
-def geometry(variant: str, M: int, N: int) -> Geometry:
-    """As on an H200."""
-    if variant == "registers":
-        return registers_geometry(*choose_tile(M, N, H200), M, N, 1 if N % 4 else 4)
-    of = {"naive": naive_geometry, "tiled": tiled_geometry, "coarsened": coarsened_geometry}
-    return of[variant](M, N)
 
 
 def evaluate(where: str, variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
@@ -97,7 +92,7 @@ def test_reference_against_a_loop_by_hand() -> None:
 def test_the_tile_fits_the_gpu(M: int, N: int, sides: tuple[int, int]) -> None:
     tile, groups = choose_tile(M, N, H200)
     assert (tile.rows, tile.columns) == sides
-    how = geometry("registers", M, N)
+    how = registers_geometry(tile, groups, M, N, 4)
     assert groups == tile.groups * (2 if how.grid[0] <= H200 else 1)
 
 
@@ -180,35 +175,9 @@ def test_an_output_depends_on_its_row_and_column_alone(where: str, variant: str)
 
 @pytest.mark.parametrize(("variant", "barriers"), [("coarsened", 2), ("registers", 3)])
 def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    chosen = OPERATION.variant(variant)
-    source = loader.Source.shipped(chosen.file)
-    parts = source.text.split("__syncthreads();")
-    assert len(parts) == barriers + 1
-    a, w, bias = inputs(20, 270, 20)
-    how = geometry(variant, 20, 20)
-
-    def run(order: loader.Order, text: str) -> Array:
-        out = np.full((20, 20), np.nan, np.float32)
-        args = [a, w, bias, out, 20, 270, 20]
-        loader.run(
-            loader.Source(chosen.file, text),
-            how.kernel,
-            how.grid,
-            how.block,
-            args,
-            shared=how.shared,
-            defines=how.defines,
-            order=order,
-        )
-        return out
-
-    right = run("forward", source.text)
-    for n in range(barriers):
-        racing = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
-        results = [run(order, racing) for order in loader.ORDERS]
-        assert any(not np.array_equal(result, right) for result in results)
+    arrays = inputs(20, 270, 20)
+    file = OPERATION.variant(variant).file
+    assert_barriers_show(file, lambda order: [evaluate(order, variant, *arrays)], barriers)
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------

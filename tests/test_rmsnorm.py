@@ -16,12 +16,19 @@ from gpt2block import InputError, KernelError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import row_stride
-from gpt2block.emulator import loader
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, VALUES
 from gpt2block.ops.rmsnorm import BLOCKS, FILE, OPERATION, choose_geometry
 from tests import plain
 from tests.compiling import Job, assert_clean
-from tests.devices import H200, moved, on_every_device, on_one_order, outputs, running_on
+from tests.devices import (
+    H200,
+    assert_barriers_show,
+    moved,
+    on_every_device,
+    on_one_order,
+    outputs,
+    running_on,
+)
 from tests.gpus import large_memory
 
 Array = NDArray[Any]
@@ -226,21 +233,9 @@ def test_a_row_of_zeros_and_one_of_large_values(where: str) -> None:
 
 
 def test_a_missing_barrier_shows() -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
     x, weight = normal(0, 2, 768), normal(1, 768)
-    source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="lib/rows.cuh")
-    right = evaluate("forward", x, weight)
-    geometry = choose_geometry(2, 768, 4, H200)
-    launch = geometry.kernel, geometry.grid, geometry.block
-
-    def differs(order: loader.Order) -> bool:
-        out = np.full_like(x, np.nan)
-        args = [x, None, weight, None, out, 768, EPS, 2]
-        loader.run(source, *launch, args, defines=geometry.defines, order=order)
-        return bool((out != right).any())
-
-    assert any(map(differs, loader.ORDERS))
+    header = "lib/rows.cuh"
+    assert_barriers_show(FILE, lambda order: [evaluate(order, x, weight)], header=header)
 
 
 # --- with NVRTC -----------------------------------------------------------------------------------

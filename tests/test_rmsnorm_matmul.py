@@ -402,7 +402,7 @@ def test_no_tile_of_mma_spills() -> None:
         (1, "NK", Case(5, 33, 17, "float16")),
         (1, "KN", Case(1, 544, 32, "float16", FP8_E4M3, head_dim=8)),
         (1, "NK", Case(1, 64, 64, "float32", FP8_E5M2, head_dim=32, half_split=True)),
-        (1, "NK", Case(9, 8, 40, "bfloat16", head_dim=10)),
+        (1, "NK", Case(9, 8, 40, "bfloat16", head_dim=10, sequences=3)),
         (2, "KN", Case(2, 520, 33, "bfloat16", residual=True)),
         (2, "NK", Case(2, 520, 33, "bfloat16", residual=True)),
         (2, "KN", Case(7, 36, 12, apart=4, residual=True)),

@@ -24,18 +24,8 @@ class Driver:
         self.told: list[dict[str, Any]] = []
         self.status = 0
 
-    def __call__(
-        self,
-        place: int,
-        dtype: int,
-        rank: int,
-        address: int,
-        sizes: Any,
-        strides: Any,
-        box: Any,
-        steps: Any,
-        *how: int,
-    ) -> int:
+    def __call__(self, *given: Any) -> int:
+        place, dtype, rank, address, sizes, strides, box, steps, _, swizzle, *_ = given
         assert place % 64 == 0
         assert rank == len(sizes) == len(box) == len(strides) + 1
         assert list(steps) == [1] * rank
@@ -46,7 +36,7 @@ class Driver:
                 "sizes": list(sizes),
                 "strides": list(strides),
                 "box": list(box),
-                "swizzle": how[1],
+                "swizzle": swizzle,
             }
         )
         ctypes.memset(place, 7, tensor_maps.BYTES)

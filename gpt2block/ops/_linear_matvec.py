@@ -7,10 +7,9 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._rows import power_of_two
+from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode.cu"
-WARP = 32
 MANY_COLUMNS = 16384  # from here on a block goes through several groups of columns
 PART = 256  # of K, a warp's
 MOST_STEPS = 3  # loads of a column in flight

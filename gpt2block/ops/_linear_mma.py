@@ -7,10 +7,9 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._rows import power_of_two
+from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode_mma.cu"
-WARP = 32
 UNIT = 128  # of K: splits have whole units
 MOST_SPLITS = 8
 OCTET = 8  # columns

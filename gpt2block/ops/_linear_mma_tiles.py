@@ -11,11 +11,11 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._linear_mma import BYTES, UNIT, splits
 from gpt2block.ops._matrix import count_tiles
+from gpt2block.ops._rows import WARP
+from gpt2block.ops._tensor_cores import room
 
 FILE = "matmul/decode_tiles.cu"
-WARP = 32
 CLUSTER_CAPABILITY = 90
-RESERVED = 1024  # bytes of shared memory of a block that the system takes
 PAD = 16  # floats after a row of sums
 LONG_K = 2048  # from here on a block has much of x to read
 FILLED, FULL = 1.4, 2.0  # blocks for each multiprocessor, of large and of small tiles
@@ -84,9 +84,8 @@ def choose(
             wanted = min(one.blocks, ceil(tiles * cluster / sms))
             pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
             for blocks in range(wanted, 0, -1):
-                most = (most_shared + RESERVED) // blocks - RESERVED
                 for found in pipelines:
-                    if shared_bytes(found, K, dtype) <= most:
+                    if shared_bytes(found, K, dtype) <= room(most_shared, blocks):
                         return found._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 

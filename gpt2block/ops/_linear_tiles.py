@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._matrix import count_tiles, fastest
+from gpt2block.ops._rows import WARP
 
 FILE = "matmul/tiles.cu"
 KERNEL = "linear_tiles"
-WARP = 32
 MOST_LOADED = 8  # narrow weights in a copy
 MAX_SIZE = 2**31 - 1024  # of M and N: what an int holds, and a tile more
 MAX_K = 2**23  # with which the rows of a tile are less than 4 GB from each other

@@ -7,10 +7,9 @@ from math import ceil
 from typing import Literal
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._rows import power_of_two
+from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "llama/rmsnorm_matmul.cu"
-WARP = 32
 MOST_ROWS = 4  # of x that a block takes
 MOST_SUMS = 64  # that a thread keeps in registers
 Pairing = Literal["neighbours", "halves", "two matrices"]

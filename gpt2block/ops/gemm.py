@@ -36,13 +36,7 @@ from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import _stored as stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.call import TWO_PART, Call, checked
-from gpt2block.ops.operation import (
-    Inputs,
-    Operation,
-    Sizes,
-    unfit,
-    variant,
-)
+from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
@@ -366,7 +360,6 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="gemm",
-    document="gpt2block",
     idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
     sizes={"M": 1024, "K": 768, "N": 3072},
     variants=(_mma, _hopper),

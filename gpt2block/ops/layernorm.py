@@ -36,6 +36,7 @@ from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, unfit, vari
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
+from gpt2block.weights.conversions import vector_width
 from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -281,7 +282,7 @@ def _narrow(c: Call) -> Launch:
     unfit(_options(c), "narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
-    width = _width(c.C, c.x, c.gamma, c.beta, written)
+    width = vector_width(c.C, c.x, c.gamma, c.beta, written)
     sms = device_attribute("MultiProcessorCount")
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
     args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
@@ -309,14 +310,6 @@ def _decode(c: Call) -> Launch:
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
     return launch_at("layernorm/decode.cu", geometry, (c.x, c.gamma, c.beta, c.out, c.eps, c.rows))
-
-
-def _width(C: int, *arrays: CudaArray) -> int:
-    """Elements of a vector: 16 bytes of the last array, unless C or an address forbids it."""
-    width = 16 // int(arrays[-1].itemsize)
-    while C % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
-        width //= 2
-    return width
 
 
 def bind(
@@ -396,20 +389,10 @@ OPERATION = Operation(
     document="llm.c's LayerNorm kernels",
     idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
     sizes={"B": 8, "T": 1024, "C": 768},
-    variants=(
-        _threads,
-        _three,
-        _one_warp,
-        _one_pass,
-        _blocks,
-        _rows,
-        _narrow,
-        _decode,
-    ),
+    variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
     draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
     flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
-    bound="memory",
     attrs={"eps": 1e-5},
     small=(
         {"B": 1, "T": 1, "C": 24},

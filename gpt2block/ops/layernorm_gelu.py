@@ -81,14 +81,12 @@ def _rows(c: Call) -> Launch:
 
 OPERATION = Operation(
     name="layernorm_gelu",
-    document="gpt2block",
     idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
     sizes={"N": 1024, "C": 1024},
     variants=(_baseline, _optimized, _rows),
     options={"eps": 1e-5, "variant": "rows", "block": None},
     traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
     flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
-    bound="memory",
     attrs={"eps": 1e-5},
     small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
     arrays={"out": "y"},

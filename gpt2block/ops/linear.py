@@ -453,7 +453,6 @@ LINEAR_ROPE = Operation(name="linear_rope", variants=(_rope_hopper,), binder=_bi
 
 OPERATION = Operation(
     name="linear",
-    document="gpt2block",
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
     variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),

@@ -22,6 +22,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.ops._matrix import count_tiles, fastest
+from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
@@ -29,7 +30,6 @@ from gpt2block.ops.warm import call
 SKELETON = "matmul/skeleton.cu"
 LADDER = "matmul/ladder.cu"
 REGISTERS = "matmul/registers.cu"
-WARP = 32
 TILE = 16  # side of matmul_bias_tiled's block and tile
 MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
 TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"

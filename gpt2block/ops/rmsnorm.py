@@ -169,7 +169,6 @@ OPERATION = Operation(
     variants=(_rows, _stream),
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
     flops=lambda s: 4 * s["M"] * s["C"],
-    bound="memory",
     attrs={"eps": 1e-6},
     small=({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769}),
     aliases={"gamma": "weight", "rows": "M"},

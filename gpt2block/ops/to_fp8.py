@@ -110,7 +110,6 @@ OPERATION = Operation(
     variants=(_element, _vectors),
     traffic=lambda s: (s["itemsize"] + 1) * s["K"] * s["N"],
     flops=lambda s: s["K"] * s["N"],
-    bound="memory",
     attrs={"format": "float8_e5m2"},
     small=({"K": 1, "N": 5}, {"K": 7, "N": 33}, {"K": 3, "N": 769}),
     aliases={"size": "K*N", "K": "K", "N": "N"},

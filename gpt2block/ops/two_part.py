@@ -16,7 +16,12 @@ from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.weights import conversions
-from gpt2block.weights.conversions import LARGEST_OPERAND, TWO_PART_FILE, TWO_PART_WARPS
+from gpt2block.weights.conversions import (
+    LARGEST_OPERAND,
+    TWO_PART_FILE,
+    TWO_PART_WARPS,
+    vector_width,
+)
 from gpt2block.weights.two_part import TwoPartMatrix
 
 JOIN_THREADS = 256  # of a block of join_rows, at most
@@ -38,9 +43,7 @@ OPERATION = Operation(name="two_part", variants=(_split_rows,))
 
 @variant("join rows", TWO_PART_FILE, "join_rows", idea="the inverse, for some rows of a matrix")
 def _join_rows(c: Call) -> Launch:
-    width = 4
-    while c.C % width or c.out.data.ptr % (4 * width):
-        width //= 2
+    width = vector_width(c.C, c.out)
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
     geometry = Geometry("join_rows", (c.B,), (block,), defines=defines)

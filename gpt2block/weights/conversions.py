@@ -6,7 +6,6 @@ them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, matmul/store.cu and 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil
 
 from gpt2block.cuda.arrays import CudaArray, launch_at
@@ -43,6 +42,14 @@ def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> No
         raise InputError(f"{name}: expected at most {largest:,} rows and columns, got {shape}")
 
 
+def vector_width(n: int, *arrays: CudaArray) -> int:
+    """Elements of a load: 16 bytes of the last array, unless n or an address forbids it."""
+    width = 16 // int(arrays[-1].itemsize)
+    while n % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width
+
+
 def absmax(w: CudaArray, most: CudaArray, layout: str) -> Launch:
     """most (N,): the largest magnitude of each output channel of w, (K, N) or, "NK", (N, K)."""
     rows, columns = w.shape
@@ -68,27 +75,16 @@ def to_fp8(
     """out, as x: x / scale, or x without scale, in bytes; a thread takes so many elements."""
     row = None if scale is None else x.shape[1]  # without rows the kernel checks the end
     width = min(elements, _width(x.itemsize, row or 0, _alignment(x, scale, out)))
-    geometry = fp8_geometry(x.size, row, layout, saturate, width, elements // width, block)
-    args = (x, scale, out, x.size, row or x.size)
-    return launch_at(FP8_FILE, geometry, args, storage=x.dtype.name, weights=format)
-
-
-@lru_cache(maxsize=1024)
-def fp8_geometry(
-    size: int, row: int | None, layout: str, saturate: bool, width: int, vectors: int, block: int
-) -> Geometry:
-    """For `size` elements, in rows of `row` where they have scales.
-
-    A thread takes `vectors` loads of `width` elements.
-    """
     defines = (
         ("FP8_WIDTH", width),
-        ("FP8_VECTORS", vectors),
+        ("FP8_VECTORS", elements // width),
         ("FP8_SATURATE", int(saturate)),
         ("FP8_SCALE", 0 if row is None else 1 + LAYOUTS.index(layout)),
     )
-    grid = (ceil(size / (block * width * vectors)),)
-    return Geometry("to_fp8_kernel", grid, (block,), defines=defines)
+    grid = (ceil(x.size / (block * elements)),)
+    geometry = Geometry("to_fp8_kernel", grid, (block,), defines=defines)
+    args = (x, scale, out, x.size, row or x.size)
+    return launch_at(FP8_FILE, geometry, args, storage=x.dtype.name, weights=format)
 
 
 def _alignment(*arrays: CudaArray | None) -> int:
@@ -116,9 +112,7 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
 def two_part(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
     """parts (2, rows, K) and scale (rows,) of a `TwoPartMatrix`, for x (..., K)."""
     _, rows, K = parts.shape
-    width = 4
-    while K % width or x.data.ptr % (4 * width) or parts.data.ptr % (2 * width):
-        width //= 2
+    width = vector_width(K, parts, x)
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
     grid = (ceil(rows / TWO_PART_WARPS),)
     geometry = Geometry("split_rows", grid, (32 * TWO_PART_WARPS,), defines=defines)
