@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from types import ModuleType
 
-from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 
 OPERATIONS = (  # the names of `torch_functions.FUNCTIONS`
@@ -36,9 +35,3 @@ def torch_peers() -> ModuleType:
     if not torch.cuda.is_available():
         raise InputError(f"--peer torch: PyTorch {torch.__version__} sees no CUDA device")
     return torch_peers
-
-
-def check_weights(dtype: str, option: str = "") -> None:
-    """InputError for FP8."""
-    if dtype in FP8:
-        raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")

@@ -25,9 +25,8 @@ from torch.nn.functional import (
     silu,
 )
 
-from gpt2block.bench.peers import check_weights
 from gpt2block.bench.race import Run
-from gpt2block.bench.torch_functions import tensor
+from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import InputError

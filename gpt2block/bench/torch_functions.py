@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch.nn import attention, functional
 
-from gpt2block.bench.peers import check_weights
 from gpt2block.bench.works import NH
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
 
 HEAD_DIM = 128  # of Llama
 
 Tensor = Any
 Function = Callable[..., Tensor]
+
+
+def check_weights(dtype: str, option: str = "") -> None:
+    """InputError for FP8."""
+    if dtype in FP8:
+        raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")
 
 
 def tensor(array: Any) -> Tensor:
