@@ -281,7 +281,7 @@ def test_tensor_cores_attend_to_rounded_rows(
 ) -> None:
     """K and V in the rows of a prompt are the numbers of the cache, also without one."""
     model = made(name, dtype, kv_dtype, "cuda").engine
-    assert model.products == "16_bits"
+    assert model.products != "float32"
     KV, ids = model.config.kv_width, IDS[2]
     with model.running():
         for held in (model.new_cache(1, 48), model._scratch([ids])):

@@ -624,7 +624,8 @@ WIDTHS = [1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 8191, 8192, 16384
 def test_widths(variant: str, x: str, out: str, C: int) -> None:
     if variant == NARROW and C > 16384:
         pytest.skip("does not fit in registers")
-    for rows in (1, 17, 33) if C < 5000 else (5,):
+    few = (1, 17) if variant == NARROW else ()  # one mean alone may be exact by chance
+    for rows in (*few, 33) if C < 5000 else (5,):
         arrays = inputs(rows, C, x, "float32" if variant == NARROW else x)
         assert_right(evaluate("gpu", variant, arrays, out), arrays, variant)
 
