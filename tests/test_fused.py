@@ -68,7 +68,12 @@ def exact(x: Array, weights: BlockWeights, dtype: str, causal: bool) -> Array:
 
 
 def assert_as_accurate(
-    got: Array, x: Array, weights: BlockWeights, causal: bool, on_gpu: bool = True, mean: bool = True
+    got: Array,
+    x: Array,
+    weights: BlockWeights,
+    causal: bool,
+    on_gpu: bool = True,
+    mean: bool = True,
 ) -> None:
     """got: the result of fused kernels for x. on_gpu: else float32 has the rule of 16 bits.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2block.cuda import tensor_maps
-from gpt2block.cuda.tensor_maps import tensor_map
+from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import DeviceError
 
 
@@ -61,7 +61,8 @@ def array(shape: tuple[int, ...], dtype: Any, address: int = 4096) -> Any:
 
 def test_the_driver_counts_from_the_last_axis(driver: Driver) -> None:
     made = tensor_map(array((2, 1000, 768), np.float16), (1, 128, 64))
-    assert made.tobytes() == bytes([7]) * 128
+    assert made.encoded().tobytes() == bytes([7]) * 128
+    assert NO_MAP.encoded().tobytes() == bytes(128)
     (told,) = driver.told
     assert told == {
         "dtype": 6,
@@ -85,23 +86,23 @@ def test_the_driver_counts_from_the_last_axis(driver: Driver) -> None:
 def test_a_row_of_a_box_says_the_swizzle(
     driver: Driver, dtype: Any, columns: int, number: int, swizzle: int
 ) -> None:
-    tensor_map(array((1, 8, 768), dtype), (1, 8, columns))
+    tensor_map(array((1, 8, 768), dtype), (1, 8, columns)).encoded()
     assert (driver.told[0]["dtype"], driver.told[0]["swizzle"]) == (number, swizzle)
 
 
 def test_the_same_array_is_told_once_and_another_address_again(driver: Driver) -> None:
     box = (1, 64, 64)
-    first = tensor_map(array((1, 64, 768), np.float16), box)
-    assert tensor_map(array((1, 64, 768), np.float16), box) is first
-    tensor_map(array((1, 64, 768), np.float16, 8192), box)
-    tensor_map(array((1, 65, 768), np.float16), box)
+    first = tensor_map(array((1, 64, 768), np.float16), box).encoded()
+    assert tensor_map(array((1, 64, 768), np.float16), box).encoded() is first
+    tensor_map(array((1, 64, 768), np.float16, 8192), box).encoded()
+    tensor_map(array((1, 65, 768), np.float16), box).encoded()
     assert [told["address"] for told in driver.told] == [4096, 8192, 4096]
 
 
 def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     driver.status = 1
     with pytest.raises(DeviceError, match=r"CUDA error 1 for float16 \(1, 8, 12\), strides"):
-        tensor_map(array((1, 8, 12), np.float16), (1, 8, 64))
+        tensor_map(array((1, 8, 12), np.float16), (1, 8, 64)).encoded()
 
 
 @pytest.mark.gpu
@@ -111,6 +112,6 @@ def test_a_thread_that_never_used_the_gpu() -> None:
     memory = cupy.zeros((1, 128, 64), "float16")
     tensor_maps._encoded.cache_clear()
     with ThreadPoolExecutor(1) as pool:
-        there = pool.submit(tensor_map, memory, (1, 64, 64)).result()
+        there = pool.submit(tensor_map(memory, (1, 64, 64)).encoded).result()
     tensor_maps._encoded.cache_clear()
-    assert there.tobytes() == tensor_map(memory, (1, 64, 64)).tobytes()
+    assert there.tobytes() == tensor_map(memory, (1, 64, 64)).encoded().tobytes()

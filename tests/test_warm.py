@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from gpt2block import InputError, ops
-from gpt2block.cuda import kernels
+from gpt2block.cuda import kernels, overlap
+from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
+from gpt2block.ops.recipe import Recipe, addresses_of
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.warm import _recipes
+from gpt2block.ops.warm import _known
 from tests.threads import together
 
 
@@ -59,7 +61,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cp, "empty", recorder.array)
     monkeypatch.setattr(kernels, "load", recorder.load)
-    caches = (_recipes.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
+    caches = (_known.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
     for forget in caches:
         forget()
     yield recorder
@@ -72,7 +74,7 @@ def test_addresses_alone_change(host: Recorder) -> None:
     for _ in range(3):
         x, gamma = host.array((40, 96)), host.array(96)
         outs.append((x, gamma, ops.layernorm_gelu(x, gamma)))
-    assert len(_recipes) == 1
+    assert len(_known) == 1
     first, *others = host.launches
     for (name, grid, args), arrays in zip(host.launches, outs, strict=True):
         x, gamma, out = arrays
@@ -101,9 +103,9 @@ def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
     for count, (x, options) in enumerate(cases, 1):
         for _ in range(2):
             call(x, **options)
-        assert len(_recipes) == count
+        assert len(_known) == count
     call(host.array((4, 64)), eps=np.float64(0.5))  # not Python's own number: bound each time
-    assert len(_recipes) == len(cases)
+    assert len(_known) == len(cases)
 
 
 def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
@@ -119,24 +121,38 @@ def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
         ops.attention(flat, True, variant="online")
 
 
-def test_an_array_given_twice_leaves_no_recipe(host: Recorder) -> None:
+def test_an_array_given_twice_is_another_call(host: Recorder) -> None:
     x, y = host.array((5, 7)), host.array((5, 7))
-    ops.add(x, x)
-    assert not _recipes
-    ops.add(x, y)
-    ops.add(y, x)
-    assert len(_recipes) == 1
-    assert host.launches[-1][2][:2] == (y.data.ptr, x.data.ptr)
+    for calls, (a, b) in enumerate(((x, y), (y, x), (x, x), (y, y)), 1):
+        ops.add(a, b)
+        assert len(_known) == (1 if calls < 3 else 2)
+        assert host.launches[-1][2][:2] == (a.data.ptr, b.data.ptr)
+
+
+def test_a_recipe_moves_every_address(host: Recorder) -> None:
+    x, y, z = (host.array((1, 64, 64), "float16") for _ in range(3))
+    tensors = tensor_map(x, (1, 64, 64)), NO_MAP
+    args = (*tensors, np.uintp(y.data.ptr), np.uintp(0), np.int32(y.data.ptr % 4096))
+    launch = kernels.Launch("f", None, (1,), (32,), args)
+    early = overlap.Early("f", None, (1,), (32,), args)
+    recipe = Recipe.of((launch, early), addresses_of((x, y)))
+    assert recipe is not None
+    moved = recipe.at(addresses_of((z, x)))
+    expected = (tensor_map(z, (1, 64, 64)), NO_MAP, np.uintp(x.data.ptr), *args[3:])
+    assert [each.args for each in moved] == [expected] * 2
+    assert [type(each) for each in moved] == [kernels.Launch, overlap.Early]
+    assert Recipe.of((launch,), addresses_of((x, z))) is None  # y is none of these
+    assert Recipe.of((launch, x), addresses_of((x, y))) is None  # x is no launch
 
 
 def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
     for n in range(1, 9):
         ops.softmax(host.array((2, n)))
-        assert len(_recipes) <= 3
+        assert len(_known) <= 3
 
 
-def test_threads_forget_recipes_at_once(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
     inputs = [host.array((2, n)) for n in range(1, 40)]
 
@@ -145,7 +161,7 @@ def test_threads_forget_recipes_at_once(host: Recorder, monkeypatch: pytest.Monk
             assert ops.softmax(x).shape == x.shape
 
     assert together(work) == []
-    assert len(_recipes) <= 3
+    assert len(_known) <= 3
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -153,8 +169,7 @@ def test_threads_forget_recipes_at_once(host: Recorder, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def warm() -> ModuleType:
-
-    _recipes.clear()
+    _known.clear()
     return import_module("gpt2block.ops.warm")
 
 
@@ -176,14 +191,14 @@ def test_a_warm_call_gives_the_bits_of_a_cold_one(warm: ModuleType, cp: ModuleTy
         x, gamma = random(cp, seed, 40, 96), random(cp, seed + 9, 96)
         cold = OPERATIONS["layernorm_gelu"].bind((x, gamma, None)).run()
         cp.testing.assert_array_equal(ops.layernorm_gelu(x, gamma), cold)
-    assert len(warm._recipes) == 1
+    assert len(warm._known) == 1
 
 
 @pytest.mark.gpu
 def test_every_output_is_new(warm: ModuleType, cp: ModuleType) -> None:
     x, gamma, beta = random(cp, 0, 6, 64), cp.ones(64, "float32"), cp.zeros(64, "float32")
     results = [ops.layernorm(x, gamma, beta, variant=6, stats=True) for _ in range(3)]
-    assert len(warm._recipes) == 1
+    assert len(warm._known) == 1
     assert len({array.data.ptr for result in results for array in result}) == 9
     for result in results[1:]:
         for array, first in zip(result, results[0], strict=True):
@@ -220,7 +235,7 @@ def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> No
             ops.layernorm_gelu(x, cp.ones(63, "float32"))
         with pytest.raises(InputError, match="x: expected a CuPy array"):
             ops.layernorm_gelu(x.get())
-    assert not warm._recipes
+    assert not warm._known
 
 
 @pytest.mark.gpu

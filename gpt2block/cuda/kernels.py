@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,12 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy
 from gpt2block.cuda.requests import Function
+from gpt2block.cuda.tensor_maps import TensorMap
 from gpt2block.errors import KernelError
 
 SOURCE_DIR = Path(kernels_cu.__file__).parent
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
+Argument = Any  # a Scalar or a TensorMap
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that kernels can be cached by it
 
 _KERNEL = re.compile(
@@ -42,7 +44,7 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "double": np.float64,
     "unsigned char": np.uint8,
 }
-TENSOR_MAP = "TensorMap"  # by value: gpt2block.cuda.tensor_maps
+TENSOR_MAP = TensorMap.__name__  # by value
 
 # Constants that define the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh), by
 # dtype. FP8 is stored in arrays of uint8; W and KV are T unless they are FP8.
@@ -90,18 +92,24 @@ class Signature:
 class Launch:
     """A kernel with its grid, block and arguments fixed; `run` puts it on the current stream.
 
-    Pointers are stored as numbers: a launch does not keep the arrays alive.
+    Pointers are stored as numbers: a launch does not keep the arrays alive. args: NumPy scalars,
+    and TensorMaps, which the first run encodes.
     """
 
     name: str
     function: Any
     grid: tuple[int, ...]
     block: tuple[int, ...]
-    args: tuple[Scalar, ...]
+    args: tuple[Argument, ...]
     shared: int = 0
 
+    @cached_property
+    def values(self) -> tuple[Scalar, ...]:
+        """The arguments as CuPy takes them. Raises DeviceError."""
+        return tuple([a.encoded() if type(a) is TensorMap else a for a in self.args])
+
     def run(self) -> None:
-        self.function(self.grid, self.block, self.args, shared_mem=self.shared)
+        self.function(self.grid, self.block, self.values, shared_mem=self.shared)
 
 
 class Geometry(NamedTuple):
@@ -234,7 +242,7 @@ def _typed(
     kernel: str, parameter: Parameter, arg: Any, dtypes: tuple[str, str | None, str | None]
 ) -> Scalar:
     if parameter.ctype == TENSOR_MAP:
-        if not isinstance(arg, np.void):
+        if not isinstance(arg, TensorMap):
             raise KernelError(f"{kernel}: {parameter.name}: expected a tensor map, got {arg!r}")
         return arg
     if not parameter.ctype.endswith("*"):

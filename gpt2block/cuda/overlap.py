@@ -8,6 +8,7 @@ Launch".
 from __future__ import annotations
 
 import ctypes
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -70,7 +71,7 @@ def run(launch: Launch) -> None:
     The kernel itself must wait for the previous one, as lib/overlap.cuh describes. Requires compute
     capability 9.0 or newer. Raises DeviceError.
     """
-    values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.args]
+    values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.values]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
     config = _Config(
@@ -96,4 +97,6 @@ class Early(Launch):
 
 def early(launch: Launch) -> Launch:
     """The launch as an `Early` one, or unchanged where that is not supported."""
-    return Early(**vars(launch)) if possible() else launch
+    if not possible():
+        return launch
+    return Early(**{each.name: getattr(launch, each.name) for each in fields(launch)})

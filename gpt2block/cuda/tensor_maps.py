@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,6 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError
 
 BYTES = 128  # of a map, which is aligned to 64
-Map = (
-    np.void
-)  # the type of a map; passed to a kernel by value, as `const __grid_constant__ TensorMap`
-NO_MAP = Map(bytes(BYTES))  # for a parameter that a kernel does not use
 _DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _ITEM_BYTES = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
@@ -50,21 +46,41 @@ def _driver_call() -> Any:
     return call
 
 
-def tensor_map(array: Any, box: tuple[int, ...]) -> Map:
+class TensorMap(NamedTuple):
+    """What a map says of an array; a kernel takes `const __grid_constant__ TensorMap`, by value.
+
+    It does not keep the array alive.
+    """
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    box: tuple[int, ...]
+
+    def encoded(self) -> np.void:
+        """The map in the form of the copy engine. Raises DeviceError."""
+        return _encoded(*self) if self.address else np.void(bytes(BYTES))
+
+
+NO_MAP = TensorMap(0, "uint8", (), (), ())  # for a parameter that a kernel does not use
+
+
+def tensor_map(array: Any, box: tuple[int, ...]) -> TensorMap:
     """A map of a CuPy array whose last axis is contiguous; box: a shape in the same axis order.
 
     The box's last axis has 32, 64 or 128 bytes, which determines the swizzle; the others have at
     most 256 elements. The array and its rows are aligned to 16 bytes. In the kernel, a box's
     coordinates start with the last axis. Elements outside the array are read as zeros and not
-    written. The map holds the array's address and does not keep it alive. Raises DeviceError.
+    written.
     """
-    return _encoded(array.data.ptr, array.dtype.name, array.shape, array.strides, box)
+    return TensorMap(array.data.ptr, str(array.dtype.name), array.shape, array.strides, box)
 
 
 @lru_cache(maxsize=1024)
 def _encoded(
     address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Map:
+) -> np.void:
     rank, item = len(shape), _ITEM_BYTES[dtype]
     sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
     distances = (ctypes.c_uint64 * (rank - 1))(*reversed(strides[:-1]))
@@ -80,5 +96,5 @@ def _encoded(
             f"cuTensorMapEncodeTiled failed with CUDA error {status} for {dtype} {shape}, "
             f"strides {strides}, boxes {box}"
         )
-    made: Map = np.void(ctypes.string_at(place, BYTES))
+    made: np.void = np.void(ctypes.string_at(place, BYTES))
     return made

@@ -6,7 +6,7 @@ are parts of an arena, which Python frees as the pass drops them: launches keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ from gpt2block import reference
 from gpt2block.contract import MATRICES, Sizes, contract_of
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arena import Arena, ArenaFull, Lease, Offsets, bytes_of
-from gpt2block.cuda.arrays import Bound, CudaArray, Shape, arrays_of, mapped
+from gpt2block.cuda.arrays import Bound, CudaArray, Shape, mapped
 from gpt2block.cuda.kernels import Launch, dtype_name
 from gpt2block.cuda.timing import event_ms
 from gpt2block.ops import registry
 from gpt2block.ops.call import FIXED
+from gpt2block.ops.recipe import Recipe, addresses_of, alike, exactly
 from gpt2block.passes.machine import TWO_PART, Machine, Step, Value
 from gpt2block.run.model import StepResult, rounded_up
 from gpt2block.weights.matrix import WeightMatrix
@@ -210,6 +211,7 @@ class Recording(Recorder):
         self.after: tuple[Bound, ...] = ()  # launches after the last step, such as a sampler's
         self.overlapping = overlapping
         self._arena, self._known, self._borrowed = arena, known or {}, borrowed
+        self._recipes: dict[Hashable, tuple[Recipe | None, tuple[Any, ...]]] = {}
         self._ran = False
         self._graph: Any = None
 
@@ -218,7 +220,7 @@ class Recording(Recorder):
         if out is not None and out.name not in self._borrowed:
             self.out = self._kept(out.array)
         self.tensors = {n: a for n, a in self.tensors.items() if n not in self._borrowed}
-        self._outs, self._known = {}, {}
+        self._outs, self._known, self._recipes = {}, {}, {}
 
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
         if dtype != TWO_PART:
@@ -232,7 +234,8 @@ class Recording(Recorder):
         return TwoPartMatrix(parts, scale, shape, one_scale)
 
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
-        places = tuple(map(_places, (*inputs, made.array)))
+        values = (*inputs, made.array)
+        places = addresses_of(values)
         key = (step.op, places, made.shape, made.dtype, tuple(step.attrs.items()))
         known = self._known.get(step.name)
         if known is not None and known.key == key:
@@ -240,9 +243,22 @@ class Recording(Recorder):
         elif step.op == VIEW:
             launches, extra = (), ()
         else:
-            _, launches, extra = registry.bind(step.op, inputs, out, **step.attrs)
+            launches, extra = self._launches(step, inputs, out, alike(values, places), places)
         result = None if step.name in self._borrowed else self._kept(made.array)
         self.steps[step.name] = Recorded(step, launches, key, result, extra)
+
+    def _launches(
+        self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
+    ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
+        """The launches of a step and their further arrays: most steps are alike in all layers."""
+        kind = (step.op, out is None, kind, tuple(map(exactly, step.attrs.values())))
+        recipe, extra = self._recipes.get(kind, (None, ()))
+        if recipe is not None:
+            return recipe.at((*places, *addresses_of(extra))), extra
+        _, launches, extra = registry.bind(step.op, inputs, out, **step.attrs)
+        recipe = Recipe.of(launches, (*places, *addresses_of(extra)))
+        self._recipes[kind] = recipe, extra
+        return launches, extra
 
     def _kept(self, array: Any) -> Any:
         """The array, without keeping its part of the arena."""
@@ -320,11 +336,6 @@ class Recording(Recorder):
             if name in exact:
                 names = ", ".join(launch.name for launch in launches)
                 yield StepResult(name, names, result.get(), ms)
-
-
-def _places(value: Any) -> tuple[int, ...]:
-    """The addresses of an argument's arrays."""
-    return tuple([array.data.ptr for array in arrays_of("", value).values()])
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
