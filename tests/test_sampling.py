@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +18,21 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
-from gpt2block.cuda.kernels import Defines
-from gpt2block.emulator import loader
+from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops.sample_token import (
-    FILE,
+    PASS,
     SampleState,
     Slots,
     bind_place,
     bind_state,
     choose_geometry,
 )
-from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
+from gpt2block.sampling import Sampling, choose, masses, philox, random_bits
 from tests import plain
-from tests.devices import every_device, on_gpu, one_order, running_on
+from tests.devices import H200, every_device, on_gpu, one_order, running_on
 
 Array = NDArray[Any]
+STORED = "SAMPLE_STORED"
 MODULE = sys.modules[bind_state.__module__]
 GREEDY = Sampling(temperature=0)
 EVERY_WAY = (
@@ -340,11 +339,22 @@ def run(
     *,
     threads: int = 128,
     defines: Defines = (),
+    blocks: int | None = None,
     position: int = 5,
     n_ctx: int = 1024,
 ) -> State:
-    """On a GPU twice, with the same bits. threads, defines: of the kernel on the CPU."""
+    """On a GPU twice, with the same bits.
+
+    threads, defines: of the kernel on the CPU. blocks: of each row on a Hopper GPU or a newer one.
+    """
     B, V = x.shape
+
+    def geometry(rows: int, V: int, sms: int, room: int, clusters: bool) -> Geometry:
+        if not replaced():
+            return choose_geometry(rows, V, rows * blocks if blocks else sms, room, clusters)
+        found = choose_geometry(rows, V, sms, room, clusters, threads, defines)
+        return found._replace(shared=8 * (V + PASS)) if dict(defines).get(STORED) else found
+
     before = state_before(B, V, step, seen, position)
     results = []
     for _ in range(1 if replaced() else 2):
@@ -354,9 +364,7 @@ def run(
             getattr(state, name).set(values)
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
         with pytest.MonkeyPatch.context() as patch:
-            if replaced():
-                geometry = partial(choose_geometry, threads=threads, defines=defines)
-                patch.setattr(MODULE, "choose_geometry", geometry)
+            patch.setattr(MODULE, "choose_geometry", geometry)
             bound = bind_state(logits, state, n_ctx, report)
         assert bound.run() is state.token
         results.append(State(*(getattr(state, name).get() for name in State._fields)))
@@ -479,22 +487,13 @@ def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
     assert (turn.get() == -5).all()
 
 
-@pytest.mark.parametrize("order", loader.ORDERS)
-def test_candidates_whose_bound_was_too_tight(order: loader.Order) -> None:
-    """A bound that keeps the likeliest alone: the search then starts again without one."""
-    if problem := loader.missing():
-        pytest.skip(problem)
-    rows = [Sampling(top_p=p, seed=i) for i, p in enumerate((0.9, 0.5, 0.99, 0.0))]
-    x, after = rows_of_logits(4, 4, 900), state_before(4, 900, 2, None)
-    tight = loader.Source.shipped(FILE).edited(
-        "fminf(1.0f - __logf(share)", "fminf(1.0f + 0.0f * share"
-    )
-    geometry, report = choose_geometry(4, 4, threads=128), np.full((2, 2, 4), -9, np.int32)
-    launch = geometry.kernel, geometry.grid, geometry.block
-    args = [x, *parameters(rows).values(), *after, *[None] * 4, report, 4, 900, 1024]
-    loader.run(tight, *launch, args, defines=geometry.defines, order=order)
-    check_report(report, 2, after)
-    assert_as_chosen(x, rows, 2, np.zeros((4, 900), np.uint8), after)
+@every_device
+@pytest.mark.parametrize("stored", [1, 2])
+def test_a_row_in_shared_memory(device: Any, stored: int) -> None:
+    V = 3001
+    x, seen = rows_of_logits(3, 12, V), some_seen(3, 12, V)
+    got = run(device, x, EVERY_WAY, 4, seen, defines=((STORED, stored),))
+    assert_as_chosen(x, EVERY_WAY, 4, seen, got)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -517,9 +516,47 @@ def test_more_rows_than_multiprocessors_give_the_bits_of_few(device: Any) -> Non
         np.testing.assert_array_equal(one[-4:], other)
 
 
-def test_launches() -> None:
-    assert choose_geometry(132, 132).block == (1024,)
-    assert choose_geometry(133, 132).block == (512,)
+@on_gpu
+@pytest.mark.parametrize("V", [1, 5, 129, 1024, 50257, 200_003])
+def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
+    """Every kind of sampling, with ties, masked tokens and rows that have no token."""
+    spreads = (0.01, 1.0, 5.0, 3.0)
+    x = np.concatenate([rows_of_logits(5, 12, V, s, ties=s == 3) for s in spreads])
+    x[12:24, 1:][np.random.default_rng(V).random((12, V - 1)) < 0.5] = -np.inf
+    x[20, V // 2], x[21], x[22, V // 3] = np.nan, -np.inf, np.inf
+    rows, seen = EVERY_WAY * len(spreads), some_seen(5, len(x), V)
+    for step in range(3):
+        results = [run(device, x, rows, step, seen, blocks=n) for n in (1, 2, 4, 8)]
+        assert_as_chosen(x, rows, step, seen, results[0])
+        for got in results[1:]:
+            for one, other in zip(got, results[0], strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "V", "clusters", "expected"),
+    [
+        (1, 50257, True, (8, 512, 2)),
+        (16, 50257, True, (8, 512, 2)),
+        (17, 50257, True, (4, 512, 2)),
+        (34, 50257, True, (2, 1024, 1)),  # its first pass reads from global memory
+        (67, 50257, True, (1, 1024, 0)),
+        (133, 50257, True, (1, 512, 0)),
+        (1, 300_000, True, (8, 512, 1)),
+        (20, 300_000, True, (1, 1024, 0)),  # a quarter of the row does not fit
+        (1, 50257, False, (1, 1024, 0)),
+        (133, 7, False, (1, 512, 0)),
+    ],
+)
+def test_launches(rows: int, V: int, clusters: bool, expected: tuple[int, int, int]) -> None:
+    got = choose_geometry(rows, V, H200, 232448, clusters)
+    blocks, threads, stored = expected
+    constants = dict(got.defines)
+    assert (got.grid, got.block) == ((rows * blocks,), (threads,))
+    assert constants.get("SAMPLE_CLUSTER", 1) == blocks
+    assert constants.get(STORED, 0) == stored
+    floats = (-(-V // blocks), 1024 // blocks * -(-V // 1024))[:stored]
+    assert got.shared == 4 * sum(floats)
 
 
 @one_order

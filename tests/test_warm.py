@@ -141,6 +141,9 @@ def test_a_recipe_moves_every_address(host: Recorder) -> None:
     expected = (tensor_map(z, (1, 64, 64)), NO_MAP, np.uintp(x.data.ptr), *args[3:])
     assert [each.args for each in moved] == [expected] * 2
     assert [type(each) for each in moved] == [kernels.Launch, overlap.Early]
+    changed = Recipe.of((launch,), addresses_of((x, y, y)))  # an input is also an output
+    assert changed is not None
+    assert changed.at(addresses_of((z, x, y)))[0].args == expected
     assert Recipe.of((launch,), addresses_of((x, z))) is None  # y is none of these
     assert Recipe.of((launch, x), addresses_of((x, y))) is None  # x is no launch
 

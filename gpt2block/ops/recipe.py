@@ -29,8 +29,11 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, launches: Iterable[Any], addresses: Sequence[int]) -> Recipe | None:
-        """addresses: of all arrays of the launches; None if these have further ones."""
-        place = {address: i for i, address in enumerate(addresses)}
+        """addresses: of all arrays of the launches; None if these have further ones.
+
+        Of equal addresses the first one counts: an output can be an input that is changed.
+        """
+        place = {address: i for i, address in reversed(list(enumerate(addresses)))}
         found = []
         for launch in launches:
             if not isinstance(launch, Launch):

@@ -15,17 +15,26 @@ from numpy.typing import NDArray
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute, launch_at
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    compute_capability,
+    contiguous,
+    device_attribute,
+    launch_at,
+)
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch, load
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import MAX_ROWS, check_rows
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.call import FIXED, Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
-THREADS = 1024
+THREADS = PASS = 1024
+STATIC = 40 * 1024  # bytes of shared memory that a block has in any case, or a little less
 ROWS_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
 ENDLESS = 2**31 - 1  # n_ctx for no limit
@@ -99,35 +108,58 @@ def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch
 
 
 def choose_geometry(
-    rows: int, sms: int, threads: int | None = None, defines: Defines = ()
+    rows: int,
+    V: int,
+    sms: int,
+    room: int,
+    clusters: bool,
+    threads: int | None = None,
+    defines: Defines = (),
 ) -> Geometry:
-    """One block per row, two on a multiprocessor if there are more rows than those.
+    """The most blocks per row that run at once; one block, if `clusters` are not possible.
 
-    Tests pass other numbers of threads and constants.
+    room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
+    row there, and the columns of its first pass if they fit too. Tests pass other numbers of
+    threads and constants.
     """
+    blocks, stored, shared = 1, 0, 0
+    for n in (8, 4, 2) if clusters else ():
+        part, columns = ceil(V / n), PASS // n * ceil(V / PASS)
+        sizes = [4 * part, 4 * (part + columns)]
+        fitting = [size for size in sizes if size <= room - STATIC]
+        if rows * n <= sms and fitting:
+            blocks, stored, shared = n, len(fitting), fitting[-1]
+            break
     if threads is None:
-        threads = THREADS if rows <= sms else THREADS // 2
-    sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
-    return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
+        threads = THREADS // 2 if blocks > 2 or rows > sms else THREADS
+    known = {"THREADS": (threads, THREADS), "CLUSTER": (blocks, 1), "STORED": (stored, 0)}
+    own = tuple((f"SAMPLE_{name}", n) for name, (n, usual) in known.items() if n != usual)
+    return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*own, *defines))
 
 
-def request() -> None:
+def _geometry(rows: int, V: int) -> Geometry:
+    """Of the current device."""
+    sms = device_attribute("MultiProcessorCount")
+    room = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
+
+
+def request(V: int) -> None:
     """Begin to compile the kernel of few rows, the longest compile of a start."""
-    load(FILE, "sample_token", choose_geometry(1, 1).defines)
+    load(FILE, "sample_token", _geometry(1, V).defines)
 
 
 @variant(
     "block",
     FILE,
     "sample_token",
-    idea="one block per row; after exp all is integers: the same bits in any batch",
+    idea="one to eight blocks per row; after exp all is integers: the same bits in any batch",
     block=THREADS,
 )
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     args = (c.logits, *c.state, *slots, c.report, c.B, c.V, c.n_ctx)
-    geometry = choose_geometry(c.M, device_attribute("MultiProcessorCount"))
-    return launch_at(FILE, geometry, args)
+    return launch_at(FILE, _geometry(c.M, c.V), args)
 
 
 _SAMPLE = Operation(

@@ -31,7 +31,7 @@ MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
 def request_kernels(config: ModelConfig, dtype: str) -> None:
     """Begin to compile the two kernels that take longest, before the weights are read."""
-    request_sampler()
+    request_sampler(config.vocab_size)
     products, width = possible_products(config, dtype), config.q_width + 2 * config.kv_width
     if products == "float32":
         return

@@ -15,14 +15,19 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-// The address that `here`, in shared memory, has in the first block of the cluster.
+// The address that `here`, in shared memory, has in a block of the cluster.
 template <typename E>
-__device__ __forceinline__ E* in_first_block(E* here) {
+__device__ __forceinline__ E* in_block_of_cluster(E* here, int rank) {
     E* there = here;
 #if defined(__CUDA_ARCH__)
-    asm volatile("mapa.u64 %0, %1, 0;" : "=l"(there) : "l"(here));
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
 #endif
     return there;
+}
+
+template <typename E>
+__device__ __forceinline__ E* in_first_block(E* here) {
+    return in_block_of_cluster(here, 0);
 }
 
 // A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes

@@ -1,16 +1,25 @@
-// The smallest logit kept by top-k and top-p, searched among the candidates of a row. Part of tokens/sample.cu.
+// The smallest logit kept by top-k and top-p. Part of tokens/sample.cu.
 //
-// The search goes digit by digit, as in a radix sort, but it follows only the digit that contains the last token kept.
-// The first digit is that of (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram; the
-// following digits are taken from the bits of l. Bins hold token counts or masses as 64-bit integers.
+// A row belongs to the blocks of a cluster, each with a part of its columns. The search goes digit by digit, as in a
+// radix sort, but it follows only the digit that contains the last token kept. The first digit is that of
+// (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram; the following digits are taken
+// from the bits of l. Bins hold token counts or masses as 64-bit integers, so that they can be added up in any order.
+// Once the candidates fit a list, every block has all of them and goes on alone, with the same result.
 //
 // Functions that are called from several places are not inlined: the file would compile twice as long as any other,
 // and the first token would wait for it.
 #pragma once
+#include "lib/cluster.cuh"
 #include "tokens/logits.cuh"
 
 #ifndef SAMPLE_THREADS  // of a block: a power of two, at least 32
 #define SAMPLE_THREADS 1024
+#endif
+#ifndef SAMPLE_CLUSTER  // blocks of a row: 1, 2, 4 or 8; more than one from sm_90 on
+#define SAMPLE_CLUSTER 1
+#endif
+#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: with the columns of its first pass
+#define SAMPLE_STORED 0
 #endif
 #ifndef SAMPLE_LOADS  // loads that a thread has in flight in the first pass
 #define SAMPLE_LOADS 10
@@ -19,14 +28,15 @@
 #define SAMPLE_LATER 7
 #endif
 #ifndef SAMPLE_LIST  // capacity of the candidate list in shared memory
-#define SAMPLE_LIST 4096
+#define SAMPLE_LIST 2048
 #endif
 
 typedef unsigned long long u64;
 
-constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
+constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
+constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1;
 constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
-constexpr int TURNS = PASS / THREADS;  // that a smaller one takes for it
+constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // of a histogram: 11 bits
 constexpr int OWN = BINS / THREADS;   // bins of a thread
@@ -38,12 +48,13 @@ static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0
 struct Shared {
     unsigned low[BINS], high[BINS];  // a 64-bit histogram in two halves: shared memory has no 64-bit atomics
     u64 parts[WARPS], rest;
-    float list[LIST];
-    float l[WARPS];
-    int id[WARPS];
-    Online online[32];  // of each warp of a pass
+    u64 totals[RANKS];               // of the blocks
+    float list[LIST];                // candidates of the row
+    float own[RANKS > 1 ? LIST : 1];  // and those of this block
+    float l[32];                     // the best of each warp of a pass
+    int id[32];
+    Online online[32];
     int count, digit, token, bad;
-    float raw;
     u64 random;
 };
 
@@ -53,35 +64,76 @@ struct Row {
     int V;
     float penalty, less;        // the penalty and its reciprocal
     float max, inverse, scale;  // maximum of l; 1 / temperature; bins per unit of l
+    int first, end;             // the columns of this block
+    float* stored;              // and their l
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
     __device__ __forceinline__ float position(float l) const { return below(l) * scale; }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
+    __device__ __forceinline__ float penalised(float x, bool seen) const {
+        return x * (seen ? x > 0.0f ? less : penalty : 1.0f);
+    }
 };
 
-// Calls f(column of the first, logits, l) for every COUNT of the columns first, first + step ... before `end`. AHEAD:
-// the next ones are loaded before that.
-template <int COUNT, bool AHEAD = false, typename F>
+// Calls f(l) for the columns first, first + step ... before `end`, of this block's part.
+template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
-    float next[COUNT];
-    if (AHEAD) load_columns(row.x + first, end - first, step, -INFINITY, next);
-    for (; first < end; first += COUNT * step) {
-        float raw[COUNT], l[COUNT];
-        if (!AHEAD) load_columns(row.x + first, end - first, step, -INFINITY, next);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) l[i] = raw[i] = next[i];
-        const int later = first + COUNT * step;
-        if (AHEAD && later < end) load_columns(row.x + later, end - later, step, -INFINITY, next);
+    if (STORED) {
+#pragma unroll 4
+        for (; first < end; first += step) f(row.stored[first - row.first]);
+        return;
+    }
+    for (; first < end; first += LATER * step) {
+        float l[LATER];
+        load_columns(row.x + first, end - first, step, -INFINITY, l);
         if (row.seen) {
-            unsigned char seen[COUNT];
+            unsigned char seen[LATER];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) l[i] = raw[i] * (seen[i] ? raw[i] > 0.0f ? row.less : row.penalty : 1.0f);
+            for (int i = 0; i < LATER; ++i) l[i] = row.penalised(l[i], seen[i]);
         }
-        f(first, raw, l);
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) f(l[i]);
     }
 }
+
+// --- the blocks of a row --------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int rank_in_row() { return RANKS > 1 ? rank_in_cluster() : 0; }
+
+template <typename E>
+__device__ __forceinline__ E* in_block(E* here, int rank) {
+    return RANKS > 1 ? in_block_of_cluster(here, rank) : here;
+}
+
+// A barrier of all threads of the row, which makes their writes visible.
+__device__ __forceinline__ void sync_row() {
+    if (RANKS > 1) {
+        release_to_cluster();
+        acquire_from_cluster();
+    } else {
+        __syncthreads();
+    }
+}
+
+// The sum of `total`, which is that of a block, over the blocks before this one; it becomes the sum over all of them.
+__device__ __forceinline__ u64 before_block(u64& total, Shared& s) {
+    if (RANKS == 1) return 0;
+    const int rank = rank_in_row();
+    if (threadIdx.x < RANKS) *in_block(&s.totals[rank], threadIdx.x) = total;
+    sync_row();
+    u64 before = 0;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < RANKS; ++i) {
+        if (i < rank) before += s.totals[i];
+        total += s.totals[i];
+    }
+    return before;
+}
+
+// --- sums over a block ----------------------------------------------------------------------------------------------
 
 struct Scan {
     u64 before, total;  // sum over the threads before this one; sum over all threads
@@ -107,43 +159,70 @@ __device__ __noinline__ Scan scan_block(u64 value, Shared& s) {
     return {before + own - value, total};
 }
 
+// --- histograms -----------------------------------------------------------------------------------------------------
+
+// A fraction p of a mass, rounded up, and at least 1.
+__device__ __forceinline__ u64 part_of(float p, u64 mass) {
+    const u64 part = (u64)(p * 18446744073709551616.0f);  // p 2^64
+    const u64 need = __umul64hi(part, mass) + (part * mass != 0);
+    return need > 0 ? need : 1;
+}
+
 __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
     const unsigned low = (unsigned)value, before = atomicAdd(&s.low[bin], low);
     const unsigned high = (unsigned)(value >> 32) + (before + low < before);
     if (high) atomicAdd(&s.high[bin], high);
 }
 
-// Finds the first bin at which the running sum reaches `need`, and the part of `need` that this bin contributes. Clears
-// the histogram. Returns false if the sum of all bins is less than `need`.
-__device__ __noinline__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
-    __syncthreads();
+// Finds the first bin at which the running sum reaches `need`, which becomes the part of it that this bin contributes.
+// Clears the histogram. wide: the bins of all blocks are added up, of which each block takes a share. p: `need` is this
+// fraction of the sum of all bins, unless it is negative. Returns false if that sum is less than `need`.
+__device__ __noinline__ bool find(bool wide, float p, Shared& s, u64& need, int& digit) {
+    const int blocks = wide ? RANKS : 1, bins = BINS / blocks, per = bins > THREADS ? bins / THREADS : 1;
+    const int first = threadIdx.x * per, start = wide ? rank_in_row() * bins : 0;
+    wide ? sync_row() : __syncthreads();
     u64 own[OWN], sum = 0;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-        const int bin = threadIdx.x * OWN + i;
-        own[i] = (u64)s.high[bin] << 32 | s.low[bin];
-        s.high[bin] = s.low[bin] = 0;
+        const int bin = start + first + i;
+        own[i] = 0;
+        if (i < per && first + i < bins) {
+            if (wide) {
+#pragma unroll
+                for (int rank = 0; rank < RANKS; ++rank)
+                    own[i] += (u64)*in_block(&s.high[bin], rank) << 32 | *in_block(&s.low[bin], rank);
+            } else {
+                own[i] = (u64)s.high[bin] << 32 | s.low[bin];
+            }
+        }
         sum += own[i];
     }
     const Scan scan = scan_block(sum, s);
-    u64 before = scan.before;
+    u64 before = scan.before, total = scan.total;
+    if (wide) before += before_block(total, s);
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) s.high[bin] = s.low[bin] = 0;
+    if (p >= 0.0f) need = part_of(p, total);
+    const bool reached = need <= total;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-        if (before < need && need <= before + own[i]) {
-            s.digit = threadIdx.x * OWN + i;
-            s.rest = need - before;
+        if (reached && before < need && need <= before + own[i]) {
+            for (int rank = 0; rank < blocks; ++rank) {
+                *(wide ? in_block(&s.digit, rank) : &s.digit) = start + first + i;
+                *(wide ? in_block(&s.rest, rank) : &s.rest) = need - before;
+            }
         }
         before += own[i];
     }
-    __syncthreads();
+    wide ? sync_row() : __syncthreads();
+    if (!reached) return false;
     digit = s.digit;
-    rest = s.rest;
-    return need <= scan.total;
+    need = s.rest;
+    return true;
 }
 
-// Tokens with a position in [from, limit) and l >= cut. They are in the list if it has room for them, else in the row.
+// Tokens with a position in [from, limit) and l >= cut. All those of the row are in the list if it has room for them.
 struct Candidates {
-    float from = 0.0f, limit = ALIVE, cut = -INFINITY;
+    float cut, from = 0.0f, limit = ALIVE;
     bool listed = false;
     int count = 0;  // length of the list, if listed
 
@@ -152,52 +231,43 @@ struct Candidates {
         return from <= position && position < limit && l >= cut;
     }
 
+    // Calls f for this block's candidates, or for all of them if they are listed.
     template <typename F>
     __device__ __forceinline__ void each(const Row& row, const Shared& s, F f) const {
         if (listed) {
-            for (int i = threadIdx.x; i < count; i += THREADS) {
-                if (has(row, s.list[i])) f(s.list[i]);
-            }
-        } else {
-            visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float*, const float* l) {
-#pragma unroll
-                for (int i = 0; i < LATER; ++i) {
-                    if (has(row, l[i])) f(l[i]);
-                }
-            });
+            for (int i = threadIdx.x; i < count; i += THREADS) f(s.list[i]);
+            return;
         }
+        visit(row, row.first + threadIdx.x, row.end, THREADS, [&](float l) {
+            if (has(row, l)) f(l);
+        });
     }
 
-    // Counts the candidates and stores them in the list if they fit. masses: also returns the masses of the whole row
-    // and of the candidates.
-    __device__ __noinline__ void gather(bool masses, const Row& row, Shared& s, u64& of_row, u64& of_these) {
+    __device__ __noinline__ void gather(const Row& row, Shared& s) {
+        float* own = RANKS > 1 ? s.own : s.list;
         __syncthreads();
         if (threadIdx.x == 0) s.count = 0;
         __syncthreads();
-        u64 all = 0, these = 0;
-        visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float*, const float* l) {
-#pragma unroll
-            for (int i = 0; i < LATER; ++i) {
-                const u64 mass = masses ? row.mass(l[i]) : 0;
-                all += mass;
-                if (!has(row, l[i])) continue;
-                these += mass;
-                const int at = atomicAdd(&s.count, 1);
-                if (at < LIST) s.list[at] = l[i];
-            }
+        each(row, s, [&](float l) {
+            const int at = atomicAdd(&s.count, 1);
+            if (at < LIST) own[at] = l;
         });
-        __syncthreads();
-        count = s.count;
+        sync_row();
+        int ends[RANKS];
+        count = 0;
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) ends[rank] = count += *in_block(&s.count, rank);
         listed = count <= LIST;
-        if (!masses) return;
-        of_row = scan_block(all, s).total;
-        of_these = scan_block(these, s).total;
-    }
-
-    __device__ __noinline__ u64 mass(const Row& row, Shared& s) const {
-        u64 sum = 0;
-        each(row, s, [&](float l) { sum += row.mass(l); });
-        return scan_block(sum, s).total;
+        if (RANKS == 1 || !listed) return;
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            int rank = 0, before = 0;
+#pragma unroll
+            for (int other = 0; other < RANKS - 1; ++other) {
+                if (i >= ends[other]) rank = other + 1, before = ends[other];
+            }
+            s.list[i] = *in_block(&s.own[i - before], rank);
+        }
+        __syncthreads();
     }
 };
 
@@ -211,11 +281,13 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
     return __int_as_float(rank >> 31 ? rank : rank ^ 0x7fffffff);
 }
 
-// Returns the smallest l of the fewest largest candidates whose sum reaches `need`. The sum is their number or, with
-// masses, their mass; `need` is at most the sum of all candidates.
-__device__ __noinline__ float least_kept(bool masses, const Row& row, Shared& s, Candidates among, u64 need) {
+// Returns the smallest l of the fewest largest candidates (l >= cut) that have together `need` tokens or, with p >= 0,
+// a fraction p of their mass; -inf if there are fewer.
+__device__ __noinline__ float least_kept(const Row& row, Shared& s, float cut, u64 need, float p) {
+    const bool masses = p >= 0.0f;
+    Candidates among = {cut};
     int digit;
-    u64 rank = 0, none;
+    u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
         const bool first = shift == 32;  // the digit of the position, before those of the bits
         among.each(row, s, [&](float l) {
@@ -224,11 +296,11 @@ __device__ __noinline__ float least_kept(bool masses, const Row& row, Shared& s,
             const int bin = first ? (int)row.position(l) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
             add(s, bin, masses ? row.mass(l) : 1);
         });
-        find(s, need, digit, need);
+        if (!find(!among.listed, first ? p : -1.0f, s, need, digit)) return -INFINITY;
         if (first) {
             among.from = digit;
             among.limit = digit + 1;
-            if (!among.listed) among.gather(false, row, s, none, none);
+            among.gather(row, s);
         } else {
             rank = rank << (top - shift) | digit;
         }

@@ -17,22 +17,14 @@
 // token alone and in any batch. logprob is the token's log-probability under the unmodified logits. A row with NaN, or
 // with only -inf, gives token -1.
 //
-//   sample_token   one block per row. The first pass finds maximum and log-sum-exp and suffices for temperature 0.
-//                  A last pass adds up the masses kept and draws. top-k and top-p search the smallest l kept among
-//                  candidates, digit by digit, each with a histogram: of (max - l) / temperature, then of the bits of l
+//   sample_token   one block per row, or a cluster of blocks, each with a contiguous part of the row. The first pass finds
+//                  maximum and log-sum-exp and suffices for temperature 0. A last pass adds up the masses kept and
+//                  draws. top-k and top-p search the smallest l kept, digit by digit, each with a histogram: of
+//                  (max - l) / temperature, then of the bits of l
 //   mark_seen      sets seen for the tokens of prompts
-//
-//   candidates    top-k: l at least as large as the k-th largest of the threads' own maxima
-//                 top-p: mass above (1 - p) / V of the total, since all smaller masses together do not reach 1 - p
 #include "tokens/candidates.cuh"
+#include "lib/copies.cuh"
 #include "lib/overlap.cuh"
-
-// A fraction p of a mass, rounded up, and at least 1.
-__device__ __forceinline__ u64 part_of(float p, u64 mass) {
-    const u64 part = (u64)(p * 18446744073709551616.0f);  // p 2^64
-    const u64 need = __umul64hi(part, mass) + (part * mass != 0);
-    return need > 0 ? need : 1;
-}
 
 // 64 random bits: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
@@ -70,36 +62,73 @@ struct Best {
     }
 };
 
-// Finds the maximum of a row, and the maximum and sum of its logits. The order of additions depends only on V.
+// Copies this block's part of the row to shared memory, and with FIRST_STORED the columns of its first pass behind it.
+__device__ void request(const Row& row) {
+    const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
+    for (int i = threadIdx.x; i < length; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
+    if (!FIRST_STORED) return;
+    float* columns = row.stored + (row.V + RANKS - 1) / RANKS;
+    for (int i = threadIdx.x; i < lines * SHARE; i += THREADS) {
+        const int column = i / SHARE * PASS + rank_in_row() * SHARE + i % SHARE;
+        if (column < row.V) copy_float(columns + i, row.x + column);
+    }
+}
+
+// Waits for the copies, and changes the logits of seen tokens in this block's part.
+__device__ void receive(const Row& row) {
+    wait_for_copies();
+    if (row.seen) {
+        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // this thread's copies
+            float& l = row.stored[i - row.first];
+            l = row.penalised(l, row.seen[i]);
+        }
+    }
+    __syncthreads();
+}
+
+// Finds the best l of a row, and maximum and sum of its logits. The order of additions depends only on V: each warp of
+// a block stands for one of a block of PASS threads, or for several in turn, and every block gets the results of all.
 __device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    best = {-INFINITY, 0x7fffffff};
+    const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
+    const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
+    constexpr int STEP = FIRST_STORED ? SHARE : PASS;
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; ++turn) {
+    for (int thread = threadIdx.x; thread < SHARE; thread += THREADS) {
+        const int column = start + thread, count = (row.V - column + PASS - 1) / PASS;
         Best own = {-INFINITY, 0x7fffffff};
         Online online = {-INFINITY, 0.0f};
-        const auto take = [&](int first, const float(&raw)[FIRST], const float* l) {
+        float next[FIRST];
+        load_columns(columns + thread, count * STEP, STEP, -INFINITY, next);
+        for (int done = 0; done < count; done += FIRST) {
+            float raw[FIRST], l[FIRST];
+            const int first = column + done * PASS, left = count - done - FIRST;
+#pragma unroll
+            for (int i = 0; i < FIRST; ++i) l[i] = raw[i] = next[i];
+            if (left > 0) load_columns(columns + thread + (done + FIRST) * STEP, left * STEP, STEP, -INFINITY, next);
+            if (row.seen) {
+                unsigned char seen[FIRST];
+                load_columns(row.seen + first, row.V - first, PASS, (unsigned char)0, seen);
+#pragma unroll
+                for (int i = 0; i < FIRST; ++i) l[i] = row.penalised(raw[i], seen[i]);
+            }
             online.take(raw);
 #pragma unroll
             for (int i = 0; i < FIRST; ++i) {
                 if (l[i] > own.l) own = {l[i], first + i * PASS};
             }
-        };
-        visit<FIRST, true>(row, turn * THREADS + threadIdx.x, row.V, PASS, take);
-        best.add(own);
+        }
+        own = own.of_warp();
         online = online.of_warp();
-        if (lane == 0) s.online[turn * WARPS + warp] = online;
+        const int warp = (start + thread) / 32;
+        if (lane < RANKS) {
+            *in_block(&s.l[warp], lane) = own.l;
+            *in_block(&s.id[warp], lane) = own.id;
+            *in_block(&s.online[warp], lane) = online;
+        }
     }
-    const Best of_lanes = best.of_warp();
-    if (lane == 0) s.l[warp] = of_lanes.l, s.id[warp] = of_lanes.id;
-    __syncthreads();
+    sync_row();
+    best = Best{s.l[lane], s.id[lane]}.of_warp();
     all = s.online[lane].of_warp();
-}
-
-// The best of the warps' results.
-__device__ Best best_of_warps(const Shared& s) {
-    const int lane = threadIdx.x % 32;
-    return Best{lane < WARPS ? s.l[lane] : -INFINITY, lane < WARPS ? s.id[lane] : 0x7fffffff}.of_warp();
 }
 
 // Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
@@ -107,91 +136,62 @@ __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
     if (row.max == -INFINITY) return true;
     if (online.sum == online.sum) return false;
     if (online.max < INFINITY) return true;
-    __syncthreads();
-    if (threadIdx.x == 0) s.bad = 0;
-    __syncthreads();
-    visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float* raw, const float*) {
-#pragma unroll
-        for (int i = 0; i < LATER; ++i) {
-            if (raw[i] != raw[i]) s.bad = 1;
-        }
-    });
-    __syncthreads();
+    bool bad = false;
+    for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) bad = bad || row.x[i] != row.x[i];
+    if (bad) {
+        for (int rank = 0; rank < RANKS; ++rank) *in_block(&s.bad, rank) = 1;
+    }
+    sync_row();
     return s.bad;
 }
 
 // filter() and draw() are not inlined: with them, the kernel would spill registers.
 
-// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen.
-__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
-    Candidates among;
-    u64 all, these, rest;
-    if (0 < k && k < row.V) {
-        int digit;
-        if (k <= THREADS) {
-            if (row.position(largest) < ALIVE) add(s, (int)row.position(largest), 1);
-            if (find(s, k, digit, rest)) among.limit = digit + 1;
-        }
-        among.gather(false, row, s, all, all);
-        if (among.count >= k) among.cut = least_kept(false, row, s, among, k);  // else all tokens that have a mass stay
-    }
-    if (p >= 1.0f) return among.cut;
-    if (among.cut > -INFINITY) {
-        all = among.mass(row, s);
-    } else {
-        const float usual = row.position(largest) < ALIVE ? row.weight(largest) : 0.0f;
-        const u64 least = scan_block((u64)(usual * UNIT), s).total;  // the mass of the threads' maxima alone
-        const float share = (1.0f - p) / row.V * ((float)least / UNIT);
-        among.limit = fminf(1.0f - __logf(share) * (BINS / REACH), ALIVE);
-        among.gather(true, row, s, all, these);
-        if (these < part_of(p, all)) {
-            among.limit = ALIVE;
-            among.gather(false, row, s, these, these);
-        }
-    }
-    return least_kept(true, row, s, among, part_of(p, all));
+// Returns the smallest l that top-k and top-p keep.
+__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p) {
+    float cut = -INFINITY;
+    if (0 < k && k < row.V) cut = least_kept(row, s, cut, k, -1.0f);  // with less than k, all that have a mass stay
+    return p < 1.0f ? least_kept(row, s, cut, 0, p) : cut;
 }
 
-// Draws a token with a mass of at least `least` and l >= cut.
-__device__ __noinline__ void draw(const Row& row, Shared& s, float cut, u64 least) {
+// Draws a token with a mass of at least `least` and l >= cut. Returns it in the block that has it, -1 in others.
+__device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int length = (row.V + WARPS - 1) / WARPS, first = warp * length;  // a contiguous part of the row per warp
+    const int length = (row.end - row.first + WARPS - 1) / WARPS;  // a contiguous part of the block's part per warp
+    const int first = row.first + warp * length;
     const auto kept = [&](float l) {
         if (!(l >= cut)) return (u64)0;
         const u64 mass = row.mass(l);
         return mass >= least ? mass : 0;
     };
     u64 sum = 0;
-    visit<LATER>(row, first + lane, min(first + length, row.V), 32, [&](int, const float*, const float* l) {
-#pragma unroll
-        for (int i = 0; i < LATER; ++i) sum += kept(l[i]);
-    });
+    visit(row, first + lane, min(first + length, row.end), 32, [&](float l) { sum += kept(l); });
     const Scan scan = scan_block(sum, s);
-    const u64 r = __umul64hi(s.random, scan.total);
-    const u64 before = __shfl_sync(0xffffffffu, scan.before, 0);
-    const u64 after = __shfl_sync(0xffffffffu, scan.before + sum, 31);
+    u64 total = scan.total;
+    const u64 lower = before_block(total, s), r = __umul64hi(s.random, total);
+    if (r < lower || r - lower >= scan.total) return -1;
+    const u64 before = lower + __shfl_sync(0xffffffffu, scan.before, 0);
+    const u64 after = lower + __shfl_sync(0xffffffffu, scan.before + sum, 31);
     if (lane == 0 && before <= r && r < after) s.digit = first, s.rest = r - before;
     __syncthreads();
-    const int begin = s.digit, end = min(begin + length, row.V);
+    const int begin = s.digit, end = min(begin + length, row.end);
     u64 rest = s.rest;
     for (int base = begin; base < end; base += THREADS) {
         const int id = base + threadIdx.x;
         u64 mass = 0;
-        float raw = 0.0f;
-        visit<1>(row, id, min(id + 1, end), 1, [&](int, const float* x, const float* l) {
-            mass = kept(l[0]);
-            raw = x[0];
-        });
+        visit(row, id, min(id + 1, end), 1, [&](float l) { mass += kept(l); });
         const Scan here = scan_block(mass, s);
-        if (here.before <= rest && rest < here.before + mass) s.token = id, s.raw = raw;
+        if (here.before <= rest && rest < here.before + mass) s.token = id;
         if (rest < here.total) break;
         rest -= here.total;
     }
     __syncthreads();
+    return s.token;
 }
 
-// grid (M), block (SAMPLE_THREADS)
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
+// grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS). Dynamic shared memory for SAMPLE_STORED: ceil(V / SAMPLE_CLUSTER)
+// floats, and with 2 also 1024 ceil(V / 1024) / SAMPLE_CLUSTER.
+extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bounds__(SAMPLE_THREADS) sample_token(
     const float* logits,              // (M, V)
     const float* temperature,         // (B)
     const float* top_p,               // (B)
@@ -212,45 +212,47 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
     int B, int V, int n_ctx) {
     __shared__ Shared s;
-    const int m = blockIdx.x, thread = threadIdx.x;
+    extern __shared__ float stored[];
+    const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
     const auto sequence = [&] { return row ? row[m] : m; };
     int b = sequence();
     let_next_start();
+    if (RANKS > 1) arrive_in_cluster();
     if (b < 0 || b >= B) {
         wait_for_previous();
-        if (turn && thread == 0) ++turn[m];
+        if (turn && rank == 0 && thread == 0) ++turn[m];
         return;
     }
     const float heat = temperature[b], p = top_p[b], part = min_p[b];
-    const int k = top_k[b];
+    const int k = top_k[b], length = (V + RANKS - 1) / RANKS;
     Row values = {logits + (long long)m * V, seen + (long long)b * V, V, repetition_penalty[b]};
     values.less = 1.0f / values.penalty;
     if (values.penalty == 1.0f) values.seen = nullptr;
+    values.first = min(rank * length, V);
+    values.end = min(values.first + length, V);
+    values.stored = stored;
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
+    if (thread == 0) s.bad = 0;
     wait_for_previous();
+    if (STORED) request(values);
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
+    if (STORED) receive(values);
+    if (RANKS > 1) wait_for_cluster();  // all blocks run, so that their shared memory can be written
 
     Best best;
     Online online;
     first_pass(values, s, best, online);
-    const float largest = best.l;  // of this thread
-    best = best_of_warps(s);
     values.max = best.l;
-
     const bool none = hopeless(values, s, online);
-    int id = best.id;
-    float raw = best.l;
-    if (heat == 0.0f) {
-        if (values.seen && !none) raw = values.x[id];
-    } else if (!none) {
+    int id = rank == 0 ? best.id : -1;
+    if (heat != 0.0f && !none) {
         values.inverse = 1.0f / heat;
         values.scale = fminf(values.inverse * (BINS / REACH), 1e38f);
-        const float cut = filter(values, s, k, p, largest);
-        draw(values, s, cut, (u64)(part * UNIT));
-        id = s.token;
-        raw = s.raw;
+        const float cut = filter(values, s, k, p);
+        id = draw(values, s, cut, (u64)(part * UNIT));
     }
-    if (thread > 0) return;
+    if (thread > 0 || id < 0) return;
+    const float raw = none ? 0.0f : values.x[id];
     b = sequence();  // again, as a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
@@ -261,9 +263,10 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     logprob[b] = likely;
     if (row) next_token[m] = chosen, next_position[m] = at, turn[m] += 1;
     if (report) {  // in host memory, so that the host needs no copy
-        int* to = report + half * 2 * gridDim.x + m;
+        const int M = gridDim.x / RANKS;
+        int* to = report + half * 2 * M + m;
         to[0] = chosen;
-        to[gridDim.x] = __float_as_int(likely);
+        to[M] = __float_as_int(likely);
     }
     if (!none) seen[(long long)b * V + id] = 1;
 }
