@@ -127,7 +127,8 @@ def choose_geometry(
         part, columns = ceil(V / n), PASS // n * ceil(V / PASS)
         sizes = [4 * part, 4 * (part + columns)]
         fitting = [size for size in sizes if size <= room - STATIC]
-        if rows * n <= sms and fitting:
+        at_once = sms if n == 2 else sms * 4 // 5  # larger clusters leave multiprocessors over
+        if rows * n <= at_once and fitting:
             blocks, stored, shared = n, len(fitting), fitting[-1]
             break
     if threads is None:

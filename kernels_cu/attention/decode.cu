@@ -64,6 +64,10 @@
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
 #define AS_CLUSTER 1
 #endif
+#if AS_CLUSTER == 1  // a kernel with clusters of one block starts later
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
 #ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
 #define AS_BLOCKS 1
 #endif

@@ -1,10 +1,14 @@
 // The smallest logit kept by top-k and top-p. Part of tokens/sample.cu.
 //
-// A row belongs to the blocks of a cluster, each with a part of its columns. The search goes digit by digit, as in a
-// radix sort, but it follows only the digit that contains the last token kept. The first digit is that of
-// (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram; the following digits are taken
-// from the bits of l. Bins hold token counts or masses as 64-bit integers, so that they can be added up in any order.
-// Once the candidates fit a list, every block has all of them and goes on alone, with the same result.
+// A row belongs to the blocks of a cluster, each with a part of its columns. Candidates are found by histograms of
+// (max l - l) / temperature, which spreads tokens evenly over the bins:
+//
+//   top-k   tokens not below the bin of the k-th largest of the threads' own maxima
+//   top-p   tokens in the bin at which the running sum of masses reaches p
+//
+// If there is one for each thread at most, every block sorts all of them. Otherwise the search goes on digit by digit of
+// the bits of l, as in a radix sort that follows only the digit that contains the last token kept. Bins hold token
+// counts or masses as 64-bit integers, so that they can be added up in any order.
 //
 // Functions that are called from several places are not inlined: the file would compile twice as long as any other,
 // and the first token would wait for it.
@@ -27,8 +31,8 @@
 #ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_LIST  // capacity of the candidate list in shared memory
-#define SAMPLE_LIST 2048
+#ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
+#define SAMPLE_LIST SAMPLE_THREADS
 #endif
 
 typedef unsigned long long u64;
@@ -39,11 +43,11 @@ constexpr int PASS = 1024;            // threads of the largest block: the first
 constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // of a histogram: 11 bits
-constexpr int OWN = BINS / THREADS;   // bins of a thread
 constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73
 constexpr float ALIVE = BINS - 1;     // positions from here on have no mass
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
+static_assert(LIST <= THREADS, "a thread sorts one candidate");
 
 struct Shared {
     unsigned low[BINS], high[BINS];  // a 64-bit histogram in two halves: shared memory has no 64-bit atomics
@@ -54,7 +58,9 @@ struct Shared {
     float l[32];                     // the best of each warp of a pass
     int id[32];
     Online online[32];
+    int counts[RANKS];               // of the blocks' candidates
     int count, digit, token, bad;
+    float cut;
     u64 random;
 };
 
@@ -76,25 +82,19 @@ struct Row {
     }
 };
 
-// Calls f(l) for the columns first, first + step ... before `end`, of this block's part.
+// Calls f(l) for every LATER of the columns first, first + step ... before `end`, of this block's part; l is -inf beyond.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
-    if (STORED) {
-#pragma unroll 4
-        for (; first < end; first += step) f(row.stored[first - row.first]);
-        return;
-    }
     for (; first < end; first += LATER * step) {
         float l[LATER];
-        load_columns(row.x + first, end - first, step, -INFINITY, l);
-        if (row.seen) {
+        load_columns(STORED ? row.stored + first - row.first : row.x + first, end - first, step, -INFINITY, l);
+        if (!STORED && row.seen) {
             unsigned char seen[LATER];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
 #pragma unroll
             for (int i = 0; i < LATER; ++i) l[i] = row.penalised(l[i], seen[i]);
         }
-#pragma unroll
-        for (int i = 0; i < LATER; ++i) f(l[i]);
+        f(l);
     }
 }
 
@@ -168,108 +168,126 @@ __device__ __forceinline__ u64 part_of(float p, u64 mass) {
     return need > 0 ? need : 1;
 }
 
-__device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
-    const unsigned low = (unsigned)value, before = atomicAdd(&s.low[bin], low);
-    const unsigned high = (unsigned)(value >> 32) + (before + low < before);
-    if (high) atomicAdd(&s.high[bin], high);
+__device__ __forceinline__ void count(Shared& s, int bin) { atomicAdd(&s.low[bin], 1); }
+
+// Adds values to bins; a negative bin is none.
+__device__ __forceinline__ void add(Shared& s, const int (&bin)[LATER], const u64 (&value)[LATER]) {
+    unsigned before[LATER];
+#pragma unroll
+    for (int i = 0; i < LATER; ++i) before[i] = bin[i] < 0 ? 0 : atomicAdd(&s.low[bin[i]], (unsigned)value[i]);
+#pragma unroll
+    for (int i = 0; i < LATER; ++i) {
+        const unsigned high = (unsigned)(value[i] >> 32) + (before[i] + (unsigned)value[i] < before[i]);
+        if (bin[i] >= 0 && high) atomicAdd(&s.high[bin[i]], high);
+    }
 }
 
-// Finds the first bin at which the running sum reaches `need`, which becomes the part of it that this bin contributes.
-// Clears the histogram. wide: the bins of all blocks are added up, of which each block takes a share. p: `need` is this
-// fraction of the sum of all bins, unless it is negative. Returns false if that sum is less than `need`.
-__device__ __noinline__ bool find(bool wide, float p, Shared& s, u64& need, int& digit) {
-    const int blocks = wide ? RANKS : 1, bins = BINS / blocks, per = bins > THREADS ? bins / THREADS : 1;
-    const int first = threadIdx.x * per, start = wide ? rank_in_row() * bins : 0;
-    wide ? sync_row() : __syncthreads();
+// Finds the first bin at which the running sum over all blocks reaches `need`, which becomes the part of it that this
+// bin contributes. Each block adds up a share of the bins. Clears the histogram. p: `need` is this fraction of the sum
+// of all bins, unless it is negative. Returns false if that sum is less than `need`.
+__device__ __noinline__ bool find(float p, Shared& s, u64& need, int& digit) {
+    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins of a block, of a thread
+    const int first = rank_in_row() * MINE + threadIdx.x * OWN;
+    sync_row();
     u64 own[OWN], sum = 0;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-        const int bin = start + first + i;
         own[i] = 0;
-        if (i < per && first + i < bins) {
-            if (wide) {
+        if (threadIdx.x * OWN < MINE) {
 #pragma unroll
-                for (int rank = 0; rank < RANKS; ++rank)
-                    own[i] += (u64)*in_block(&s.high[bin], rank) << 32 | *in_block(&s.low[bin], rank);
-            } else {
-                own[i] = (u64)s.high[bin] << 32 | s.low[bin];
-            }
+            for (int rank = 0; rank < RANKS; ++rank)
+                own[i] += (u64)*in_block(&s.high[first + i], rank) << 32 | *in_block(&s.low[first + i], rank);
         }
         sum += own[i];
     }
     const Scan scan = scan_block(sum, s);
-    u64 before = scan.before, total = scan.total;
-    if (wide) before += before_block(total, s);
+    u64 total = scan.total, before = scan.before + before_block(total, s);
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) s.high[bin] = s.low[bin] = 0;
     if (p >= 0.0f) need = part_of(p, total);
     const bool reached = need <= total;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         if (reached && before < need && need <= before + own[i]) {
-            for (int rank = 0; rank < blocks; ++rank) {
-                *(wide ? in_block(&s.digit, rank) : &s.digit) = start + first + i;
-                *(wide ? in_block(&s.rest, rank) : &s.rest) = need - before;
+            for (int rank = 0; rank < RANKS; ++rank) {
+                *in_block(&s.digit, rank) = first + i;
+                *in_block(&s.rest, rank) = need - before;
             }
         }
         before += own[i];
     }
-    wide ? sync_row() : __syncthreads();
+    sync_row();
     if (!reached) return false;
     digit = s.digit;
     need = s.rest;
     return true;
 }
 
-// Tokens with a position in [from, limit) and l >= cut. All those of the row are in the list if it has room for them.
+// Tokens with a position in [from, limit) and l >= cut.
 struct Candidates {
-    float cut, from = 0.0f, limit = ALIVE;
-    bool listed = false;
-    int count = 0;  // length of the list, if listed
+    float cut, from, limit;
 
     __device__ __forceinline__ bool has(const Row& row, float l) const {
         const float position = row.position(l);
         return from <= position && position < limit && l >= cut;
     }
 
-    // Calls f for this block's candidates, or for all of them if they are listed.
-    template <typename F>
-    __device__ __forceinline__ void each(const Row& row, const Shared& s, F f) const {
-        if (listed) {
-            for (int i = threadIdx.x; i < count; i += THREADS) f(s.list[i]);
-            return;
-        }
-        visit(row, row.first + threadIdx.x, row.end, THREADS, [&](float l) {
-            if (has(row, l)) f(l);
-        });
-    }
-
-    __device__ __noinline__ void gather(const Row& row, Shared& s) {
+    // Returns the number of candidates of the row. If it is at most LIST, s.list has them.
+    __device__ __noinline__ int gather(const Row& row, Shared& s) const {
         float* own = RANKS > 1 ? s.own : s.list;
-        __syncthreads();
         if (threadIdx.x == 0) s.count = 0;
         __syncthreads();
-        each(row, s, [&](float l) {
-            const int at = atomicAdd(&s.count, 1);
-            if (at < LIST) own[at] = l;
-        });
-        sync_row();
-        int ends[RANKS];
-        count = 0;
+        visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
 #pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) ends[rank] = count += *in_block(&s.count, rank);
-        listed = count <= LIST;
-        if (RANKS == 1 || !listed) return;
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            int rank = 0, before = 0;
-#pragma unroll
-            for (int other = 0; other < RANKS - 1; ++other) {
-                if (i >= ends[other]) rank = other + 1, before = ends[other];
+            for (int i = 0; i < LATER; ++i) {
+                if (!has(row, l[i])) continue;
+                const int at = atomicAdd(&s.count, 1);
+                if (at < LIST) own[at] = l[i];
             }
-            s.list[i] = *in_block(&s.own[i - before], rank);
-        }
+        });
         __syncthreads();
+        if (RANKS == 1) return s.count;
+        if (threadIdx.x < RANKS) *in_block(&s.counts[rank_in_row()], threadIdx.x) = s.count;
+        sync_row();
+        int all = 0, rank = 0, before = 0;
+#pragma unroll
+        for (int other = 0; other < RANKS; ++other) {
+            if (threadIdx.x >= all) rank = other, before = all;
+            all += s.counts[other];
+        }
+        if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
+        return all;  // a thread reads the candidate that it has copied
     }
 };
+
+// Sorts the listed candidates and returns the first one at which the sum reaches `need`, which it does. The histogram,
+// which is empty, serves to exchange them.
+__device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int count, u64 need) {
+    const int i = threadIdx.x;
+    float l = i < count ? s.list[i] : -INFINITY;
+#pragma unroll 1
+    for (int size = 2; size < 2 * count; size *= 2) {  // runs of this length become sorted, the largest l first
+#pragma unroll 1
+        for (int distance = size / 2; distance > 0; distance /= 2) {
+            float other;
+            if (distance < 32) {
+                other = __shfl_xor_sync(0xffffffffu, l, distance);
+            } else {
+                s.low[i] = __float_as_int(l);
+                __syncthreads();
+                other = __int_as_float(s.low[i ^ distance]);
+                __syncthreads();
+            }
+            const bool larger = ((i & distance) == 0) == ((i & size) == 0);
+            l = larger ? fmaxf(l, other) : fminf(l, other);
+        }
+    }
+    s.low[i] = 0;
+    const u64 own = i < count ? masses ? row.mass(l) : 1 : 0;
+    const u64 before = scan_block(own, s).before;
+    if (before < need && need <= before + own) s.cut = l;
+    __syncthreads();
+    return s.cut;
+}
 
 // The rank of larger l is smaller.
 __device__ __forceinline__ unsigned rank_of(float l) {
@@ -281,26 +299,33 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
     return __int_as_float(rank >> 31 ? rank : rank ^ 0x7fffffff);
 }
 
-// Returns the smallest l of the fewest largest candidates (l >= cut) that have together `need` tokens or, with p >= 0,
-// a fraction p of their mass; -inf if there are fewer.
-__device__ __noinline__ float least_kept(const Row& row, Shared& s, float cut, u64 need, float p) {
+// Returns the smallest l of the fewest largest candidates that have together `need` tokens or, with p >= 0, a fraction
+// p of their mass; -inf if there are fewer.
+__device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need, float p) {
     const bool masses = p >= 0.0f;
-    Candidates among = {cut};
     int digit;
     u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
         const bool first = shift == 32;  // the digit of the position, before those of the bits
-        among.each(row, s, [&](float l) {
-            const u64 own = rank_of(l);
-            if (!first && own >> top != rank) return;
-            const int bin = first ? (int)row.position(l) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
-            add(s, bin, masses ? row.mass(l) : 1);
+        visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
+            int bin[LATER];
+            u64 value[LATER];
+#pragma unroll
+            for (int i = 0; i < LATER; ++i) {
+                const u64 own = rank_of(l[i]);
+                const bool here = among.has(row, l[i]) && (first || own >> top == rank);
+                bin[i] = first ? (int)row.position(l[i]) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
+                bin[i] = here ? bin[i] : -1;
+                value[i] = masses ? row.mass(l[i]) : 1;
+            }
+            add(s, bin, value);
         });
-        if (!find(!among.listed, first ? p : -1.0f, s, need, digit)) return -INFINITY;
+        if (!find(first ? p : -1.0f, s, need, digit)) return -INFINITY;
         if (first) {
             among.from = digit;
             among.limit = digit + 1;
-            among.gather(row, s);
+            const int here = among.gather(row, s);
+            if (here <= LIST) return select(masses, row, s, here, need);
         } else {
             rank = rank << (top - shift) | digit;
         }

@@ -26,6 +26,11 @@
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
 
+#if SAMPLE_CLUSTER == 1  // a kernel with clusters of one block starts later
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
+
 // 64 random bits: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     unsigned c[4] = {step, sample, 0, 0}, key0 = (unsigned)seed, key1 = (unsigned)(seed >> 32);
@@ -62,10 +67,11 @@ struct Best {
     }
 };
 
-// Copies this block's part of the row to shared memory, and with FIRST_STORED the columns of its first pass behind it.
-__device__ void request(const Row& row) {
+// Copies this block's part of the row to shared memory, unless only the largest l counts, and with FIRST_STORED the
+// columns of its first pass behind it.
+__device__ void request(const Row& row, bool greedy) {
     const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
-    for (int i = threadIdx.x; i < length; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
+    for (int i = threadIdx.x; i < length && !greedy; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
     if (!FIRST_STORED) return;
     float* columns = row.stored + (row.V + RANKS - 1) / RANKS;
     for (int i = threadIdx.x; i < lines * SHARE; i += THREADS) {
@@ -75,9 +81,9 @@ __device__ void request(const Row& row) {
 }
 
 // Waits for the copies, and changes the logits of seen tokens in this block's part.
-__device__ void receive(const Row& row) {
+__device__ void receive(const Row& row, bool greedy) {
     wait_for_copies();
-    if (row.seen) {
+    if (row.seen && !greedy) {
         for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // this thread's copies
             float& l = row.stored[i - row.first];
             l = row.penalised(l, row.seen[i]);
@@ -88,10 +94,12 @@ __device__ void receive(const Row& row) {
 
 // Finds the best l of a row, and maximum and sum of its logits. The order of additions depends only on V: each warp of
 // a block stands for one of a block of PASS threads, or for several in turn, and every block gets the results of all.
-__device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
+// Returns the largest l that this thread has seen, -inf if none.
+__device__ float first_pass(const Row& row, Shared& s, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
     const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
     constexpr int STEP = FIRST_STORED ? SHARE : PASS;
+    float largest = -INFINITY;
 #pragma unroll 1
     for (int thread = threadIdx.x; thread < SHARE; thread += THREADS) {
         const int column = start + thread, count = (row.V - column + PASS - 1) / PASS;
@@ -117,6 +125,7 @@ __device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
                 if (l[i] > own.l) own = {l[i], first + i * PASS};
             }
         }
+        largest = fmaxf(largest, own.l);
         own = own.of_warp();
         online = online.of_warp();
         const int warp = (start + thread) / 32;
@@ -129,6 +138,7 @@ __device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
     sync_row();
     best = Best{s.l[lane], s.id[lane]}.of_warp();
     all = s.online[lane].of_warp();
+    return largest;
 }
 
 // Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
@@ -147,11 +157,22 @@ __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
 
 // filter() and draw() are not inlined: with them, the kernel would spill registers.
 
-// Returns the smallest l that top-k and top-p keep.
-__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p) {
-    float cut = -INFINITY;
-    if (0 < k && k < row.V) cut = least_kept(row, s, cut, k, -1.0f);  // with less than k, all that have a mass stay
-    return p < 1.0f ? least_kept(row, s, cut, 0, p) : cut;
+// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen, if any.
+__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
+    Candidates among = {-INFINITY, 0.0f, ALIVE};
+    if (0 < k && k < row.V) {
+        const float at = row.position(largest);
+        u64 need = k;
+        int digit, listed = LIST + 1;
+        if (at < ALIVE) count(s, (int)at);
+        if (find(-1.0f, s, need, digit)) {
+            const Candidates largest_ones = {-INFINITY, 0.0f, digit + 1.0f};
+            listed = largest_ones.gather(row, s);
+        }
+        among.cut = listed <= LIST ? select(false, row, s, listed, k) : least_kept(row, s, among, k, -1.0f);
+        // -inf with fewer than k: then all tokens that have a mass stay
+    }
+    return p < 1.0f ? least_kept(row, s, among, 0, p) : among.cut;
 }
 
 // Draws a token with a mass of at least `least` and l >= cut. Returns it in the block that has it, -1 in others.
@@ -165,7 +186,10 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
         return mass >= least ? mass : 0;
     };
     u64 sum = 0;
-    visit(row, first + lane, min(first + length, row.end), 32, [&](float l) { sum += kept(l); });
+    visit(row, first + lane, min(first + length, row.end), 32, [&](const float(&l)[LATER]) {
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) sum += kept(l[i]);
+    });
     const Scan scan = scan_block(sum, s);
     u64 total = scan.total;
     const u64 lower = before_block(total, s), r = __umul64hi(s.random, total);
@@ -179,7 +203,7 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
     for (int base = begin; base < end; base += THREADS) {
         const int id = base + threadIdx.x;
         u64 mass = 0;
-        visit(row, id, min(id + 1, end), 1, [&](float l) { mass += kept(l); });
+        visit(row, id, min(id + 1, end), LATER, [&](const float(&l)[LATER]) { mass = kept(l[0]); });
         const Scan here = scan_block(mass, s);
         if (here.before <= rest && rest < here.before + mass) s.token = id;
         if (rest < here.total) break;
@@ -234,21 +258,22 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     if (thread == 0) s.bad = 0;
     wait_for_previous();
-    if (STORED) request(values);
+    if (STORED) request(values, heat == 0.0f);
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
-    if (STORED) receive(values);
+    if (FIRST_STORED) receive(values, heat == 0.0f);
     if (RANKS > 1) wait_for_cluster();  // all blocks run, so that their shared memory can be written
 
     Best best;
     Online online;
-    first_pass(values, s, best, online);
+    const float largest = first_pass(values, s, best, online);
+    if (STORED && !FIRST_STORED) receive(values, heat == 0.0f);
     values.max = best.l;
     const bool none = hopeless(values, s, online);
     int id = rank == 0 ? best.id : -1;
     if (heat != 0.0f && !none) {
         values.inverse = 1.0f / heat;
         values.scale = fminf(values.inverse * (BINS / REACH), 1e38f);
-        const float cut = filter(values, s, k, p);
+        const float cut = filter(values, s, k, p, largest);
         id = draw(values, s, cut, (u64)(part * UNIT));
     }
     if (thread > 0 || id < 0) return;
