@@ -71,7 +71,7 @@ def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
     if not isinstance(tokenizer, Lookup):
         return tokenizer
     several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
-    is_text = any(isinstance(each, str) for each in several)
+    is_text = any(issubclass(each, str) for each in {*map(type, several)})
     return tokenizer.encoding if is_text else tokenizer.at_hand
 
 

@@ -430,7 +430,7 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
         several = []
     if not several or isinstance(given, bytes):
         raise InputError(f"{name}: expected text, token ids or a list of them, got {given!r:.40}")
-    if all(isinstance(entry, (int, np.integer)) for entry in several):
+    if all(issubclass(each, (int, np.integer)) for each in {*map(type, several)}):
         return True, [several]
     return False, several
 

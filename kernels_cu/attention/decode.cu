@@ -64,7 +64,7 @@
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
 #define AS_CLUSTER 1
 #endif
-#if AS_CLUSTER == 1  // a kernel with clusters of one block starts later
+#if AS_CLUSTER == 1  // one block is launched without a cluster
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif

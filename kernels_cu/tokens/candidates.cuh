@@ -6,8 +6,8 @@
 //   top-k   tokens not below the bin of the k-th largest of the threads' own maxima
 //   top-p   tokens in the bin at which the running sum of masses reaches p
 //
-// If there is one for each thread at most, every block sorts all of them. Otherwise the search goes on digit by digit of
-// the bits of l, as in a radix sort that follows only the digit that contains the last token kept. Bins hold token
+// If there is one for each thread at most, every block sorts all of them. Otherwise the search goes on digit by digit
+// of the bits of l, as in a radix sort that follows only the digit that contains the last token kept. Bins hold token
 // counts or masses as 64-bit integers, so that they can be added up in any order.
 //
 // Functions that are called from several places are not inlined: the file would compile twice as long as any other,
@@ -82,7 +82,8 @@ struct Row {
     }
 };
 
-// Calls f(l) for every LATER of the columns first, first + step ... before `end`, of this block's part; l is -inf beyond.
+// Calls f(l) for every LATER of the columns first, first + step ... before `end`, of this block's part. Beyond, l is
+// -inf.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
@@ -170,16 +171,10 @@ __device__ __forceinline__ u64 part_of(float p, u64 mass) {
 
 __device__ __forceinline__ void count(Shared& s, int bin) { atomicAdd(&s.low[bin], 1); }
 
-// Adds values to bins; a negative bin is none.
-__device__ __forceinline__ void add(Shared& s, const int (&bin)[LATER], const u64 (&value)[LATER]) {
-    unsigned before[LATER];
-#pragma unroll
-    for (int i = 0; i < LATER; ++i) before[i] = bin[i] < 0 ? 0 : atomicAdd(&s.low[bin[i]], (unsigned)value[i]);
-#pragma unroll
-    for (int i = 0; i < LATER; ++i) {
-        const unsigned high = (unsigned)(value[i] >> 32) + (before[i] + (unsigned)value[i] < before[i]);
-        if (bin[i] >= 0 && high) atomicAdd(&s.high[bin[i]], high);
-    }
+__device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
+    const unsigned low = (unsigned)value, before = atomicAdd(&s.low[bin], low);
+    const unsigned high = (unsigned)(value >> 32) + (before + low < before);
+    if (high) atomicAdd(&s.high[bin], high);
 }
 
 // Finds the first bin at which the running sum over all blocks reaches `need`, which becomes the part of it that this
@@ -308,17 +303,13 @@ __device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates a
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
         const bool first = shift == 32;  // the digit of the position, before those of the bits
         visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
-            int bin[LATER];
-            u64 value[LATER];
 #pragma unroll
             for (int i = 0; i < LATER; ++i) {
                 const u64 own = rank_of(l[i]);
-                const bool here = among.has(row, l[i]) && (first || own >> top == rank);
-                bin[i] = first ? (int)row.position(l[i]) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
-                bin[i] = here ? bin[i] : -1;
-                value[i] = masses ? row.mass(l[i]) : 1;
+                if (!among.has(row, l[i]) || (!first && own >> top != rank)) continue;
+                const int bin = first ? (int)row.position(l[i]) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
+                masses ? add(s, bin, row.mass(l[i])) : count(s, bin);
             }
-            add(s, bin, value);
         });
         if (!find(first ? p : -1.0f, s, need, digit)) return -INFINITY;
         if (first) {
