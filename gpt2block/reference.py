@@ -324,11 +324,15 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Values above the diagonal are
     `fill`. With None that half is unspecified; here it is NaN, so that no caller relies on it.
     """
-    if fill is not None and as_float(fill) is None:
+    number = math.nan if fill is None else as_float(fill)
+    if number is None:
         raise InputError(f"fill: expected a number, got {shown(fill)}")
     q, k = (qkv[:, :, i].swapaxes(1, 2) for i in range(2))  # (B, NH, T, HS)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-    above = scores.dtype.type(math.nan if fill is None else fill)
+    with np.errstate(over="ignore"):
+        above = scores.dtype.type(number)
+    if math.isfinite(number) and np.isinf(above):
+        raise InputError(f"fill: expected a number that {scores.dtype} holds, got {shown(fill)}")
     result: Array = np.where(np.tri(q.shape[-2], dtype=bool), scores, above)
     return result
 

@@ -129,6 +129,15 @@ def test_the_reference_is_the_formula(fill: float | None) -> None:
         assert reference.trimat(qkv.astype(dtype), fill).dtype == dtype
 
 
+def test_a_fill_that_the_dtype_does_not_hold() -> None:
+    qkv = random(1, 2, 1, 2)
+    with pytest.raises(
+        InputError, match=r"fill: expected a number that float32 holds, got 1e\+300"
+    ):
+        reference.trimat(qkv, 1e300)
+    assert reference.trimat(qkv.astype(np.float64), 1e300)[0, 0, 0, 1] == 1e300
+
+
 def test_the_operation_describes_itself() -> None:
     sizes = {"B": 2, "T": 7, "NH": 3, "HS": 4}
     (qkv,) = OPERATION.make(sizes, np.random.default_rng(0))
