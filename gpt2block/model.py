@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from gpt2block.explain import Page
+    from gpt2block.text.chat import ChatTemplate, Message
     from gpt2block.text.generation import Generation, Overflow, Prompt, Prompts
     from gpt2block.text.scoring import Score
 
@@ -48,8 +49,8 @@ Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The keywords of `Model.generate` except `samples`, for type checkers."""
+class StreamOptions(TypedDict, total=False):
+    """The keywords of `Model.stream`, for type checkers."""
 
     max_new_tokens: int
     temperature: float
@@ -62,6 +63,11 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Iterable[str]
     stop_ids: Iterable[int] | None
     overflow: Overflow
+
+
+class GenerateOptions(StreamOptions, total=False):
+    """The keywords of `Model.generate` except `samples`, for type checkers."""
+
     rows_at_once: int | None
 
 
@@ -214,6 +220,21 @@ class Model(Generic[Weights]):
     def tokenizer(self) -> Encoding:
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
         return self.lookup.encoding
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How the model writes a conversation. Raises CheckpointError if it has no template."""
+        from gpt2block.checkpoints.chat_files import chat_template  # noqa: PLC0415
+        from gpt2block.text.chat import ChatTemplate  # noqa: PLC0415
+
+        found = chat_template(self._checkpoint) if self._checkpoint else None
+        if found is None:
+            raise CheckpointError(
+                f"{self.name}: it has no chat template: expected chat_template in "
+                "tokenizer_config.json, chat_template.jinja or the GGUF file, as models that were "
+                "trained on conversations have: use generate"
+            )
+        return ChatTemplate(*found)
 
     def tensors(self) -> Tensors:
         """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`."""
@@ -471,6 +492,26 @@ class Model(Generic[Weights]):
             stop_ids=stop_ids,
             overflow=overflow,
         )  # fmt: skip
+
+    def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
+        """The answer to a conversation.
+
+        messages: {"role": "user", "content": "…"} and so on, with the roles that the model's
+        template knows. The keywords are those of `generate`. The template writes the messages and
+        the beginning of the answer; names of special tokens in a message are ordinary text.
+
+        Raises as `generate` does; InputError for messages that the template refuses, and
+        CheckpointError for a model without a template.
+        """
+        prompt = self.chat_template.ids(self.tokenizer, messages)
+        return self.generate(prompt, **options)
+
+    def chat_stream(
+        self, messages: Sequence[Message], **options: Unpack[StreamOptions]
+    ) -> Generator[str, None, Generation]:
+        """Yield the answer of `chat` in pieces, as `stream` does."""
+        prompt = self.chat_template.ids(self.tokenizer, messages)
+        return self.stream(prompt, **options)
 
     @overload
     def score(  # type: ignore[overload-overlap]

@@ -316,6 +316,11 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
+def encode_chat(encoding: Encoding, text: str) -> list[int]:
+    """Token ids of a text from a chat template, which has the names of its special tokens."""
+    return _encode_text(encoding, text, True, "messages")
+
+
 def check_encodable(name: str, text: str) -> None:
     """Raise InputError for a lone surrogate, which UTF-8 cannot encode."""
     try:
