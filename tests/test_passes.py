@@ -25,6 +25,7 @@ from gpt2block.passes.prefill import Prefill, Products
 from gpt2block.run.block import BlockSpec
 from gpt2block.run.numpy_machine import NumpyMachine
 from gpt2block.run.recording import Recordings
+from gpt2block.weights.matrix import WeightMatrix
 from tests.outlines import decode, prefill
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
@@ -261,6 +262,20 @@ def test_a_measured_arena_is_as_large_as_the_recording_needs(
     recording.run()
     np.testing.assert_array_equal(recording.out.get(), np.full((1, 3), 8, np.float32))
     assert arenas.call_count == 1
+
+
+def test_steps_whose_options_differ_in_their_names_are_not_alike(emulated: Any) -> None:
+    def run(do: Any) -> Any:
+        a = do("a", "linear", ("x", "w"), gelu=True)
+        return do("c", "add", (a, do("b", "linear", ("x", "w"), decoding=True)))
+
+    x, w = (np.random.default_rng(n).standard_normal((8, 8), dtype=np.float32) for n in (0, 1))
+    tensors = {"x": cupy.asarray(x), "w": WeightMatrix(cupy.asarray(w), "float32", None, "NK")}
+    recording = Recordings().make(run, tensors)
+    recording.run()
+    product = reference.linear(x, w.T)
+    expected = reference.gelu(product) + product
+    np.testing.assert_allclose(recording.out.get(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_scales_of_several_sequences_are_measured(emulated: Any) -> None:

@@ -251,7 +251,8 @@ class Recording(Recorder):
         self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
         """The launches of a step and their further arrays: most steps are alike in all layers."""
-        kind = (step.op, out is None, kind, tuple(map(exactly, step.attrs.values())))
+        options = tuple([(name, exactly(option)) for name, option in step.attrs.items()])
+        kind = step.op, out is None, kind, options
         recipe, extra = self._recipes.get(kind, (None, ()))
         if recipe is not None:
             return recipe.at((*places, *addresses_of(extra))), extra
