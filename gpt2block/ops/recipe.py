@@ -8,7 +8,6 @@ launches are, except for the addresses.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +50,8 @@ class Recipe(NamedTuple):
             args = list(launch.args)
             for argument, array in places:
                 args[argument] = _moved(args[argument], addresses[array])
-            made.append(replace(launch, args=tuple(args)))
+            same = launch.name, launch.function, launch.grid, launch.block
+            made.append(type(launch)(*same, tuple(args), launch.shared))
         return tuple(made)
 
 
@@ -63,7 +63,7 @@ def _address(arg: Any) -> int:
 
 
 def _moved(arg: Any, address: int) -> Any:
-    return arg._replace(address=address) if type(arg) is TensorMap else np.uintp(address)
+    return TensorMap(address, *arg[1:]) if type(arg) is TensorMap else np.uintp(address)
 
 
 def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
