@@ -65,26 +65,17 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of `render`. Names of special tokens in messages are ordinary text."""
         checked(messages)
-        names = sorted(special_tokens(encoding), key=len, reverse=True)
-        if not any(name in text for text in _strings(messages) for name in names):
-            text = self.render(messages, add_generation_prompt, **variables)
-            return tokenizer.encode_chat(encoding, text)
-        everything = "".join(
-            (self.source, *_strings(messages), *_strings(list(variables.values())))
-        )
-        mark = next((each for each in MARKS if each not in everything), None)
-        if mark is None:
-            raise InputError("messages: expected no noncharacters (U+FDD0 to U+FDEF) in them")
-        found = re.compile("|".join(map(re.escape, names)))
-        broken = _mapped(messages, lambda text: found.sub(lambda at: mark.join(at[0]), text))
-        text = self._rendered(broken, add_generation_prompt, variables)
-        ids: list[int] = []
-        for part in re.split(f"({found.pattern})", text):
-            if found.fullmatch(part):
-                ids.append(encoding.encode_single_token(part))
-            elif part:
-                ids += encoding.encode_ordinary(part.replace(mark, ""))
-        return ids
+        given, mark = messages, ""
+        names = sorted(filter(None, encoding.special_tokens_set), key=len, reverse=True)
+        if any(name in text for text in _strings(messages) for name in names):
+            everything = "".join((self.source, *_strings([*messages, *variables.values()])))
+            mark = next((each for each in MARKS if each not in everything), "")
+            if not mark:
+                raise InputError("messages: expected no noncharacters (U+FDD0 to U+FDEF) in them")
+            found = re.compile("|".join(map(re.escape, names)))
+            given = _mapped(messages, lambda text: found.sub(lambda at: mark.join(at[0]), text))
+        text = self._rendered(list(given), add_generation_prompt, variables)
+        return tokenizer.encode_chat(encoding, text, mark)
 
     def _rendered(self, messages: Any, prompt: bool, variables: Mapping[str, Any]) -> str:
         given = {**self.tokens, "tools": None, "documents": None, **variables}
@@ -177,11 +168,6 @@ def checked(messages: Any) -> None:
             problem = f"expected a text as content, got {shown(message.get('content'))}"
             raise InputError(f"messages: {problem} at {index}")
         tokenizer.check_encodable(f"messages: content at {index}", message["content"])
-
-
-def special_tokens(encoding: Encoding) -> set[str]:
-    """The names of tokens that no ordinary text has."""
-    return {name for name in encoding.special_tokens_set if name}
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -316,9 +316,12 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
-def encode_chat(encoding: Encoding, text: str) -> list[int]:
-    """Token ids of a text from a chat template, which has the names of its special tokens."""
-    return _encode_text(encoding, text, True, "messages")
+def encode_chat(encoding: Encoding, text: str, mark: str = "") -> list[int]:
+    """Token ids of a text from a chat template, which has the names of its special tokens.
+
+    mark: a character that stands inside names which are ordinary text, and is left out.
+    """
+    return _encode_text(encoding, text, True, "messages", mark)
 
 
 def check_encodable(name: str, text: str) -> None:
@@ -333,25 +336,27 @@ def check_encodable(name: str, text: str) -> None:
         ) from error
 
 
-def _encode_text(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Token ids of the text alone."""
+def _encode_text(
+    encoding: Encoding, text: str, special: bool, name: str, mark: str = ""
+) -> list[int]:
+    """Token ids of the text alone. mark: as in `encode_chat`."""
     check_encodable(name, text)
+    known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
+    names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
     try:
-        if not isinstance(encoding, tiktoken.Encoding):
-            if special and isinstance(encoding, TokenizersEncoding):
-                return encoding.encode(text, allowed_special="all")
-            return encoding.encode_ordinary(text)
-        if not special or not encoding.special_tokens_set:
+        if not names:
             return _encode_ordinary(encoding, text)
-        names = sorted(encoding.special_tokens_set, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        if isinstance(encoding, TokenizersEncoding) and not mark:
+            return encoding.encode(text, allowed_special="all")
+        longest_first = sorted(names, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
         return [
             token
             for index, part in enumerate(parts)
             for token in (
                 [encoding.encode_single_token(part)]
                 if index % 2
-                else _encode_ordinary(encoding, part)
+                else _encode_ordinary(encoding, part.replace(mark, ""))
             )
         ]
     except BaseException as error:
@@ -360,13 +365,13 @@ def _encode_text(encoding: Encoding, text: str, special: bool, name: str) -> lis
         raise InputError(f"{name}: the tokenizer fails on this text: {error}: split it") from error
 
 
-def _encode_ordinary(encoding: tiktoken.Encoding, text: str) -> list[int]:
+def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
     """encode_ordinary, with separate encoding of long runs of white space, which make it panic.
 
     GPT-2's pattern never joins white space to the text before it. It takes a run as one piece,
     without its last character if text follows, because that may begin the next piece.
     """
-    if not _splits_words(encoding):
+    if not isinstance(encoding, tiktoken.Encoding) or not _splits_words(encoding):
         return encoding.encode_ordinary(text)
     ids: list[int] = []
     start = 0
