@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -101,7 +102,7 @@ def stored_tensors(
             yield name, on_host(matrix.data), matrix.layout
 
 
-class StoredModel:
+class StoredModel(ABC):
     """What engines of a model share: its weights, as they are stored.
 
     kv_dtype: as in `kv_cache_dtype`.
@@ -141,15 +142,15 @@ class StoredModel:
         self._matrices.setdefault("lm_head", self._matrices["wte"])
         return largest
 
+    @abstractmethod
     def _vector(self, array: NDArray[Any]) -> Any:
         """A vector in float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _matrix(
         self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
     ) -> WeightMatrix:
         """A matrix in the dtype of the model."""
-        raise NotImplementedError
 
 
 def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
