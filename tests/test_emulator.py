@@ -582,3 +582,17 @@ def test_messages_of_the_compiler_go_to_the_caller(races: bool, tmp_path: Path) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compile_kernel_file(source, races=races)
+
+
+def test_memory_with_two_owners_is_allocated_as_long_as_one_lives() -> None:
+    from gpt2block.emulator import stand_in  # noqa: PLC0415  (with CuPy replaced elsewhere)
+
+    memory = bytearray(1200)
+    kept, dropped = (np.frombuffer(memory, np.float32) for _ in range(2))
+    x = stand_in.adopt(kept)
+    address = x.data.ptr
+    stand_in.adopt(dropped)
+    del dropped
+    assert stand_in._allocation(address) == (address, kept.nbytes)
+    del x, kept
+    assert stand_in._allocation(address) is None

@@ -35,7 +35,9 @@ ATTRIBUTES = {
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
-_memory: dict[int, tuple[weakref.ref[Any], int]] = {}  # address → the array that owns it, bytes
+# (address, id of the array that owns it) → that array, bytes. Memory can have several owners, each
+# a view of something that is no array: it is allocated as long as one of them lives.
+_memory: dict[tuple[int, int], tuple[weakref.ref[Any], int]] = {}
 
 
 class MemoryPointer:
@@ -134,11 +136,8 @@ def adopt(array: np.ndarray[Any, Any]) -> ndarray:
 def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
     """Register memory that kernels may read and write as long as `owner` lives."""
 
-    def freed(reference: weakref.ref[Any]) -> None:
-        if _memory.get(address, (None,))[0] is reference:
-            del _memory[address]
-
-    _memory[address] = weakref.ref(owner, freed), nbytes
+    key = address, id(owner)
+    _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
 
 
 def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
@@ -284,7 +283,7 @@ def _span(kernel: str, pointer: Any) -> loader.Span:
 
 def _allocation(address: int) -> tuple[int, int] | None:
     """First byte and size of the live allocation of an address, or None."""
-    for start, (owner, nbytes) in _memory.items():
+    for (start, _), (owner, nbytes) in _memory.items():
         if start <= address < start + max(1, nbytes) and owner() is not None:
             return start, nbytes
     return None
