@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
     from gpt2block.run.model import KVCache
     from gpt2block.sampling import Sampling
-    from gpt2block.text.generation import Generation
+    from gpt2block.text.rows import Generation
     from gpt2block.text.scoring import Score, ScoredToken, ScoredTokens
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import TwoPartMatrix
@@ -108,7 +108,7 @@ _NAMES = {  # module → its names here
     "model": "GPT2 Llama Model from_pretrained",
     "run.model": "KVCache",
     "sampling": "Sampling",
-    "text.generation": "Generation",
+    "text.rows": "Generation",
     "text.scoring": "Score ScoredToken ScoredTokens",
     "weights.matrix": "WeightMatrix",
     "weights.two_part": "TwoPartMatrix",

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from gpt2block.explain import Page
     from gpt2block.text.chat import ChatTemplate, Message
-    from gpt2block.text.generation import Generation, Overflow, Prompt, Prompts
+    from gpt2block.text.generation import Overflow, Prompt, Prompts
+    from gpt2block.text.rows import Generation
     from gpt2block.text.scoring import Score
 
 Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also (B, T)

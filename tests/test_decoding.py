@@ -18,6 +18,7 @@ from gpt2block.run import cuda_decoding
 from gpt2block.run.model import DTYPES, Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
+from gpt2block.text.rows import Generation
 from tests.devices import GPU, SOMEWHERE, running_on
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
@@ -35,7 +36,7 @@ def random_prompts(lengths: list[int], config: GPT2Config = TINY) -> list[Ids]:
     return [rng.integers(config.vocab_size, size=n).astype(np.int32) for n in lengths]
 
 
-def the_same(got: generation.Generation, expected: generation.Generation) -> bool:
+def the_same(got: Generation, expected: Generation) -> bool:
     """Whether all is equal, on a GPU to the last bit; BLAS depends on the number of rows."""
     near = np.allclose(got.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
     return near and (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
@@ -209,7 +210,7 @@ def test_threads(device: str) -> None:
     prompts = random_prompts([1 + 5 * b % 16 for b in range(24)])
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.1, "rows_at_once": 5}
     options["seed"] = 1
-    expected, found = m.generate(prompts, **options), dict[int, list[generation.Generation]]()
+    expected, found = m.generate(prompts, **options), dict[int, list[Generation]]()
 
     def run(first: int) -> None:
         found[first] = m.generate(prompts[first:], **options)

@@ -22,7 +22,7 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.text.generation import Generation
+from gpt2block.text.rows import Generation
 from gpt2block.text.scoring import score
 from tests.markov import MarkovEngine, byte_encoding, cycle
 from tests.test_compare import CONFIG, IDS, device  # noqa: F401

@@ -13,10 +13,17 @@ from gpt2block.text.scheduling import START_COST, RowScheduler
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=40)
 
 
+def scheduler_of(rows: int, slots: int) -> RowScheduler[int]:
+    """With rows 0, 1, 2 … waiting."""
+    scheduler: RowScheduler[int] = RowScheduler(slots)
+    scheduler.add(range(rows))
+    return scheduler
+
+
 @given(lengths=LENGTHS, slots=st.integers(1, 12))
 def test_every_row_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int) -> None:
     """lengths: for each row, the steps of each of its times in a slot."""
-    scheduler, left = RowScheduler(len(lengths), slots), [list(times) for times in lengths]
+    scheduler, left = scheduler_of(len(lengths), slots), [list(times) for times in lengths]
     running: dict[int, tuple[int, int]] = {}  # slot → row, steps left
     started: list[int] = []
     missed: Counter[int] = Counter()  # steps that ended rows have waited for
@@ -53,7 +60,7 @@ def test_every_row_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int
 
 
 def test_one_row_does_not_wait() -> None:
-    scheduler = RowScheduler(5, 2)
+    scheduler = scheduler_of(5, 2)
     assert scheduler.place() == [(0, 0), (1, 1)]
     scheduler.release(1)
     assert scheduler.place() == [(1, 2)]
@@ -67,7 +74,7 @@ def test_one_row_does_not_wait() -> None:
 def test_rows_wait_for_others_while_many_run(ended: int) -> None:
     """Until the steps they missed are worth a start: the more have ended, the sooner."""
     slots = 64 * START_COST
-    scheduler = RowScheduler(2 * slots, slots)
+    scheduler = scheduler_of(2 * slots, slots)
     assert scheduler.place() == [(row, row) for row in range(slots)]
     for slot in range(ended):
         scheduler.release(slot)

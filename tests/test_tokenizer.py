@@ -27,7 +27,7 @@ from gpt2block.checkpoints import save_pretrained
 from gpt2block.model import as_sequences
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import byte_characters, bytes_of_id, bytes_of_ids, token_sizes
-from gpt2block.text.generation import Text
+from gpt2block.text.rows import Text
 from gpt2block.text.tokenizer_json import SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
 from tests import refusals

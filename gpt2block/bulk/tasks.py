@@ -17,7 +17,8 @@ from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
 from gpt2block.text import scoring
 from gpt2block.text.encoding import Encoding, token_sizes
-from gpt2block.text.generation import BAD_WEIGHTS, Overflow, Run
+from gpt2block.text.generation import Overflow, Run
+from gpt2block.text.rows import BAD_WEIGHTS
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpt2block.model import Model
-    from gpt2block.text.generation import Row, Run
+    from gpt2block.text.generation import Run
+    from gpt2block.text.rows import Row
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
 MOST_PROMPT = 2**24  # bytes: 16 MiB

@@ -201,13 +201,19 @@ class CudaDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            for group in in_groups(sorted(starts), PREFILL_TOKENS, lambda start: len(start.ids)):
-                slots = np.array([start.slot for start in group], np.int32)
-                self._steps.of(self._model, len(slots))  # compiles while the prompts run
-                logits = self._model.prefill_slots([s.ids for s in group], slots, self._cache)
-                step = self._steps.begin(self._model, group, slots, logits)
-                self._in_flight.append(step.sample(slots))
-                self._left[slots] = [start.steps - 1 for start in group]
+            for continued in (False, True):  # a row's kernels depend on it, not on other rows
+                chosen = sorted(start for start in starts if (start.cached > 0) == continued)
+                for group in in_groups(chosen, PREFILL_TOKENS, _tokens_of):
+                    self._start(group)
+
+    def _start(self, group: Sequence[Start]) -> None:
+        slots, cached = np.array([(start.slot, start.cached) for start in group], np.int32).T
+        self._steps.of(self._model, len(slots))  # compiles while the prompts run
+        new = [start.ids[start.cached :] for start in group]
+        logits = self._model.prefill_slots(new, slots, cached, self._cache)
+        step = self._steps.begin(self._model, group, slots, logits)
+        self._in_flight.append(step.sample(slots))
+        self._left[slots] = [start.steps - 1 for start in group]
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
@@ -235,6 +241,11 @@ class CudaDecoding:
         self._in_flight.append(step.run(slots))
         self._left[slots] -= 1
         return True
+
+
+def _tokens_of(start: Start) -> int:
+    """The tokens that the start of a sequence computes."""
+    return len(start.ids) - start.cached
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

@@ -359,11 +359,14 @@ class CudaModel(StoredModel):
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
-    def prefill_slots(self, sequences: Sequence[Ids], slots: Ids, cache: CudaCache) -> CudaArray:
-        """Compute sequences as the only tokens of these rows of the cache, in ascending order.
+    def prefill_slots(
+        self, sequences: Sequence[Ids], slots: Ids, cached: Ids, cache: CudaCache
+    ) -> CudaArray:
+        """Compute sequences after the first `cached` tokens of these rows of the cache, (N,) each.
 
-        Returns their last logits (N or more, V) until the next prefill. Numbers are rounded up, so
-        that other sequences can use the same launches.
+        Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
+        V) until the next prefill. Numbers are rounded up, so that other sequences can use the same
+        launches.
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest, ends = sum(lengths), max(lengths), None
@@ -371,8 +374,13 @@ class CudaModel(StoredModel):
             ends = rounded_up(len(slots), 2)
             rows = max(rounded_up(rows, 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        prefill = self._prefill_programs(cache, self._shape(cache, rows, longest, ends))
-        prefill.run(self, sequences, slots, np.zeros(cache.batch, np.int32), "last")
+        shape = self._shape(cache, rows, longest, ends)
+        if self.on_tensor_cores:
+            shape = replace(shape, continued=bool(cached.any()))
+        starts = np.zeros(cache.batch, np.int32)
+        starts[slots] = cached
+        prefill = self._prefill_programs(cache, shape)
+        prefill.run(self, sequences, slots, starts, "last")
         return prefill.out
 
     def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:

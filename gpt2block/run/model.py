@@ -269,6 +269,7 @@ class Start(NamedTuple):
     steps: int  # the most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
     drawn: int = 0  # tokens that the sequence has drawn before
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
+    cached: int = 0  # tokens of ids, fewer than all, that the slot's last sequence had computed
 
 
 class Sampled(NamedTuple):

@@ -204,8 +204,8 @@ class NumpyDecoding:
         self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
 
     def start(self, starts: Sequence[Start]) -> None:
-        for slot, ids, sampling, steps, drawn, seen in starts:
-            self._cache.lengths[slot], self._next[slot] = 0, ids
+        for slot, ids, sampling, steps, drawn, seen, cached in starts:
+            self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot] = sampling
             self._left[slot], self._drawn[slot] = steps, drawn
             self._seen[slot] = 0

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
 
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
 
 
-class RowScheduler:
-    """Assigns rows 0, 1, 2 … to slots; a slot takes another row when its row has left it.
+class RowScheduler(Generic[Item]):
+    """Assigns rows, in order, to slots; a slot takes another row when its row has left it.
 
     Starting rows stops the others for a while, however few start. Rows therefore wait in free slots
     until the steps that they have missed together cost as much as that: with one running row they
     start at once, with many they start together. A row waits for at most as many steps as rows run.
     """
 
-    def __init__(self, rows: int, slots: int) -> None:
-        self._new = iter(range(rows))
-        self._waiting = rows
-        self._again: deque[int] = deque()
+    def __init__(self, slots: int) -> None:
+        self._new: deque[Iterator[Item]] = deque()
+        self._again: deque[Item] = deque()
+        self._removed: dict[int, Item] = {}  # by id
+        self._waiting = 0
         self._free = list(range(slots))
-        self._row_of: list[int | None] = [None] * slots
+        self._row_of: list[Item | None] = [None] * slots
         self._running = 0
         self._missed = 0  # steps by waiting rows since the last start
 
@@ -29,7 +34,17 @@ class RowScheduler:
         """Whether any row runs or waits."""
         return self._running + self._waiting > 0
 
-    def place(self) -> list[tuple[int, int]]:
+    def add(self, rows: Sequence[Item]) -> None:
+        """Let rows wait, after those that do. Each is looked up when it starts."""
+        self._new.append(iter(rows))
+        self._waiting += len(rows)
+
+    def remove(self, row: Item) -> None:
+        """Let a waiting row not start."""
+        self._removed[id(row)] = row
+        self._waiting -= 1
+
+    def place(self) -> list[tuple[int, Item]]:
         """The slots and rows that start now, before the next step."""
         count = min(len(self._free), self._waiting)
         self._missed += count
@@ -44,11 +59,26 @@ class RowScheduler:
         self._running += count
         return placed
 
-    def _take(self) -> int:
+    def _take(self) -> Item:
+        """The next row that waits; there is one."""
         self._waiting -= 1
-        return self._again.popleft() if self._again else next(self._new)
+        while True:
+            row = self._again.popleft() if self._again else self._next()
+            if self._removed.pop(id(row), None) is None:
+                return row
 
-    def row_of(self, slot: int) -> int:
+    def _next(self) -> Item:
+        """The next one of those that have not started yet."""
+        while True:
+            for row in self._new[0]:
+                return row
+            self._new.popleft()
+
+    def slot_of(self, row: Item) -> int | None:
+        """The slot in which a row runs, or None."""
+        return next((slot for slot, each in enumerate(self._row_of) if each is row), None)
+
+    def row_of(self, slot: int) -> Item:
         """The row that runs in this slot."""
         row = self._row_of[slot]
         assert row is not None

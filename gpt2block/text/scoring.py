@@ -21,8 +21,9 @@ from gpt2block.errors import InputError
 from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, as_array, bytes_of_id, token_sizes
-from gpt2block.text.generation import BAD_WEIGHTS, Overflow
+from gpt2block.text.generation import Overflow
 from gpt2block.text.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
+from gpt2block.text.rows import BAD_WEIGHTS
 
 Pooling = Literal["mean", "last"]
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score

@@ -1,0 +1,200 @@
+"""Continuous batching: rows that come and go in the slots of a decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.run.model import Floats, Ids, ModelEngine, Start
+from gpt2block.text.encoding import bytes_of_ids
+from gpt2block.text.rows import Ends, Row
+from gpt2block.text.scheduling import RowScheduler
+
+
+class Batch:
+    """Generates the tokens of rows, each with its own prompt, sampling and end.
+
+    `step` computes the next tokens of all rows that run; `submit` adds rows at any time, and
+    `cancel` ends them. The tokens of a row do not depend on the others. An exception in the engine
+    leaves a batch that must not be used again.
+
+    slots, n_ctx, fewer: as for ModelEngine.decode; no prompt and its new tokens, without the last
+    one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
+    that the last row in its slot had as well. Other kernels may have computed their keys and
+    values, so that last bits depend on that row.
+    """
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        slots: int,
+        n_ctx: int,
+        fewer: bool = False,
+        reuse: bool = False,
+    ) -> None:
+        self.n_ctx = n_ctx
+        self._decoding = engine.decode(slots, n_ctx, fewer)
+        slots = self._decoding.slots
+        self._scheduler: RowScheduler[Row] = RowScheduler(slots)
+        self._new = _NewTokens(slots, n_ctx, engine.config.vocab_size)
+        self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
+        self._started: dict[int, Start] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row runs or waits."""
+        return self._scheduler.busy
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """Add rows, which start when slots are free, in this order."""
+        self._scheduler.add(rows)
+
+    def step(self, each_token: bool = True) -> list[Row]:
+        """Compute a token of all rows that run, after starting those for which there are slots.
+
+        Returns rows that took new tokens. each_token: all of them; else those that may have ended,
+        each with all its tokens. Raises RuntimeError when no row runs or waits.
+        """
+        starts = [self._start(slot, row) for slot, row in self._scheduler.place()]
+        if starts:
+            self._decoding.start(starts)
+        self._new.add(*self._decoding.next())
+        found, stopped = [], []
+        for slot in self._new.slots(each_token).tolist():
+            row = self._scheduler.row_of(slot)
+            row.add(*self._new.take(slot))
+            found.append(row)
+            if row.finish_reason:
+                if self._new.left[slot]:
+                    stopped.append(slot)
+                self._release(slot, row)
+            elif not self._new.left[slot]:
+                self._release(slot, row, again=True)
+        if stopped:
+            self._decoding.stop(np.array(stopped, np.int32))
+        return found
+
+    def cancel(self, rows: Sequence[Row]) -> None:
+        """End rows that run or wait; those that have ended stay as they are."""
+        for row in rows:
+            if row.finish_reason:
+                continue
+            slot = self._scheduler.slot_of(row)
+            if slot is None:
+                self._scheduler.remove(row)
+            else:
+                taken = self._new.take(slot)
+                if taken[0]:
+                    row.add(*taken)
+                self._new.left[slot] = 0
+                self._decoding.stop(np.array([slot], np.int32))
+                self._release(slot, row)
+            if not row.finish_reason:
+                row.cancel()
+
+    def _start(self, slot: int, row: Row) -> Start:
+        start = row.start(slot)
+        self._new.begin(start, row.ends)
+        if self._computed is not None:
+            start = start._replace(cached=_common(self._computed.pop(slot, None), start.ids))
+            self._started[slot] = start
+        return start
+
+    def _release(self, slot: int, row: Row, again: bool = False) -> None:
+        self._scheduler.release(slot, again)
+        if self._computed is not None:
+            start = self._started.pop(slot)
+            drawn = np.array(row.tokens[start.drawn : -1], np.int32)  # not the last one
+            self._computed[slot] = np.concatenate([start.ids, drawn])
+
+
+def _common(before: Ids | None, ids: Ids) -> int:
+    """How many tokens of `ids`, without the last one, `before` begins with as well."""
+    if before is None:
+        return 0
+    most = min(len(before), len(ids) - 1)
+    different = np.flatnonzero(before[:most] != ids[:most])
+    return int(different[0]) if len(different) else most
+
+
+class _Endings:
+    """Tokens that may end a row: stop ids, and those with the last byte of a stop string.
+
+    The bytes of a token are looked up when it is sampled for the first time.
+    """
+
+    def __init__(self, ends: Ends, vocab_size: int) -> None:
+        self._encoding = ends.encoding
+        self._bytes = {string.encode()[-1] for string in ends.stop}
+        if any(string[-1] == "\ufffd" for string in ends.stop):  # the end of any invalid bytes
+            self._bytes = set(range(256))
+        self._may_end = np.zeros(vocab_size, bool)
+        self._known = np.full(vocab_size, not ends.stop)
+        stop_ids = list(ends.stop_ids)
+        self._may_end[stop_ids] = self._known[stop_ids] = True
+
+    def of(self, tokens: Ids) -> NDArray[np.bool_]:
+        """Whether each of these tokens may end its row."""
+        for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+            data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
+            self._may_end[token] = not self._bytes.isdisjoint(data)
+            self._known[token] = True
+        return self._may_end[tokens]
+
+
+class _NewTokens:
+    """The tokens of the slots that rows have not taken yet, in arrays."""
+
+    def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
+        self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
+        self._vocab_size = vocab_size
+        self._endings: dict[Any, _Endings] = {}  # of the rows in slots, by what determines them
+        self._of_slot: list[Any] = [None] * slots  # its key there
+        self._count = np.zeros(slots, np.int64)  # tokens in the arrays
+        self._tokens = np.empty((slots, n_ctx), np.int32)
+        self._logprobs = np.empty((slots, n_ctx), np.float32)
+        self._latest, self._ending = np.empty(0, np.int32), np.empty(0, bool)
+
+    def begin(self, start: Start, ends: Ends) -> None:
+        """Expect tokens of a slot. ends: of its row."""
+        self.left[start.slot] = start.steps
+        key = ends.stop, ends.stop_ids, id(ends.encoding)
+        self._of_slot[start.slot] = key
+        if key not in self._endings:
+            used = set(self._of_slot)
+            self._endings = {each: found for each, found in self._endings.items() if each in used}
+            self._endings[key] = _Endings(ends, self._vocab_size)
+
+    def add(self, slots: Ids, tokens: Ids, logprobs: Floats) -> None:
+        """Store a token of each of these slots."""
+        at = self._count[slots]
+        self._tokens[slots, at] = tokens
+        self._logprobs[slots, at] = logprobs
+        self._count[slots] = at + 1
+        self.left[slots] -= 1
+        wrong = (tokens < 0) | np.isnan(logprobs)
+        self._latest = slots
+        self._ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
+
+    def _may_end(self, slots: Ids, tokens: Ids) -> NDArray[np.bool_]:
+        if len(self._endings) == 1:
+            (endings,) = self._endings.values()
+            return endings.of(tokens)
+        found = np.zeros(len(slots), bool)
+        keys = [self._of_slot[slot] for slot in slots.tolist()]
+        for key in set(keys):
+            same = np.array([each == key for each in keys])
+            found[same] = self._endings[key].of(tokens[same])
+        return found
+
+    def slots(self, each_token: bool) -> Ids:
+        """The slots whose tokens are to be taken: of the latest ones those that may end, or all."""
+        return self._latest if each_token else self._latest[self._ending]
+
+    def take(self, slot: int) -> tuple[list[int], list[float]]:
+        """Remove and return the tokens of a slot and their log-probabilities."""
+        count, self._count[slot] = self._count[slot], 0
+        return self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()

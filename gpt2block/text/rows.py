@@ -1,0 +1,242 @@
+"""One continuation while it is generated: its tokens, its text, and what ends it."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+
+from gpt2block import notebook
+from gpt2block.errors import Argument, InputError
+from gpt2block.run.model import Ids, Start
+from gpt2block.sampling import Sampling
+from gpt2block.text.encoding import Encoding, bytes_of_ids
+from gpt2block.text.lookup import ReadLater, Tokenizer, of_outputs
+
+FinishReason = Literal["length", "stop", "context"]
+SHOWN_TEXT = 200  # characters of a text in `repr`
+BAD_WEIGHTS = (
+    "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
+    Argument("dtype", "float32"),
+)
+
+
+@dataclass(frozen=True)
+class Generation(ReadLater):
+    """One continuation of a prompt.
+
+    text: ends before the stop string or stop token; decoded when it is read, and "" without a
+        tokenizer.
+    tokens: all sampled tokens, including those of the stop.
+    logprobs: log-probabilities of the tokens under the model's own logits, before penalty,
+        temperature and filters.
+    finish_reason: "length" after max_new_tokens, "stop" after a stop string or stop token,
+        "context" when the context has no position left.
+    seed: the seed of the draw; the same seed and options give the same text.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    seed: int
+
+    def _repr_html_(self) -> str:
+        facts = f"{len(self.tokens):,} tokens, ended: {self.finish_reason}, seed {self.seed}"
+        return notebook.paragraph(self.text) + notebook.paragraph(facts)
+
+    def __repr__(self) -> str:
+        text = repr(self.text)
+        if len(text) > SHOWN_TEXT:
+            text = f"{text[: SHOWN_TEXT - 2]}…{text[-1]}"
+        return (
+            f"Generation({text}, {len(self.tokens)} tokens, "
+            f"finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The conditions that end a row. encoding: for stop strings; None without any."""
+
+    max_new_tokens: int
+    n_ctx: int
+    truncate: bool
+    stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    encoding: Encoding | None
+
+
+class Row:
+    """One continuation while it is generated.
+
+    Its tokens are decoded when the text is read, or at once where stop strings may end it.
+    finish_reason: None until it ends; "error" if its logits were NaN or infinite, which `error`
+    says.
+    """
+
+    def __init__(self, prompt: Ids, sampling: Sampling, encoding: Tokenizer, ends: Ends) -> None:
+        self.prompt, self.sampling, self.ends = prompt, sampling, ends
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | Literal["error", "cancelled"] | None = None
+        self.error: InputError | None = None
+        self._encoding = encoding
+        self._at_end_token = self._closed = False
+        self._text = Text(ends.stop)
+        self._decoded = 0  # tokens
+        self._pieces: list[str] = []
+        self._taken = 0
+
+    def start(self, slot: int) -> Start:
+        """The row's beginning in a slot, or, if its context is full, its newer half."""
+        ids, drawn, seen = self.prompt, len(self.tokens), None
+        if drawn:
+            seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+            ids = seen[-max(1, self.ends.n_ctx // 2) :]
+        steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
+        return Start(slot, ids, self.sampling, steps, drawn, seen)
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens, the last of which may end the row."""
+        if tokens[-1] < 0 or math.isnan(logprobs[-1]):
+            wrong = "NaN" if tokens[-1] < 0 else "infinite"
+            count = len(self.tokens) + len(tokens) - 1
+            problem = f"the logits are {wrong} after {count} new tokens: "
+            self.error, self.finish_reason = InputError(problem, *BAD_WEIGHTS), "error"
+            return
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self._at_end_token = tokens[-1] in self.ends.stop_ids
+        if self.ends.stop:
+            self._decode()
+        reason: FinishReason | None = None
+        if self._at_end_token or self._text.stopped:
+            reason = "stop"
+        elif len(self.tokens) == self.ends.max_new_tokens:
+            reason = "length"
+        elif self._full and not self.ends.truncate:
+            reason = "context"
+        if reason:
+            self.close()
+            self.finish_reason = "stop" if self._text.stopped else reason
+
+    @property
+    def _full(self) -> bool:
+        """Whether the first context has no position left for the token sampled last."""
+        return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
+
+    def cancel(self) -> None:
+        """End the row before its tokens do."""
+        self.close()
+        self.finish_reason = "cancelled"
+
+    def close(self) -> None:
+        """End the text: characters that were held back become part of it."""
+        self._closed = True
+        if self.ends.stop:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Turn the new tokens into text, without the one that ended the row."""
+        end = len(self.tokens) - self._at_end_token
+        data = self._bytes(self.tokens[self._decoded : end])
+        self._pieces.append(self._text.add(data, final=self._closed))
+        self._decoded = end
+
+    def take(self) -> str:
+        """The text added since the last call."""
+        self._decode()
+        piece = "".join(self._pieces[self._taken :])
+        self._taken = len(self._pieces)
+        return piece
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the characters held back."""
+        self._decode()
+        return "".join(self._pieces)
+
+    def token_texts(self) -> list[str]:
+        """The text of each token alone, with U+FFFD for incomplete characters."""
+        return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
+
+    def result(self) -> Generation:
+        """The Generation of an ended row."""
+        reason = self.finish_reason
+        assert reason is not None
+        assert reason != "error"
+        assert reason != "cancelled"
+        tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
+        found = Generation("", tokens, logprobs, reason, self.sampling.seed)
+        return found.later(text=lambda: self.text)
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        encoding = of_outputs(self._encoding) if tokens else None
+        return b"" if encoding is None else bytes_of_ids(encoding, tokens)
+
+
+class Rows(Sequence[Row]):
+    """The rows of a call; each row is created when it is first used."""
+
+    def __init__(self, count: int, create: Callable[[int], Row]) -> None:
+        self._count, self._create = count, create
+        self._created: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        selected = range(self._count)[index]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        if selected not in self._created:
+            self._created[selected] = self._create(selected)
+        return self._created[selected]
+
+
+class Text:
+    """Incremental decoder of UTF-8 that holds back the possible beginning of a stop string.
+
+    The text ends before the stop string that is complete first, for any division of the bytes.
+    """
+
+    def __init__(self, stop: tuple[str, ...] = ()) -> None:
+        self.stopped = False
+        self._stop = stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def add(self, data: bytes, final: bool = False) -> str:
+        """Decode `data` and return the text that is now certain to be before a stop string."""
+        if self.stopped:
+            return ""
+        self._held += self._decoder.decode(data, final)
+        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            certain = min(found)[1]
+        else:
+            certain = len(self._held) - (0 if final else self._possible_stop())
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+    def _possible_stop(self) -> int:
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
+        return max(
+            (
+                size
+                for s in self._stop
+                for size in range(1, min(len(s), len(self._held) + 1))
+                if self._held.endswith(s[:size])
+            ),
+            default=0,
+        )
