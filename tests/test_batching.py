@@ -1,0 +1,208 @@
+"""A batch: rows come and go, with the tokens that each has alone; a slot's tokens can be reused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import GPT2, GPT2Config, InputError
+from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.run.model import Ids, Start
+from gpt2block.text.batching import Batch
+from gpt2block.text.generation import Run, generate
+from gpt2block.text.rows import Row
+from tests.devices import SOMEWHERE, running_on
+from tests.markov import MarkovEngine, byte_encoding, cycle
+
+TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
+BYTES = byte_encoding()
+EVERYWHERE = pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
+
+
+def model(device: str, config: GPT2Config = TINY, dtype: str = "float32") -> GPT2:
+    weights = GPT2Weights.random(0, config)
+    return GPT2(weights, device="cpu" if device == "cpu" else "cuda", dtype=dtype)
+
+
+def on(device: str) -> Any:
+    return nullcontext() if device == "cpu" else running_on(device)
+
+
+def row_of(engine: Any, prompt: Any, encoding: Any = None, **options: Any) -> Row:
+    return Run(engine, encoding, prompt, **options).rows[0]
+
+
+def finish(batch: Batch) -> None:
+    while batch.busy:
+        batch.step()
+
+
+def random_options(rng: np.random.Generator) -> dict[str, Any]:
+    """Sampling and ends of a row; many end by chance."""
+    return {
+        "max_new_tokens": int(rng.integers(1, 12)),
+        "temperature": float(rng.choice([0, 0.3, 1])),
+        "top_k": int(rng.choice([0, 5])),
+        "top_p": float(rng.choice([1, 0.8])),
+        "repetition_penalty": float(rng.choice([1, 1.3])),
+        "seed": int(rng.integers(100)),
+        "stop_ids": rng.integers(TINY.vocab_size, size=rng.integers(1, 4)).tolist(),
+        "overflow": str(rng.choice(["error", "truncate"])),
+    }
+
+
+@EVERYWHERE
+def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
+    """On a GPU with the same bits. Some rows are cancelled, while they wait or run."""
+    rng = np.random.default_rng(3)
+    with on(device):
+        m = model(device)
+        count = 200 if device in ("cpu", "gpu") else 12
+        asked = [
+            (rng.integers(37, size=rng.integers(1, 25)).tolist(), random_options(rng))
+            for _ in range(count)
+        ]
+        rows = [row_of(m.engine, ids, **options) for ids, options in asked]
+        batch, arriving = Batch(m.engine, 5, TINY.n_ctx), list(rows)
+        cancelled = []
+        while arriving or batch.busy:
+            new = [arriving.pop(0) for _ in range(min(len(arriving), rng.poisson(1.5)))]
+            batch.submit(new)
+            if batch.busy:
+                batch.step(each_token=bool(rng.integers(2)))
+            ended = [row for row in rows if row not in arriving and rng.random() < 0.02]
+            cancelled += [row for row in ended if not row.finish_reason]
+            batch.cancel(ended)
+        for row, (ids, options) in zip(rows, asked, strict=True):
+            expected = m.generate(ids, **options)
+            n = len(row.tokens)
+            if row in cancelled:
+                assert row.finish_reason == "cancelled"
+                assert tuple(row.tokens) == expected.tokens[:n]
+            else:
+                assert row.finish_reason == expected.finish_reason
+                assert tuple(row.tokens) == expected.tokens
+            if device == "cpu":  # BLAS depends on the number of rows
+                np.testing.assert_allclose(row.logprobs, expected.logprobs[:n], atol=1e-4)
+            else:
+                assert tuple(row.logprobs) == expected.logprobs[:n]
+    assert cancelled
+
+
+def test_each_row_has_its_own_end() -> None:
+    """Stop strings, stop ids and lengths, of rows that run together."""
+    engine = MarkovEngine(cycle(257), script=None)
+    rows = [
+        row_of(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
+        row_of(engine, "a", BYTES, stop=["h", "zz"], temperature=0, max_new_tokens=20),
+        row_of(engine, "a", BYTES, stop_ids=[ord("d")], temperature=0, max_new_tokens=20),
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=3),
+        row_of(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
+    ]
+    batch = Batch(engine, 3, 64)
+    batch.submit(rows)
+    finish(batch)
+    assert [row.text for row in rows] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
+    reasons = [row.finish_reason for row in rows]
+    assert reasons == ["stop", "stop", "stop", "length", "stop"]
+
+
+def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
+    engine = MarkovEngine(cycle(257))
+    first, second, third = (
+        row_of(engine, text, BYTES, temperature=0, max_new_tokens=9, stop=["zz"]) for text in "afp"
+    )
+    batch = Batch(engine, 1, 64)
+    batch.submit([first, second, third])
+    for _ in range(3):
+        assert batch.step() == [first]
+    batch.cancel([first, second])
+    assert (first.text, first.finish_reason) == ("bcd", "cancelled")
+    assert (second.text, second.finish_reason) == ("", "cancelled")
+    batch.cancel([first])  # which has ended
+    assert batch.step() == [third]
+    finish(batch)
+    assert (third.text, third.finish_reason) == ("qrstuvwxy", "length")
+    assert not batch.busy
+    with pytest.raises(AssertionError):
+        first.result()
+
+
+def test_a_row_with_wrong_logits_ends_alone() -> None:
+    table = cycle(257)
+    table[ord("x")] = np.nan
+    engine = MarkovEngine(table)
+    rows = [row_of(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in ("u", "a")]
+    batch = Batch(engine, 2, 64)
+    batch.submit(rows)
+    finish(batch)
+    assert rows[0].finish_reason == "error"
+    assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
+    assert (rows[1].text, rows[1].error) == ("bcde", None)
+    with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
+        generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)
+
+
+class Spy:
+    """Notes how many tokens each start computes."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.computed: list[int] = []
+        decoding: Any = batch._decoding
+        start = decoding.start
+
+        def noted(starts: list[Start]) -> None:
+            self.computed += [len(each.ids) - each.cached for each in starts]
+            start(starts)
+
+        decoding.start = noted
+
+
+def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> Row:
+    row = row_of(engine, ids, temperature=0, **options)
+    batch.submit([row])
+    finish(batch)
+    return row
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str) -> None:
+    """Prompts that continue, repeat or leave what the last row had; near what they give alone."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=61)
+    rng = np.random.default_rng(0)
+    with on(device):
+        m = model(device, config, dtype)
+        batch = Batch(m.engine, 1, config.n_ctx, reuse=True)
+        spy = Spy(batch)
+        ids = rng.integers(61, size=9).tolist()
+        first = told(batch, m.engine, ids, max_new_tokens=6)
+        ids += first.tokens
+        again = ids[:]
+        prompts = [[*ids, 1, 2, 3], [*ids, 1, 2, 3], [*ids[:11], 5, 6], [7], again]
+        found = [told(batch, m.engine, each, max_new_tokens=4) for each in prompts]
+        assert spy.computed == [9, 4, 1, 2, 1, 15]
+        for row, prompt in zip(found, prompts, strict=True):
+            expected = m.generate(prompt, max_new_tokens=4, temperature=0)
+            assert tuple(row.tokens) == expected.tokens
+            np.testing.assert_allclose(row.logprobs, expected.logprobs, atol=2e-2)
+        twice = [told(batch, m.engine, prompts[0], max_new_tokens=4) for _ in range(2)]
+        assert twice[0].tokens == twice[1].tokens
+
+
+def test_a_cancelled_rows_tokens_are_reused() -> None:
+    m = model("cpu")
+    batch = Batch(m.engine, 1, TINY.n_ctx, reuse=True)
+    spy = Spy(batch)
+    row = row_of(m.engine, [1, 2, 3], temperature=0, max_new_tokens=9)
+    batch.submit([row])
+    for _ in range(4):
+        batch.step()
+    batch.cancel([row])
+    after: Ids = np.array([1, 2, 3, *row.tokens, 9], np.int32)
+    found = told(batch, m.engine, after.tolist(), max_new_tokens=5)
+    assert spy.computed == [3, 2]
+    assert tuple(found.tokens) == m.generate(after, max_new_tokens=5, temperature=0).tokens
