@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from gpt2block.explain import Page
     from gpt2block.text.chat import ChatTemplate, Message
+    from gpt2block.text.conversation import Conversation
     from gpt2block.text.generation import Overflow, Prompt, Prompts
     from gpt2block.text.rows import Generation
     from gpt2block.text.scoring import Score
@@ -513,6 +514,15 @@ class Model(Generic[Weights]):
         """Yield the answer of `chat` in pieces, as `stream` does."""
         prompt = self.chat_template.ids(self.tokenizer, messages)
         return self.stream(prompt, **options)
+
+    def conversation(self, messages: Iterable[Message] = ()) -> Conversation:
+        """A conversation that begins with these messages, and whose kv_cache stays.
+
+        Raises InputError for messages of another form, and CheckpointError as `chat` does.
+        """
+        from gpt2block.text.conversation import Conversation  # noqa: PLC0415
+
+        return Conversation(self.engine, self.tokenizer, self.chat_template, messages)
 
     @overload
     def score(  # type: ignore[overload-overlap]

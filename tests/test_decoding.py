@@ -174,7 +174,7 @@ def test_a_consumer_that_stops_or_fails(device: str) -> None:
         rows = iter(run)
         for _ in range(taken):
             next(rows)
-        rows.close()  # type: ignore[attr-defined]
+        rows.close()
     pieces = m.stream([1, 2])
     next(pieces, None)
     pieces.close()

@@ -13,6 +13,7 @@ from gpt2block import doctor
 from gpt2block.cli import map as cli_map
 from gpt2block.cli.bench_command import bench
 from gpt2block.cli.block import block
+from gpt2block.cli.chat import chat
 from gpt2block.cli.check import check
 from gpt2block.cli.codes import INTERRUPTED, WRONG
 from gpt2block.cli.compare import compare
@@ -38,6 +39,7 @@ add_command(app, convert, "convert out/ckpt.pt my-model --dtype bfloat16")
 add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
 add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
+add_command(app, chat, "chat --system 'You answer in one sentence.'")
 add_command(app, score, "score hamlet.txt --stride 64")
 add_command(app, info, "info shakespeare --json")
 add_command(app, block, "block --text 'To be, or not to be' --layer 2")

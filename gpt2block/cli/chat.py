@@ -1,0 +1,336 @@
+"""`gpt2block chat`: a conversation in the terminal.
+
+Modules that are slow to import are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gpt2block.cli.display import compiling, print_json, printable_lines, shown
+from gpt2block.cli.model import (
+    ModelOptions,
+    SamplingOptions,
+    load_model,
+    model_option,
+)
+from gpt2block.cli.options import option, path_of, path_option
+from gpt2block.cli.texts import read_text
+from gpt2block.errors import InputError, PrintableError
+
+if TYPE_CHECKING:
+    from gpt2block.text.conversation import Conversation
+
+MOST_FILE = 2**24  # bytes: 16 MiB
+QUOTES = '"""'  # before and after a message of several lines
+HELP = f"""\
+/reset               begin anew; the system message stays
+/undo                take back the last message and its answer
+/system TEXT         change the system message
+/save [FILE]         write the conversation as JSON, which --file reads
+/options             show the options of the answers
+/temperature X       change one of them; so too /top_k, /top_p, /min_p, /repetition_penalty,
+                     /max_new_tokens and /seed (- for a new one each time)
+/help                show this
+/quit                end, as Ctrl-D does
+
+{QUOTES} begins and ends a message of several lines. A message that begins with / is written with a
+space before it. Ctrl-C stops an answer."""
+
+
+@dataclass(frozen=True)
+class ChatModelOptions(ModelOptions):
+    model: str = model_option("smollm2")
+
+
+@dataclass(frozen=True)
+class ChatOptions(SamplingOptions):
+    """The keywords of `Conversation.stream`."""
+
+    max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
+    seed: int | None = option("The same seed gives the same answers; by default a new one each.")
+
+
+def chat(
+    *,
+    model: ChatModelOptions,
+    options: ChatOptions,
+    system: str | None = option("The system message, which tells the model how to answer."),
+    file: Path | None = path_option(
+        "Continue the conversation of this JSON file, as /save writes it."
+    ),
+    as_json: bool = option(
+        "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
+        "a line of JSON.",
+        False,
+        "--json",
+    ),
+) -> None:
+    """Talk to a model that was trained on conversations.
+
+    Each line is a message; /help lists commands. The answers go to stdout, everything else to
+    stderr. What the model has read stays in the kv_cache: only new tokens are computed.
+    """
+    from gpt2block.text.conversation import read_messages  # noqa: PLC0415
+
+    messages = [] if file is None else _read(file, read_messages)
+    if system is not None:
+        messages = [_system(system), *(m for m in messages if m["role"] != "system")]
+    loaded, _ = load_model(model, "generate --ids takes token ids instead of text")
+    conversation = loaded.conversation(messages)
+    if as_json:
+        _answer_lines(conversation, options)
+    else:
+        name = f"{loaded.name}, {loaded.dtypes}, {loaded.device}"
+        Session(conversation, options, file).run(name)
+
+
+def _system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
+    text = read_text(str(file), MOST_FILE)
+    try:
+        return read(json.loads(text))
+    except ValueError as error:  # also InputError
+        raise InputError(f"{file}: expected the messages of a conversation: {error}") from error
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+
+def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
+    """Answer the user's messages; others only become part of the conversation."""
+    from gpt2block.text.conversation import read_messages  # noqa: PLC0415
+
+    for line in filter(str.strip, sys.stdin):
+        try:
+            for message in read_messages(json.loads(line)):
+                if message["role"] == "user":
+                    print_json(_answered(conversation, message["content"], options))
+                else:
+                    conversation.messages.append(message)
+        except ValueError as error:  # also InputError
+            print_json({"error": str(error)})
+        sys.stdout.flush()
+
+
+def _answered(conversation: Conversation, text: str, options: ChatOptions) -> dict[str, Any]:
+    begun = perf_counter()
+    for _ in conversation.stream(text, **asdict(options)):
+        pass
+    row = conversation.answer
+    assert row is not None
+    return {
+        **conversation.messages[-1],
+        "finish_reason": row.finish_reason,
+        "tokens": len(row.tokens),
+        "prompt_tokens": len(row.prompt),
+        "reused_tokens": row.reused,
+        "left_out": conversation.left_out,
+        "seed": row.sampling.seed,
+        "seconds": perf_counter() - begun,
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+class Session:
+    """A conversation by lines of stdin. file: to which /save writes by default."""
+
+    def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
+        self.conversation, self.options, self.file = conversation, options, file
+        self._typed = sys.stdin.isatty()
+        self._stderr = Console(stderr=True, highlight=False)
+        self._written = {file}  # files that /save may replace
+        self._commands: dict[str, Callable[[str], None]] = {
+            "reset": self._reset,
+            "undo": self._undo,
+            "system": self._system,
+            "save": self._save,
+            "options": self._show_options,
+            "help": lambda _: self._say(HELP),
+        }
+
+    def run(self, name: str) -> None:
+        """Answer until the end of stdin or /quit. name: of the model."""
+        if self._typed:
+            with suppress(ImportError):  # there is none on Windows
+                import readline  # noqa: F401, PLC0415  (input() then edits, and has a history)
+            self._say(f"{name}: /help lists commands")
+        while (text := self._message()) is not None:
+            if text.startswith("/"):
+                name, _, argument = text[1:].partition(" ")
+                if name in ("quit", "exit"):
+                    return
+                self._refusable(lambda: self._command(name, argument.strip()))  # noqa: B023
+            elif text.strip():
+                self._refusable(lambda: self._answer(text.strip()))
+
+    def _message(self) -> str | None:
+        """The next message or command; None at the end of stdin. Ctrl-C gives up a message."""
+        while True:
+            try:
+                text = self._line("> ")
+                if not text.startswith(QUOTES):
+                    return text
+                lines = [text.removeprefix(QUOTES)]
+                while not lines[-1].rstrip().endswith(QUOTES):
+                    lines.append(self._line(". "))
+                lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+                return " " + "\n".join(lines)  # no command
+            except EOFError:
+                if self._typed:
+                    self._stderr.print()
+                return None
+            except KeyboardInterrupt:
+                if not self._typed:
+                    raise
+                self._stderr.print()
+
+    def _line(self, prompt: str) -> str:
+        if self._typed:
+            return input(prompt)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n").removesuffix("\r")
+
+    def _refusable(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except (PrintableError, OSError) as error:
+            self._say(f"error: {error}")
+
+    def _say(self, text: str) -> None:
+        sys.stdout.flush()
+        for line in text.split("\n"):
+            self._stderr.print(shown(line), style="dim", soft_wrap=True)
+
+    def _answer(self, text: str) -> None:
+        conversation, before = self.conversation, self.conversation.left_out
+        begun, ended = perf_counter(), False
+        pieces = conversation.stream(text, **asdict(self.options))
+        if conversation.left_out > before:
+            n_ctx = conversation.n_ctx
+            self._say(
+                f"the context of {n_ctx:,} tokens is full: the model no longer reads the oldest "
+                f"{conversation.left_out} messages"
+            )
+        with _noticed() as interrupted, compiling():
+            for piece in pieces:
+                self._write(piece)
+                if interrupted():
+                    break
+            else:
+                ended = True
+        pieces.close()
+        self._write("\n")
+        row = conversation.answer
+        assert row is not None
+        rate = len(row.tokens) / (perf_counter() - begun)
+        reused = f", {row.reused:,} of them computed before" if row.reused else ""
+        why = row.finish_reason if ended else "interrupted"
+        self._say(
+            f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s, after {len(row.prompt):,}{reused}; "
+            f"ended: {why}"
+        )
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    # commands
+
+    def _command(self, name: str, argument: str) -> None:
+        if name in self._commands:
+            self._commands[name](argument)
+        elif name in {each.name for each in fields(self.options)}:
+            self._set(name, argument)
+        else:
+            raise InputError(f"there is no /{name}: /help lists commands")
+
+    def _reset(self, _: str) -> None:
+        self.conversation.clear()
+
+    def _undo(self, _: str) -> None:
+        if not any(message["role"] == "user" for message in self.conversation.messages):
+            raise InputError("there is no message to take back")
+        self.conversation.undo()
+
+    def _system(self, text: str) -> None:
+        if not text:
+            raise InputError("expected a text, as in /system You are a poet.")
+        messages = self.conversation.messages
+        messages[:] = [_system(text), *(each for each in messages if each["role"] != "system")]
+
+    def _save(self, name: str) -> None:
+        file = path_of(name) if name else self.file
+        if file is None:
+            raise InputError("expected a file, as in /save talk.json")
+        mode = "w" if file in self._written else "x"
+        try:
+            with file.open(mode, encoding="utf-8") as opened:
+                json.dump(self.conversation.messages, opened, indent=2, ensure_ascii=False)
+                opened.write("\n")
+        except FileExistsError:
+            raise InputError(f"{file}: exists already: choose another name") from None
+        self._written.add(file)
+        self._say(f"{len(self.conversation.messages)} messages written to {file}")
+
+    def _show_options(self, _: str) -> None:
+        for name, value in asdict(self.options).items():
+            self._say(f"{name:20} {'-' if value is None else value}")
+
+    def _set(self, name: str, text: str) -> None:
+        """Change an option; it is checked at once, as an answer would check it."""
+        from gpt2block.config import check_count  # noqa: PLC0415
+        from gpt2block.sampling import Sampling  # noqa: PLC0415
+
+        whole = name in ("top_k", "max_new_tokens", "seed")
+        value: Any = None
+        if (name, text) != ("seed", "-"):
+            try:
+                value = int(text) if whole else float(text)
+            except ValueError:
+                kind = "an integer" if whole else "a number"
+                raise InputError(f"{name}: expected {kind}, got {text!r}") from None
+            if name == "max_new_tokens":
+                check_count(name, value)
+            else:
+                Sampling(**{name: value})
+        self.options = replace(self.options, **{name: value})
+
+
+@contextmanager
+def _noticed() -> Iterator[Callable[[], bool]]:
+    """Meanwhile the first Ctrl-C is only noticed, which the function says; a second one raises."""
+    count = 0
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 1 and callable(before):
+            before(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # the caller has its own, or ignores it
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: count > 0
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,392 @@
+"""Conversations whose kv_cache stays: from Python, and by `gpt2block chat`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import GPT2, GPT2Config, InputError
+from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.checkpoints.locating import find_smollm2
+from gpt2block.cli import chat as cli_chat
+from gpt2block.errors import CheckpointError
+from gpt2block.text.chat import ChatTemplate
+from gpt2block.text.conversation import Conversation
+from tests.command_line import Ended, gpt2block
+from tests.devices import SOMEWHERE, running_on
+from tests.markov import MarkovEngine, byte_encoding, cycle
+
+pytest.importorskip("jinja2", reason="chat templates need jinja2")
+
+BYTES = byte_encoding()
+# One character for a role, and a line for each message: tokens are easily counted.
+LINES = ChatTemplate(
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}",
+    {},
+)
+
+
+def talk(engine: Any, *messages: dict[str, str]) -> Conversation:
+    return Conversation(engine, BYTES, LINES, messages)
+
+
+def said(conversation: Conversation, text: str | None, **options: Any) -> str:
+    return "".join(conversation.stream(text, **{"temperature": 0, "stop": "\n", **options}))
+
+
+def counting(n_ctx: int = 64) -> MarkovEngine:
+    """The answer is "bcde…", the letters after the "a" of the prompt."""
+    return MarkovEngine(cycle(257), n_ctx)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_messages_grow_and_go() -> None:
+    conversation = talk(counting(), {"role": "system", "content": "S"})
+    assert said(conversation, "hi", max_new_tokens=3) == "bcd"
+    assert said(conversation, "ho", max_new_tokens=2) == "bc"
+    system, *others = conversation.messages
+    assert others == [user("hi"), answer("bcd"), user("ho"), answer("bc")]
+    conversation.undo()
+    assert conversation.messages == [system, user("hi"), answer("bcd")]
+    conversation.undo()
+    conversation.undo()  # nothing is left to undo
+    assert conversation.messages == [system]
+    said(conversation, "x", max_new_tokens=1)
+    conversation.clear()
+    assert conversation.messages == [system]
+
+
+def test_a_closed_answer_is_part_of_the_conversation() -> None:
+    conversation = talk(counting())
+    pieces = conversation.stream("x", temperature=0, stop=["de", "zz"], max_new_tokens=9)
+    assert [next(pieces), next(pieces)] == ["b", "c"]
+    pieces.close()
+    assert conversation.messages == [user("x"), answer("bc")]
+    assert said(conversation, "y", max_new_tokens=2) == "bc"
+    assert conversation.answer is not None
+    assert conversation.answer.reused == len("ux\nab")  # c was sampled, and not computed
+
+
+def test_messages_as_they_are() -> None:
+    conversation = talk(counting(), user("x"))
+    assert said(conversation, None, max_new_tokens=1) == "b"
+    assert conversation.messages == [user("x"), answer("b")]
+
+
+def test_an_error_takes_the_message_back() -> None:
+    table = cycle(257)
+    table[ord("c")] = np.nan
+    conversation = talk(MarkovEngine(table), user("x"), answer("y"))
+    with pytest.raises(InputError, match="the logits are NaN after 2 new tokens"):
+        said(conversation, "z", max_new_tokens=5)
+    with pytest.raises(InputError, match="temperature"):
+        conversation.stream("z", temperature=-1)
+    with pytest.raises(InputError, match="max_new_tokens"):
+        conversation.stream("z", max_new_tokens=0)
+    with pytest.raises(InputError, match="content"):
+        conversation.stream(3)  # type: ignore[arg-type]
+    assert conversation.messages == [user("x"), answer("y")]
+    assert said(conversation, "z", max_new_tokens=2) == "bc"
+
+
+def test_messages_of_another_form() -> None:
+    for wrong in ([{"role": "user"}], ["hello"], [user(3)]):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="messages: expected"):
+            talk(counting(), *wrong)
+
+
+def read(conversation: Conversation) -> str:
+    """What the model read for the last answer."""
+    assert conversation.answer is not None
+    return bytes(conversation.answer.prompt.tolist()).decode()
+
+
+def test_the_oldest_turns_are_left_out() -> None:
+    """Down to half of the context; the system's message stays, as do all messages in the list."""
+    conversation = talk(counting(40), {"role": "system", "content": "S"})
+    for text in ("1111", "2222", "3333"):
+        said(conversation, text, max_new_tokens=2)
+    assert conversation.left_out == 0
+    assert read(conversation) == "sS\nu1111\nabc\nu2222\nabc\nu3333\na"  # 31 tokens
+    said(conversation, "4444", max_new_tokens=2)
+    assert read(conversation) == "sS\nu3333\nabc\nu4444\na"  # with another turn more than 20
+    assert conversation.left_out == 4
+    said(conversation, "5", max_new_tokens=2)
+    assert read(conversation) == "sS\nu3333\nabc\nu4444\nabc\nu5\na"
+    assert len(conversation.messages) == 11
+    conversation.clear()
+    said(conversation, "6", max_new_tokens=2)
+    assert read(conversation) == "sS\nu6\na"
+
+
+def test_a_message_beyond_the_context() -> None:
+    conversation = talk(counting(40), user("1"), answer("2"))
+    with pytest.raises(InputError, match="the message: 41 tokens with what the template adds"):
+        conversation.stream("x" * 38)
+    assert conversation.messages == [user("1"), answer("2")]
+    assert said(conversation, "x" * 37, max_new_tokens=9) == "b"  # one token has room
+    assert conversation.answer is not None
+    assert conversation.answer.finish_reason == "context"
+
+
+@pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
+def test_only_new_tokens_are_computed(device: str) -> None:
+    """Also after an edit; the text is that of the whole prompt, and comes again."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
+    with nullcontext() if device == "cpu" else running_on(device):
+        model = GPT2(GPT2Weights.random(0, config), device="cpu" if device == "cpu" else "cuda")
+        once, again = (talk(model.engine) for _ in range(2))
+        reused = []
+        for conversation in (once, again):
+            for text in ("hello", "how are you?", "fine"):
+                said(conversation, text, max_new_tokens=6)
+                row = conversation.answer
+                assert row is not None
+                reused.append(row.reused)
+                alone = model.generate(row.prompt, max_new_tokens=6, temperature=0, stop_ids=[10])
+                assert tuple(row.tokens) == alone.tokens
+            conversation.messages[2:] = []
+            said(conversation, "hallo", max_new_tokens=6)
+        assert once.messages == again.messages
+        assert reused[0] == 0
+        assert reused[1] >= len("uhello\na")
+        assert reused[:3] == reused[3:]
+        assert once.answer is not None
+        assert once.answer.reused >= len("uhello\na")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`gpt2block chat ARGUMENTS` with these lines as stdin, and an engine that counts letters."""
+    engine = counting()
+    loaded = SimpleNamespace(name="a table", dtypes="float32", device="no device", engine=engine)
+    loaded.conversation = lambda messages: talk(engine, *messages)
+    monkeypatch.setattr(cli_chat, "load_model", lambda options, hint: (loaded, BYTES))
+
+    def run(*lines: str, arguments: tuple[object, ...] = ()) -> Ended:
+        given = ("--temperature", "0", "--max-new-tokens", "3", *arguments)
+        return gpt2block("chat", *given, stdin="".join(f"{line}\n" for line in lines).encode())
+
+    run.engine = engine  # type: ignore[attr-defined]
+    return run
+
+
+def test_a_conversation_by_lines(chat: Any) -> None:
+    ended = chat("hi", "", "  ho  ", "/max_new_tokens 1", "hu", "/quit", "never")
+    assert (ended.code, ended.out) == (0, "bcd\nbcd\nb\n")
+    lines = ended.err.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("3 tokens, ")
+    assert lines[0].endswith(" tokens/s, after 5; ended: length")
+    assert "after 14, 7 of them computed before; ended: length" in lines[1]
+
+
+def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    chat('"""one', " two", '/three"""', '"""four"""', " /five", f"/save {file}")
+    contents = [m["content"] for m in json.loads(file.read_text()) if m["role"] == "user"]
+    assert contents == ["one\n two\n/three", "four", "/five"]
+
+
+def test_commands(chat: Any, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    ended = chat("one", "two", "/undo", "/system S", "/top_k 5", "/seed 7", "/options",
+                 f"/save {file}", f"/save {file}", "/reset", "/undo", "/help")  # fmt: skip
+    assert ended.code == 0
+    system = {"role": "system", "content": "S"}
+    assert json.loads(file.read_text()) == [system, user("one"), answer("bcd")]
+    assert "top_k                5\n" in ended.err
+    assert "seed                 7\n" in ended.err
+    assert ended.err.count(f"3 messages written to {file}") == 2
+    assert "error: there is no message to take back\n" in ended.err
+    assert "/save [FILE]" in ended.err
+    again = chat("three", "/save", arguments=("--file", file, "--system", "other"))
+    assert again.code == 0
+    roles = [message["content"] for message in json.loads(file.read_text())]
+    assert roles == ["other", "one", "bcd", "three", "bcd"]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("/nope", "there is no /nope: /help lists commands"),
+        ("/temperature hot", "temperature: expected a number, got 'hot'"),
+        ("/temperature -1", "temperature: expected 0 (greedy)"),
+        ("/max_new_tokens 0", "max_new_tokens: expected"),
+        ("/top_k 1.5", "top_k: expected an integer, got '1.5'"),
+        ("/system", "expected a text, as in /system You are a poet."),
+        ("/save", "expected a file, as in /save talk.json"),
+        ("/save .", "exists already: choose another name"),
+        ("x" * 99, "the message: 102 tokens with what the template adds"),
+    ],
+)
+def test_a_wrong_line_changes_nothing(chat: Any, line: str, error: str) -> None:
+    ended = chat(line, "hi")
+    assert (ended.code, ended.out) == (0, "bcd\n")
+    assert ended.err.startswith("error: ")
+    assert error in ended.err.splitlines()[0]
+
+
+def test_a_file_of_another_is_not_overwritten(chat: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("mine")
+    ended = chat(f"/save {file}")
+    assert f"error: {file}: exists already: choose another name" in ended.err
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "expected the messages of a conversation: Expecting property name"),
+        ("[1]", "expected the messages of a conversation: messages: expected a list"),
+        ("7", "expected a message, or a list of them, got 7"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_file(chat: Any, tmp_path: Path, text: str | None, error: str) -> None:
+    file = tmp_path / "talk.json"
+    if text is not None:
+        file.write_text(text)
+    ended = chat("hi", arguments=("--file", file))
+    assert error in ended.error
+
+
+def test_the_context_is_full(chat: Any) -> None:
+    ended = chat(*["0123456789"] * 5)
+    assert ended.out == "bcd\n" * 5
+    line = "the context of 64 tokens is full: the model no longer reads the oldest 4 messages\n"
+    assert line in ended.err
+
+
+def test_lines_of_json(chat: Any) -> None:
+    lines = ('"hi"', '{"role": "system", "content": "S"}', "", "{", "[3]", '{"content": "x"}',
+             '{"role": "user", "content": "ho"}')  # fmt: skip
+    ended = chat(*lines, arguments=("--json", "--seed", 5))
+    assert (ended.code, ended.err) == (0, "")
+    first, *errors, last = map(json.loads, ended.out.splitlines())
+    seconds = first.pop("seconds")
+    assert 0 <= seconds < 60
+    assert first == {
+        **answer("bcd"), "finish_reason": "length", "tokens": 3, "prompt_tokens": 5,
+        "reused_tokens": 0, "left_out": 0, "seed": 5,
+    }  # fmt: skip
+    assert len(errors) == 3
+    assert all(set(error) == {"error"} for error in errors)
+    assert last["content"] == "bcd"
+    assert last["prompt_tokens"] == len("uhi\nabcd\nsS\nuho\na")
+
+
+def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signal, "default_int_handler", before)  # pytest may have its own
+    decode = chat.engine.decode
+
+    def interrupted(*arguments: Any) -> Any:
+        decoding = decode(*arguments)
+        following, calls = decoding.next, iter(range(9))
+
+        def next_tokens() -> Any:
+            if next(calls) == 1:
+                signal.raise_signal(signal.SIGINT)
+            return following()
+
+        decoding.next = next_tokens
+        return decoding
+
+    monkeypatch.setattr(chat.engine, "decode", interrupted)
+    ended = chat("hi", "ho", arguments=("--max-new-tokens", 5))
+    assert (ended.code, ended.out) == (0, "bc\nbcdef\n")
+    assert "; ended: interrupted" in ended.err.splitlines()[0]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_model_without_a_template() -> None:
+    ended = gpt2block("chat", "--model", "shakespeare", "--device", "cpu", stdin=b"hi\n")
+    assert "shakespeare: it has no chat template" in ended.error
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> None:
+    try:
+        find_smollm2()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+QUESTIONS = b"What is the capital of France?\nWhich river flows through it?\n"
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_a_real_model() -> None:
+    ended = gpt2block("chat", "--device", "cpu", "--temperature", 0, stdin=QUESTIONS)
+    assert ended.code == 0
+    assert ended.out.splitlines() == [
+        "The capital of France is Paris.",
+        "The river that flows through Paris is the River Seine.",
+    ]
+    assert "44 of them computed before" in ended.err
+
+
+@pytest.mark.usefixtures("smollm2")
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are those of Unix")
+def test_in_a_terminal() -> None:
+    """The prompt, editing, Ctrl-C at the prompt, and Ctrl-D."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gpt2block", "chat", "--device", "cpu", "--temperature", "0"]
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
+        env={**os.environ, "TERM": "dumb", "NO_COLOR": "1"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        end = time.monotonic() + 120
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096)
+        shown = shown.split(text, 1)[1]
+
+    try:
+        until(b"/help lists commands")
+        until(b"> ")
+        os.write(ours, b"What is the capital of Frang\x7fce?\n")
+        until(b"The capital of France is Paris.")
+        until(b"ended: stop")
+        until(b"> ")
+        os.write(ours, b"half a message")
+        until(b"half a message")
+        child.send_signal(signal.SIGINT)
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        os.close(ours)
