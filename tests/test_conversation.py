@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -88,6 +89,31 @@ def test_a_closed_answer_is_part_of_the_conversation() -> None:
     assert conversation.answer.reused == len("ux\nab")  # c was sampled, and not computed
 
 
+def test_a_closed_answer_has_what_was_held_back() -> None:
+    """The token "bc", of which c may begin a stop string."""
+    engine = MarkovEngine(cycle(258), script=[[256, 256, 256]])
+    conversation = Conversation(engine, byte_encoding(b"bc"), LINES)
+    pieces = conversation.stream("x", temperature=0, stop="cd")
+    assert next(pieces) == "b"
+    pieces.close()
+    assert conversation.messages == [user("x"), answer("bc")]
+
+
+def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may be anywhere: the next answer begins with a new decoding."""
+    engine = counting()
+    conversation = talk(engine, user("x"), answer("y"))
+    pieces = conversation.stream("z", temperature=0)
+    assert next(pieces) == "b"
+    broken = Mock(side_effect=[KeyboardInterrupt, AssertionError("it was interrupted")])
+    monkeypatch.setattr(engine.decodings[0], "next", broken)
+    with pytest.raises(KeyboardInterrupt):
+        next(pieces)
+    assert conversation.messages == [user("x"), answer("y")]
+    assert said(conversation, "z", max_new_tokens=2) == "bc"
+    assert len(engine.decodings) == 2
+
+
 def test_messages_as_they_are() -> None:
     conversation = talk(counting(), user("x"))
     assert said(conversation, None, max_new_tokens=1) == "b"
@@ -104,6 +130,10 @@ def test_an_error_takes_the_message_back() -> None:
         conversation.stream("z", temperature=-1)
     with pytest.raises(InputError, match="max_new_tokens"):
         conversation.stream("z", max_new_tokens=0)
+    with pytest.raises(InputError, match="samples: expected one answer, got 2: use chat"):
+        conversation.stream("z", samples=2)
+    with pytest.raises(TypeError, match="temprature"):
+        conversation.stream("z", temprature=0)
     with pytest.raises(InputError, match="content"):
         conversation.stream(3)  # type: ignore[arg-type]
     assert conversation.messages == [user("x"), answer("y")]
@@ -201,8 +231,8 @@ def test_a_conversation_by_lines(chat: Any) -> None:
     lines = ended.err.splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("3 tokens, ")
-    assert lines[0].endswith(" tokens/s, after 5; ended: length")
-    assert "after 14, 7 of them computed before; ended: length" in lines[1]
+    assert lines[0].endswith(" tokens/s; prompt 5; ended: length")
+    assert "prompt 14, 7 of them computed before; ended: length" in lines[1]
 
 
 def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class Session:
         reused = f", {row.reused:,} of them computed before" if row.reused else ""
         why = row.finish_reason if ended else "interrupted"
         self._say(
-            f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s, after {len(row.prompt):,}{reused}; "
+            f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s; prompt {len(row.prompt):,}{reused}; "
             f"ended: {why}"
         )
 

@@ -117,6 +117,8 @@ class Conversation:
         new = check_count("max_new_tokens", options.get("max_new_tokens", ANSWER))
         ids = self._fitting(new)
         run = Run(self._engine, self._encoding, ids, **options)  # checks the options
+        if len(run.rows) != 1:
+            raise InputError(f"samples: expected one answer, got {len(run.rows)}: use chat")
         needed = min(self.n_ctx, len(ids) + new - 1)
         if self._batch is None or self._batch.n_ctx < needed:
             self._batch = None  # so that its memory is free
