@@ -24,6 +24,7 @@ from gpt2block.cli.info import info
 from gpt2block.cli.kernels_command import kernels
 from gpt2block.cli.options import add_command
 from gpt2block.cli.score import score
+from gpt2block.cli.serve import serve
 from gpt2block.errors import InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # Click's, or Typer's own copy of it
@@ -40,6 +41,7 @@ add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
 add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
 add_command(app, chat, "chat --system 'You answer in one sentence.'")
+add_command(app, serve, "serve --model smollm2 --port 8000")
 add_command(app, score, "score hamlet.txt --stride 64")
 add_command(app, info, "info shakespeare --json")
 add_command(app, block, "block --text 'To be, or not to be' --layer 2")

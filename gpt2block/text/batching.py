@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Batch:
     slots, n_ctx, fewer: as for ModelEngine.decode; no prompt and its new tokens, without the last
     one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
     that the last row in its slot had as well. Other kernels may have computed their keys and
-    values, so that last bits depend on that row.
+    values, so that last bits depend on that row. tokens_at_once: a step that has started prompts of
+    so many tokens starts no further one, so that rows that run do not wait long; None: no limit.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class Batch:
         n_ctx: int,
         fewer: bool = False,
         reuse: bool = False,
+        tokens_at_once: int | None = None,
     ) -> None:
         self.n_ctx = n_ctx
+        self._tokens_at_once = tokens_at_once
+        self._placed: deque[tuple[int, Row]] = deque()  # rows in slots that have not started
         self._decoding = engine.decode(slots, n_ctx, fewer)
-        slots = self._decoding.slots
+        self.slots = slots = self._decoding.slots
         self._scheduler: RowScheduler[Row] = RowScheduler(slots)
         self._new = _NewTokens(slots, n_ctx, engine.config.vocab_size)
         self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
@@ -47,6 +52,11 @@ class Batch:
     def busy(self) -> bool:
         """Whether any row runs or waits."""
         return self._scheduler.busy
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that have not started yet."""
+        return self._scheduler.waiting + len(self._placed)
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Add rows, which start when slots are free, in this order."""
@@ -58,7 +68,8 @@ class Batch:
         Returns rows that took new tokens. each_token: all of them; else those that may have ended,
         each with all its tokens. Raises RuntimeError when no row runs or waits.
         """
-        starts = [self._start(slot, row) for slot, row in self._scheduler.place()]
+        self._placed += self._scheduler.place()
+        starts = list(self._starts())
         if starts:
             self._decoding.start(starts)
         self._new.add(*self._decoding.next())
@@ -85,6 +96,9 @@ class Batch:
             slot = self._scheduler.slot_of(row)
             if slot is None:
                 self._scheduler.remove(row)
+            elif (slot, row) in self._placed:
+                self._placed.remove((slot, row))
+                self._scheduler.release(slot)
             else:
                 taken = self._new.take(slot)
                 if taken[0]:
@@ -94,6 +108,18 @@ class Batch:
                 self._release(slot, row)
             if not row.finish_reason:
                 row.cancel()
+
+    def _starts(self) -> Iterator[Start]:
+        """Those of placed rows that this step starts: at least one, in order."""
+        tokens = 0
+        while self._placed:
+            slot, row = self._placed[0]
+            start = self._start(slot, row)
+            tokens += len(start.ids) - start.cached
+            self._placed.popleft()
+            yield start
+            if self._tokens_at_once is not None and tokens >= self._tokens_at_once:
+                return
 
     def _start(self, slot: int, row: Row) -> Start:
         start = row.start(slot)

@@ -91,7 +91,7 @@ class Row:
         self._text = Text(ends.stop)
         self._decoded = 0  # tokens
         self._pieces: list[str] = []
-        self._taken = 0
+        self._taken = self._tokens_taken = 0
 
     def start(self, slot: int) -> Start:
         """The row's beginning in a slot, or, if its context is full, its newer half."""
@@ -155,6 +155,11 @@ class Row:
         piece = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return piece
+
+    def take_tokens(self) -> tuple[list[int], list[float]]:
+        """The tokens added since the last call, and their log-probabilities."""
+        first, self._tokens_taken = self._tokens_taken, len(self.tokens)
+        return self.tokens[first:], self.logprobs[first:]
 
     @property
     def text(self) -> str:

@@ -23,7 +23,7 @@ class RowScheduler(Generic[Item]):
         self._new: deque[Iterator[Item]] = deque()
         self._again: deque[Item] = deque()
         self._removed: dict[int, Item] = {}  # by id
-        self._waiting = 0
+        self.waiting = 0  # rows
         self._free = list(range(slots))
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
@@ -32,21 +32,21 @@ class RowScheduler(Generic[Item]):
     @property
     def busy(self) -> bool:
         """Whether any row runs or waits."""
-        return self._running + self._waiting > 0
+        return self._running + self.waiting > 0
 
     def add(self, rows: Sequence[Item]) -> None:
         """Let rows wait, after those that do. Each is looked up when it starts."""
         self._new.append(iter(rows))
-        self._waiting += len(rows)
+        self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
         """Let a waiting row not start."""
         self._removed[id(row)] = row
-        self._waiting -= 1
+        self.waiting -= 1
 
     def place(self) -> list[tuple[int, Item]]:
         """The slots and rows that start now, before the next step."""
-        count = min(len(self._free), self._waiting)
+        count = min(len(self._free), self.waiting)
         self._missed += count
         if not count or START_COST * self._missed < self._running:
             return []
@@ -61,7 +61,7 @@ class RowScheduler(Generic[Item]):
 
     def _take(self) -> Item:
         """The next row that waits; there is one."""
-        self._waiting -= 1
+        self.waiting -= 1
         while True:
             row = self._again.popleft() if self._again else self._next()
             if self._removed.pop(id(row), None) is None:
@@ -88,7 +88,7 @@ class RowScheduler(Generic[Item]):
         """Free a slot. again: its row has not ended and starts another time, before new rows."""
         if again:
             self._again.append(self.row_of(slot))
-            self._waiting += 1
+            self.waiting += 1
         self._row_of[slot] = None
         self._free.append(slot)
         self._running -= 1

@@ -1,0 +1,106 @@
+"""`gpt2block serve`: an HTTP server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+from rich.console import Console
+
+from gpt2block.cli.display import shown
+from gpt2block.cli.model import ModelOptions, load_model, model_option
+from gpt2block.cli.options import option, path_option
+from gpt2block.cli.texts import read_text
+from gpt2block.config import check_count
+from gpt2block.errors import InputError
+
+NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
+MOST_KEY = 4096  # bytes of the file of a key
+LEAST_KEY = 16  # characters
+GRACE = 30  # seconds that requests have to end after SIGTERM
+
+
+@dataclass(frozen=True)
+class ServedOptions(ModelOptions):
+    model: str = model_option("smollm2")
+
+
+def serve(
+    *,
+    model: ServedOptions,
+    host: str = option(
+        "Address to listen at. Without a key only one of this machine, such as 127.0.0.1.",
+        "127.0.0.1",
+    ),
+    port: int = option("Port to listen at; 0 for any that is free.", 8000),
+    name: str | None = option("Name of the model for clients; by default that of --model."),
+    api_key_file: Path | None = path_option(
+        "File with the key that clients must give, of at least 16 characters."
+    ),
+    rows: int = option("Continuations computed together.", 64),
+    queue: int = option("Continuations that may wait; more are refused.", 512),
+    connections: int = option("Connections that may be open.", 1024),
+) -> None:
+    """Serve a model over HTTP, for clients that speak OpenAI's protocol.
+
+    /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /tokenize, /detokenize,
+    /health and /metrics. SIGTERM or Ctrl-C finishes what runs, for up to 30 s.
+    """
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise InputError(
+            f"serve needs {', '.join(missing)}: run pip install -e '.[serve]' in a checkout"
+        )
+    import uvicorn  # noqa: PLC0415
+
+    from gpt2block.serve.app import Server, Settings  # noqa: PLC0415
+
+    key = None if api_key_file is None else _key(api_key_file)
+    if key is None and not _loopback(host):
+        raise InputError(
+            f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
+        )
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port: expected 0 to 65535, got {port}")
+    for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
+        check_count(option_, value)
+    loaded, _ = load_model(model, "this server needs text")
+    settings = Settings(name or _name(model.model), rows, queue, key)
+    server = Server(loaded, settings)
+    config = uvicorn.Config(
+        server.app(),
+        host=host,
+        port=port,
+        limit_concurrency=connections,
+        timeout_graceful_shutdown=GRACE,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+    )
+    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: http://{host}:{port}/v1"
+    Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
+    uvicorn.Server(config).run()
+
+
+def _name(model: str) -> str:
+    """The name of a hub id itself, of a path its last part."""
+    path = Path(model)
+    return path.name if path.exists() else model
+
+
+def _key(file: Path) -> str:
+    key = read_text(str(file), MOST_KEY).strip()
+    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(
+            f"{file}: expected a key of at least {LEAST_KEY} ASCII characters without white space"
+        )
+    return key
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

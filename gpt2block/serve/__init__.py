@@ -1,0 +1,7 @@
+"""An HTTP server that speaks OpenAI's protocol: `gpt2block serve`.
+
+protocol   requests as they come, checked; errors as they go
+service    the thread that runs all requests in one batch
+answers    completions, whole and as streams
+app        addresses, limits, keys and metrics
+"""

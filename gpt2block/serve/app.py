@@ -1,0 +1,440 @@
+"""The addresses of the server, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+from anyio import to_thread
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.run.model import Ids
+from gpt2block.serve.alternatives import alternatives
+from gpt2block.serve.answers import (
+    RETRY_AFTER,
+    Answer,
+    ChatForm,
+    Choice,
+    Form,
+    Scored,
+    TextForm,
+    plain,
+    streamed,
+    usage,
+    whole,
+)
+from gpt2block.serve.metrics import Metrics
+from gpt2block.serve.protocol import (
+    ApiError,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    Sampled,
+    TokenizeRequest,
+    parsed,
+    refused,
+)
+from gpt2block.serve.service import Service
+from gpt2block.text import tokenizer
+from gpt2block.text.encoding import bytes_of_ids
+from gpt2block.text.generation import Run
+from gpt2block.text.rows import Row
+
+MOST_BODY = 4 * 2**20  # bytes
+BODY_SECONDS = 30.0  # in which a body has to arrive
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+AT_ONCE = 4  # texts encoded, or passes besides the batch, at the same time
+log = logging.getLogger("gpt2block.serve")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """name: of the model, for clients. key: that clients must give; None: only from this machine.
+
+    rows: continuations computed together; queue: that may wait for these.
+    """
+
+    name: str
+    rows: int = 64
+    queue: int = 512
+    key: str | None = None
+    hosts: tuple[str, ...] = LOOPBACK
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that is ready to run."""
+
+    rows: Sequence[Row]
+    prompts: Sequence[Ids]
+    echoes: Sequence[str]  # of the rows
+    form: Form
+    stream: bool
+    logprobs: bool
+    top: int  # alternatives
+    echo: bool
+    usage: bool
+
+
+class Server:
+    """The endpoints of a model."""
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.metrics = Metrics()
+        self.service: Service | None = None
+        self._begun = int(time.time())
+
+    def app(self) -> Starlette:
+        get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
+        routes = [
+            get("/health", self.health),
+            get("/health/live", self.live),
+            get("/metrics", self._guarded(self.show_metrics)),
+            get("/v1/models", self._guarded(self.models)),
+            get("/v1/models/{name:path}", self._guarded(self.models)),
+            post("/v1/completions", self._posted(CompletionRequest, self.completions)),
+            post("/v1/chat/completions", self._posted(ChatRequest, self.chat)),
+            post("/v1/embeddings", self._posted(EmbeddingRequest, self.embeddings)),
+            post("/tokenize", self._posted(TokenizeRequest, self.tokenize)),
+            post("/detokenize", self._posted(DetokenizeRequest, self.detokenize)),
+        ]
+        hosts = list(self.settings.hosts) if self.settings.key is None else ["*"]
+        trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
+        return Starlette(
+            routes=routes, middleware=[trusted], exception_handlers=handlers, lifespan=self._life
+        )
+
+    @asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        s, loop = self.settings, asyncio.get_running_loop()
+        self._threads = anyio.CapacityLimiter(AT_ONCE)
+        self.service = Service(self.model.engine, s.rows, s.queue, loop)
+        self.metrics.watch(self.service)
+        try:
+            yield
+        finally:
+            service, self.service = self.service, None
+            await to_thread.run_sync(service.close)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A handler behind the key, whose ApiErrors become answers."""
+
+        async def handled(request: Request) -> Response:
+            with self.metrics.request(request.url.path) as counted:
+                try:
+                    self._check_key(request)
+                    response = await handler(request)
+                except ApiError as error:
+                    response = _error(error)
+                counted(response.status_code)
+                return response
+
+        return handled
+
+    def _check_key(self, request: Request) -> None:
+        key = self.settings.key
+        if key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), key.encode())
+        if scheme.lower() != "bearer" or not same:
+            problem = "the key: expected the server's, as in Authorization: Bearer KEY"
+            raise ApiError(401, problem, code="invalid_api_key")
+
+    def _posted(
+        self, kind: type[Any], handler: Callable[[Request, Any], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handled(request: Request) -> Response:
+            media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media != "application/json":
+                raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
+            body = await _body(request)
+            try:
+                given: Body = await self._in_thread(parsed, kind, body, {self.settings.name})
+                return await handler(request, given)
+            except (InputError, CheckpointError) as error:
+                raise refused(error) from error
+
+        return self._guarded(handled)
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await to_thread.run_sync(call, *arguments, limiter=self._threads)
+
+    # --- completions ------------------------------------------------------------------------------
+
+    async def completions(self, request: Request, given: CompletionRequest) -> Response:
+        return await self._answer(request, await self._in_thread(self._completion, given))
+
+    async def chat(self, request: Request, given: ChatRequest) -> Response:
+        return await self._answer(request, await self._in_thread(self._chat, given))
+
+    def _completion(self, given: CompletionRequest) -> Asked:
+        n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
+        stream, echo = bool(given.stream), bool(given.echo)
+        if stream and (top or (echo and given.logprobs is not None)):
+            raise ApiError(400, "logprobs: expected 0 with stream, and none with echo", "logprobs")
+        if new == 0 and (stream or not echo):
+            raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
+        encoding = self._encoding()
+        prompts = [self._ids(prompt, "prompt") for prompt in given.prompts]
+        rows = self._rows(prompts, given, 16 if new is None else new) if new != 0 else []
+        texts = [""] * len(prompts)
+        if echo:
+            texts = [_text(encoding, *p) for p in zip(prompts, given.prompts, strict=True)]
+        return Asked(
+            rows, prompts, [text for text in texts for _ in range(n)],
+            TextForm(self.settings.name, encoding), stream,
+            given.logprobs is not None, top, echo, given.usage_wanted,
+        )  # fmt: skip
+
+    def _chat(self, given: ChatRequest) -> Asked:
+        top, stream, logprobs = given.top_logprobs or 0, bool(given.stream), bool(given.logprobs)
+        if top and (stream or not logprobs):
+            raise ApiError(400, "top_logprobs: expected logprobs, and no stream", "top_logprobs")
+        messages = [message.plain() for message in given.messages]
+        encoding = self._encoding()
+        ids = np.array(self.model.chat_template.ids(encoding, messages), np.int32)
+        self._check_length(ids, "messages")
+        most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
+        rows = self._rows([ids], given, most)
+        return Asked(
+            rows, [ids], [""] * len(rows), ChatForm(self.settings.name, encoding), stream,
+            logprobs, top, False, given.usage_wanted,
+        )  # fmt: skip
+
+    def _encoding(self) -> Any:
+        return self.model.tokenizer
+
+    def _ids(self, prompt: Any, field: str) -> Ids:
+        """A prompt's token ids: at least one."""
+        encoding, V = self._encoding(), self.model.config.vocab_size
+        ids = tokenizer.token_ids(encoding, prompt, V, field)
+        if not len(ids):
+            end = tokenizer.end_of_text(encoding, V)
+            if end is None:
+                raise ApiError(400, f"{field}: expected at least one token", field)
+            ids = np.array([end], np.int32)
+        self._check_length(ids, field)
+        return ids
+
+    def _check_length(self, ids: Ids, field: str) -> None:
+        n_ctx = self.model.config.n_ctx
+        if len(ids) > n_ctx:
+            raise ApiError(
+                400,
+                f"{field}: {len(ids)} tokens, the model's context is {n_ctx}",
+                field,
+                "context_length_exceeded",
+            )
+
+    def _rows(self, prompts: list[Ids], given: Sampled, most: int) -> list[Row]:
+        options = given.options()
+        run = Run(self.model.engine, self._encoding(), prompts, max_new_tokens=most, **options)
+        return list(run.rows)
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        assert self.service is not None
+        prompt_tokens = sum(map(len, asked.prompts))
+        answer = Answer(self.service, asked.rows)
+        self.metrics.started(prompt_tokens, asked.rows)
+        if asked.stream:
+            told = prompt_tokens if asked.usage else None
+            events = streamed(answer, asked.form, asked.echoes, asked.logprobs, told)
+            return _Streamed(events, answer)
+        choices = [Choice(echo) for echo in asked.echoes]
+        try:
+            await _unless_gone(request, whole(answer, choices))
+        finally:
+            answer.close()
+        written = [
+            asked.form.choice(index, *(await self._scored(asked, index, choice)))
+            for index, choice in enumerate(choices)
+        ]
+        new = sum(len(row.tokens) for row in asked.rows)
+        return JSONResponse(
+            asked.form.object(asked.form.whole, written, usage=usage(prompt_tokens, new))
+        )
+
+    async def _scored(
+        self, asked: Asked, index: int, choice: Choice
+    ) -> tuple[Choice, Scored | None]:
+        """The choice, with the prompt's tokens if they are echoed, and what is known of these."""
+        if not asked.rows:
+            choice.reason = "length"
+        if not asked.logprobs:
+            return choice, None
+        if not (asked.top or asked.echo):
+            return choice, plain(choice.logprobs)
+        prompt = asked.prompts[index * len(asked.prompts) // len(asked.echoes)]
+        ids = np.concatenate([prompt, np.array(choice.tokens, np.int32)])
+        first = 0 if asked.echo else len(prompt)
+        choice.tokens = ids[first:].tolist()
+        scored = await self._in_thread(alternatives, self.model.engine, ids, first, asked.top)
+        return choice, scored
+
+    # --- everything else --------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
+        ids = [await self._in_thread(self._ids, each, "input") for each in given.inputs]
+        vectors = await self._in_thread(self.model.embed, ids)
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        shown: list[Any] = vectors.tolist()
+        if given.encoding_format == "base64":
+            shown = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
+        data = [
+            {"object": "embedding", "index": index, "embedding": each}
+            for index, each in enumerate(shown)
+        ]
+        count = sum(map(len, ids))
+        told = {"prompt_tokens": count, "total_tokens": count}
+        found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
+        return JSONResponse(found)
+
+    async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
+        if (given.prompt is None) == (given.messages is None):
+            raise ApiError(400, "prompt: expected prompt or messages", "prompt")
+        encoding, config = self._encoding(), self.model.config
+
+        def ids() -> list[int]:
+            if given.messages is not None:
+                messages = [message.plain() for message in given.messages]
+                return list(self.model.chat_template.ids(encoding, messages))
+            found = tokenizer.token_ids(encoding, given.prompt, config.vocab_size, "prompt")
+            return [*map(int, found)]
+
+        tokens = await self._in_thread(ids)
+        told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
+        return JSONResponse(told)
+
+    async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
+        V = self.model.config.vocab_size
+        ids = tokenizer.token_ids(None, given.tokens, V, "tokens")
+        return JSONResponse({"prompt": _text(self._encoding(), ids)})
+
+    async def models(self, request: Request) -> Response:
+        name, wanted = self.settings.name, request.path_params.get("name")
+        c = self.model.config
+        found = {"id": name, "object": "model", "created": self._begun, "owned_by": "gpt2block"}
+        found |= {"max_model_len": c.n_ctx}
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": [found]})
+        if wanted != name:
+            raise ApiError(404, f"there is no {wanted!r}: expected {name}", "model")
+        return JSONResponse(found)
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are answered."""
+        service = self.service
+        if service is None or service.failure is not None:
+            problem = service.failure if service else "the server ends"
+            return JSONResponse({"status": "failed", "problem": problem}, 503)
+        return JSONResponse({"status": "ready", "running": service.open - service.waiting,
+                             "waiting": service.waiting})  # fmt: skip
+
+    async def live(self, request: Request) -> Response:
+        """Whether the process answers."""
+        return JSONResponse({"status": "live"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Streamed(EventSourceResponse):
+    """Events of an answer, whose rows end with the connection."""
+
+    def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
+        super().__init__(events, ping=15, sep="\n")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+def _text(encoding: Any, ids: Ids, given: Any = None) -> str:
+    """The text of ids: the given one, if they come from it."""
+    if isinstance(given, str):
+        return given
+    return bytes_of_ids(encoding, ids.tolist()).decode(errors="replace")
+
+
+async def _body(request: Request) -> bytes:
+    """The body, of limited size and duration."""
+    found = bytearray()
+    try:
+        with anyio.fail_after(BODY_SECONDS):
+            async for part in request.stream():
+                found += part
+                if len(found) > MOST_BODY:
+                    raise ApiError(413, f"the body: expected at most {MOST_BODY:,} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body: expected within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client is gone") from None
+    return bytes(found)
+
+
+async def _unless_gone(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
+    """Wait; ApiError as soon as the client has gone."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(each) for each in (waiting, gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ApiError(499, "the client is gone")
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error(error: ApiError) -> Response:
+    headers = {"retry-after": RETRY_AFTER} if error.status == 503 else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    problems = {404: "there is no such address", 405: "another method is expected"}
+    problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
+    return JSONResponse(ApiError(error.status_code, problem).body, error.status_code, error.headers)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    log.error("%s: %s", json.dumps(request.url.path), json.dumps(repr(error)))
+    return JSONResponse(ApiError(500, "the server has made an error").body, 500)

@@ -1,0 +1,74 @@
+"""What /metrics tells, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gpt2block.serve.service import Service
+from gpt2block.text.rows import Row
+
+TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # seconds
+BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """Counters of a server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "gpt2block_requests", "Requests by path and status.", ["path", "status"],
+            registry=registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "gpt2block_request_seconds", "Until the answer, or its first part, is ready.", ["path"],
+            buckets=TO_FIRST, registry=registry,
+        )  # fmt: skip
+        self._prompt = Counter(
+            "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
+        )
+        self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
+
+    def watch(self, service: Service) -> None:
+        """Show what the service is doing."""
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "slots": ("Continuations that can run together.", lambda: service.slots),
+            "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
+            "rows_waiting": ("Continuations that wait for a slot.", lambda: service.waiting),
+            "new_tokens": ("Tokens generated since the start.", lambda: service.tokens),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = Gauge(f"gpt2block_{name}", text, registry=self.registry)
+            gauge.set_function(value)
+        first = Histogram(
+            "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
+            "token.", buckets=TO_FIRST, registry=self.registry,
+        )  # fmt: skip
+        between = Histogram(
+            "gpt2block_token_seconds", "Between a continuation's tokens.", buckets=BETWEEN,
+            registry=self.registry,
+        )  # fmt: skip
+
+        def observe(seconds: float, is_first: bool) -> None:
+            (first if is_first else between).observe(seconds)
+
+        service.observe = observe
+
+    @contextmanager
+    def request(self, path: str) -> Iterator[Callable[[int], None]]:
+        """Count a request; the function notes its status."""
+        begun = perf_counter()
+
+        def counted(status: int) -> None:
+            self._requests.labels(path, str(status)).inc()
+            self._seconds.labels(path).observe(perf_counter() - begun)
+
+        yield counted
+
+    def started(self, prompt_tokens: int, rows: Sequence[Row]) -> None:
+        self._prompt.inc(prompt_tokens)
+        self._rows.inc(len(rows))

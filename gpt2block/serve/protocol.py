@@ -1,0 +1,253 @@
+"""Requests of OpenAI's protocol: their fields, checked, and errors as its clients expect them.
+
+Source: OpenAI, "API reference" (Completions, Chat Completions, Embeddings, Errors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gpt2block.errors import shown
+
+MOST_PROMPTS = 256  # of a request
+MOST_SAMPLES = 128
+MOST_STOPS = 16
+MOST_ALTERNATIVES = 20  # at a position
+ANYTHING = object()  # in place of values: any is accepted, and changes nothing
+
+# Fields that are not supported, with the values at which they would not change the result.
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": ANYTHING,
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "dimensions": (),
+    "add_special_tokens": (True,),
+}
+
+Request = TypeVar("Request", bound="Body")
+Tokens = list[Annotated[int, Field(ge=0)]]
+
+
+class ApiError(Exception):
+    """An error as OpenAI's clients expect it. param: the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": found}
+
+
+class Body(BaseModel):
+    """The body of a request. Numbers are not read from texts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Sampled(Body):
+    """What both kinds of completions have. top_k, min_p and repetition_penalty are additions."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
+    stop: str | list[str] | None = Field(None, max_length=2**16)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, gt=0)
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of `GPT2.generate` for these."""
+        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        if len(stop) > MOST_STOPS:
+            raise ApiError(400, f"stop: expected at most {MOST_STOPS} texts", "stop")
+        found: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "min_p": self.min_p or 0.0,
+            "top_k": max(0, self.top_k or 0),
+            "repetition_penalty": self.repetition_penalty or 1.0,
+            "samples": self.n or 1,
+            "stop": stop,
+        }
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**64
+        return found
+
+    @property
+    def usage_wanted(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Sampled):
+    """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
+
+    prompt: str | Tokens | list[str] | list[Tokens] = ""
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool | None = False
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        found = [prompt] if single else prompt
+        if not 1 <= len(found) <= MOST_PROMPTS:
+            raise ApiError(
+                400, f"prompt: expected 1 to {MOST_PROMPTS} prompts, got {len(found)}", "prompt"
+            )
+        return found
+
+
+class Part(BaseModel):
+    """A part of a message's content: of texts only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message; further fields are passed on to the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, Any]:
+        found = self.model_dump()
+        if not isinstance(self.content, str):
+            found["content"] = "".join(part.text for part in self.content)
+        return found
+
+
+class ChatRequest(Sampled):
+    """Of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+
+
+class EmbeddingRequest(Body):
+    """Of /v1/embeddings."""
+
+    input: str | Tokens | list[str] | list[Tokens]
+    encoding_format: Literal["float", "base64"] | None = "float"
+
+    @property
+    def inputs(self) -> list[Any]:
+        given: Any = self.input
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
+        found = [given] if single else given
+        if not 1 <= len(found) <= MOST_PROMPTS:
+            raise ApiError(
+                400, f"input: expected 1 to {MOST_PROMPTS} texts, got {len(found)}", "input"
+            )
+        return found
+
+
+class TokenizeRequest(Body):
+    """Of /tokenize."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+
+
+class DetokenizeRequest(Body):
+    """Of /detokenize."""
+
+    tokens: Tokens
+
+
+def parsed(kind: type[Request], data: bytes, names: Collection[str]) -> Request:
+    """A request from its body. names: of the model, any other one is refused.
+
+    Raises ApiError, which names the first field that is wrong.
+    """
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
+    for name in [name for name in NEUTRAL if name in given and name not in kind.model_fields]:
+        _check_neutral(name, given.pop(name))
+    try:
+        found = kind.model_validate(given)
+    except ValidationError as error:
+        raise _of_field(error) from None
+    if found.model is not None and found.model not in names:
+        raise ApiError(
+            404,
+            f"model: there is no {shown(found.model)}: expected {' or '.join(sorted(names))}",
+            "model",
+            "model_not_found",
+        )
+    return found
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    accepted = NEUTRAL[name]
+    if accepted is ANYTHING or value is None or any(value == each for each in accepted):
+        return
+    only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
+    raise ApiError(
+        400, f"{name}: {shown(value)} is not supported{only}", name, "unsupported_parameter"
+    )
+
+
+def _of_field(error: ValidationError) -> ApiError:
+    """The first problem, by the name of its field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [str(part) for part in first["loc"]]
+    field = place[0] if place else "the body"
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"{'.'.join(place)}: there is no such field", field, "unknown_parameter"
+        )
+    if first["type"] == "missing":
+        return ApiError(400, f"{'.'.join(place)}: expected, but missing", field)
+    said = first["msg"].replace("Input should be", "expected")
+    return ApiError(400, f"{field}: {said}, got {shown(first['input'])}", field)
+
+
+def refused(error: Exception, field: str | None = None) -> ApiError:
+    """An error of the library, by the name of the field that it names."""
+    argument = str(error).partition(":")[0].split(" ")[0]
+    return ApiError(400, str(error), field or argument or None)

@@ -1,0 +1,168 @@
+"""The thread that runs the rows of all requests in one batch.
+
+Requests come from an event loop, and their tokens go back to it; everything about rows happens in
+the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from gpt2block.run.model import ModelEngine
+from gpt2block.text.batching import Batch
+from gpt2block.text.rows import Row
+
+TOKENS_AT_ONCE = 4096  # of prompts that start before a step of the rows that run
+
+
+class Piece(NamedTuple):
+    """What a row gained in a step. finish_reason: that of Row once it has ended, else None."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+Deliver = Callable[[Piece], None]  # called in the event loop
+
+
+class Full(Exception):  # noqa: N818  (a reason, not a fault)
+    """As many rows wait as may."""
+
+
+class Failed(Exception):  # noqa: N818
+    """The engine raised an exception: no row can be computed any more."""
+
+
+class Service:
+    """Rows of requests in one batch, stepped by a thread of its own.
+
+    slots: rows that run together; the engine may give fewer. most_waiting: rows that wait for one
+    of these. loop: where pieces are delivered. observe: called in the thread with the seconds
+    before each token, and whether it is the first one of its row. tokens: generated so far.
+    """
+
+    def __init__(
+        self, engine: ModelEngine, slots: int, most_waiting: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        n_ctx = engine.config.n_ctx
+        self._batch = Batch(engine, slots, n_ctx, fewer=True, tokens_at_once=TOKENS_AT_ONCE)
+        self._loop, self._most_waiting = loop, most_waiting
+        self._changed = threading.Condition()
+        self._new: deque[tuple[Row, Deliver]] = deque()
+        self._cancelled: deque[Row] = deque()
+        self._deliver: dict[int, Deliver] = {}  # of running and waiting rows, by their id
+        self._since: dict[int, float] = {}  # when they were submitted, or had their last token
+        self.observe: Callable[[float, bool], None] = lambda seconds, first: None
+        self.tokens = 0
+        self._ends = False
+        self.failure: str | None = None
+        self.slots = self._batch.slots
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> int:
+        """The number of rows that run or wait."""
+        return len(self._deliver) + len(self._new)
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that wait for a slot."""
+        return max(0, self.open - self.slots)
+
+    def submit(self, rows: Sequence[Row], deliver: Sequence[Deliver]) -> None:
+        """Let rows run as soon as there are slots. Raises Full, or Failed, and runs none."""
+        with self._changed:
+            if self.failure is not None:
+                raise Failed(self.failure)
+            if self._ends or self.waiting + len(rows) > self._most_waiting + self.slots:
+                raise Full
+            self._new.extend(zip(rows, deliver, strict=True))
+            self._changed.notify()
+
+    def cancel(self, rows: Iterable[Row]) -> None:
+        """End rows whose tokens nobody wants; nothing more is delivered for them."""
+        with self._changed:
+            self._cancelled.extend(rows)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; rows that run are not finished."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._take_changes():
+            try:
+                rows = self._batch.step() if self._batch.busy else []
+            except BaseException as error:
+                self._fail(error)
+                return
+            self._note(rows)
+            self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
+            for row in rows:
+                if row.finish_reason:
+                    self._forget(row)
+
+    def _take_changes(self) -> bool:
+        """Submit and cancel what was asked for; wait where nothing is to do. False: it ends."""
+        with self._changed:
+            while not (self._ends or self._new or self._cancelled or self._batch.busy):
+                self._changed.wait()
+            new, self._new = self._new, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+            self._deliver |= {id(row): deliver for row, deliver in new}
+        now = perf_counter()
+        self._since |= {id(row): now for row, _ in new}
+        self._batch.submit([row for row, _ in new])
+        gone = [row for row in cancelled if id(row) in self._deliver]
+        self._batch.cancel(gone)
+        for row in gone:
+            self._forget(row)
+        return not self._ends
+
+    def _forget(self, row: Row) -> None:
+        self._deliver.pop(id(row), None)
+        self._since.pop(id(row), None)
+
+    def _note(self, rows: Sequence[Row]) -> None:
+        now = perf_counter()
+        self.tokens += len(rows)
+        for row in rows:
+            self.observe(now - self._since[id(row)], len(row.tokens) == 1)
+            self._since[id(row)] = now
+
+    def _send(self, pieces: list[tuple[Deliver, Piece]]) -> None:
+        if pieces:
+            self._loop.call_soon_threadsafe(_deliver_all, pieces)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all requests that there will be no more tokens."""
+        with self._changed:
+            self.failure = f"the engine failed: {error!r}"
+            left = [*self._deliver.values(), *(deliver for _, deliver in self._new)]
+            self._deliver, self._new = {}, deque()
+        self._send([(deliver, Piece("", [], [], "error", self.failure)) for deliver in left])
+
+
+def _deliver_all(pieces: list[tuple[Deliver, Piece]]) -> None:
+    for deliver, piece in pieces:
+        deliver(piece)
+
+
+def piece_of(row: Row) -> Piece:
+    """What a row gained since its last piece."""
+    text = row.take() if row.finish_reason != "error" else ""
+    tokens, logprobs = row.take_tokens()
+    error = str(row.error) if row.error is not None else None
+    return Piece(text, tokens, logprobs, row.finish_reason, error)
