@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -19,7 +21,6 @@ from gpt2block.errors import InputError
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
 MOST_KEY = 4096  # bytes of the file of a key
 LEAST_KEY = 16  # characters
-GRACE = 30  # seconds that requests have to end after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def serve(
         )
     import uvicorn  # noqa: PLC0415
 
-    from gpt2block.serve.app import Server, Settings  # noqa: PLC0415
+    from gpt2block.serve.app import GRACE, Server, Settings  # noqa: PLC0415
 
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and not _loopback(host):
@@ -68,20 +69,23 @@ def serve(
         check_count(option_, value)
     loaded, _ = load_model(model, "this server needs text")
     settings = Settings(name or _name(model.model), rows, queue, key)
-    server = Server(loaded, settings)
+    listening = socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    )
     config = uvicorn.Config(
-        server.app(),
-        host=host,
-        port=port,
+        Server(loaded, settings).app(),
         limit_concurrency=connections,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=GRACE + 1,
         log_level="warning",
         access_log=False,
         server_header=False,
     )
-    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: http://{host}:{port}/v1"
+    address = f"[{host}]" if ":" in host else host
+    address = f"http://{address}:{listening.getsockname()[1]}/v1"
+    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}"
     Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
-    uvicorn.Server(config).run()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended
+    uvicorn.Server(config).run([listening])
 
 
 def _name(model: str) -> str:

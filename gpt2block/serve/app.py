@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import anyio
@@ -47,7 +46,6 @@ from gpt2block.serve.answers import (
 from gpt2block.serve.metrics import Metrics
 from gpt2block.serve.protocol import (
     ApiError,
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -65,6 +63,7 @@ from gpt2block.text.rows import Row
 
 MOST_BODY = 4 * 2**20  # bytes
 BODY_SECONDS = 30.0  # in which a body has to arrive
+GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 AT_ONCE = 4  # texts encoded, or passes besides the batch, at the same time
 log = logging.getLogger("gpt2block.serve")
@@ -109,18 +108,17 @@ class Server:
         self._begun = int(time.time())
 
     def app(self) -> Starlette:
-        get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
         routes = [
-            get("/health", self.health),
-            get("/health/live", self.live),
-            get("/metrics", self._guarded(self.show_metrics)),
-            get("/v1/models", self._guarded(self.models)),
-            get("/v1/models/{name:path}", self._guarded(self.models)),
-            post("/v1/completions", self._posted(CompletionRequest, self.completions)),
-            post("/v1/chat/completions", self._posted(ChatRequest, self.chat)),
-            post("/v1/embeddings", self._posted(EmbeddingRequest, self.embeddings)),
-            post("/tokenize", self._posted(TokenizeRequest, self.tokenize)),
-            post("/detokenize", self._posted(DetokenizeRequest, self.detokenize)),
+            Route("/health", self.health),
+            Route("/health/live", self.live),
+            self._route("/metrics", self.show_metrics),
+            self._route("/v1/models", self.models),
+            self._route("/v1/models/{name:path}", self.models),
+            self._route("/v1/completions", self.completions, CompletionRequest),
+            self._route("/v1/chat/completions", self.chat, ChatRequest),
+            self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            self._route("/tokenize", self.tokenize, TokenizeRequest),
+            self._route("/detokenize", self.detokenize, DetokenizeRequest),
         ]
         hosts = list(self.settings.hosts) if self.settings.key is None else ["*"]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
@@ -143,22 +141,28 @@ class Server:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _guarded(
-        self, handler: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """A handler behind the key, whose ApiErrors become answers."""
+    def _route(
+        self, path: str, handler: Callable[..., Awaitable[Response]], kind: type[Any] | None = None
+    ) -> Route:
+        """An address behind the key. kind: of the body of a POST, which the handler gets parsed.
+
+        ApiErrors of the handler become answers.
+        """
 
         async def handled(request: Request) -> Response:
-            with self.metrics.request(request.url.path) as counted:
+            with self.metrics.request(path) as counted:
                 try:
                     self._check_key(request)
-                    response = await handler(request)
+                    given = () if kind is None else (await self._parsed(request, kind),)
+                    response = await handler(request, *given)
                 except ApiError as error:
                     response = _error(error)
+                except (InputError, CheckpointError) as error:
+                    response = _error(refused(error))
                 counted(response.status_code)
                 return response
 
-        return handled
+        return Route(path, handled, methods=["GET" if kind is None else "POST"])
 
     def _check_key(self, request: Request) -> None:
         key = self.settings.key
@@ -170,21 +174,12 @@ class Server:
             problem = "the key: expected the server's, as in Authorization: Bearer KEY"
             raise ApiError(401, problem, code="invalid_api_key")
 
-    def _posted(
-        self, kind: type[Any], handler: Callable[[Request, Any], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def handled(request: Request) -> Response:
-            media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media != "application/json":
-                raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
-            body = await _body(request)
-            try:
-                given: Body = await self._in_thread(parsed, kind, body, {self.settings.name})
-                return await handler(request, given)
-            except (InputError, CheckpointError) as error:
-                raise refused(error) from error
-
-        return self._guarded(handled)
+    async def _parsed(self, request: Request, kind: type[Any]) -> Any:
+        """The body of a request."""
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media != "application/json":
+            raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
+        return await self._in_thread(parsed, kind, await _body(request), {self.settings.name})
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await to_thread.run_sync(call, *arguments, limiter=self._threads)
@@ -205,11 +200,11 @@ class Server:
         if new == 0 and (stream or not echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         encoding = self._encoding()
-        prompts = [self._ids(prompt, "prompt") for prompt in given.prompts]
+        prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
         rows = self._rows(prompts, given, 16 if new is None else new) if new != 0 else []
         texts = [""] * len(prompts)
         if echo:
-            texts = [_text(encoding, *p) for p in zip(prompts, given.prompts, strict=True)]
+            texts = [_text(encoding, *p) for p in zip(prompts, given.prompt, strict=True)]
         return Asked(
             rows, prompts, [text for text in texts for _ in range(n)],
             TextForm(self.settings.name, encoding), stream,
@@ -304,7 +299,7 @@ class Server:
     # --- everything else --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
-        ids = [await self._in_thread(self._ids, each, "input") for each in given.inputs]
+        ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
         vectors = await self._in_thread(self.model.embed, ids)
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         shown: list[Any] = vectors.tolist()
@@ -372,7 +367,7 @@ class _Streamed(EventSourceResponse):
     """Events of an answer, whose rows end with the connection."""
 
     def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
-        super().__init__(events, ping=15, sep="\n")
+        super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

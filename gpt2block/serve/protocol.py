@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gpt2block.errors import shown
 
@@ -40,6 +40,27 @@ NEUTRAL: Mapping[str, Any] = {
 
 Request = TypeVar("Request", bound="Body")
 Tokens = list[Annotated[int, Field(ge=0)]]
+
+
+def _texts(given: Any) -> list[Any]:
+    """A text, token ids, or a list of either, as a list."""
+    of_ids = isinstance(given, list) and bool(given) and all(type(each) is int for each in given)
+    found = [given] if isinstance(given, str) or of_ids else given
+    if not isinstance(found, list) or not all(map(_is_text, found)):
+        raise ValueError("expected a text, token ids, or a list of texts or of token ids")
+    if not 1 <= len(found) <= MOST_PROMPTS:
+        raise ValueError(f"expected 1 to {MOST_PROMPTS} of them, not {len(found)}")
+    return found
+
+
+def _is_text(given: Any) -> bool:
+    """Whether it is a text or token ids, of which the model's tokenizer decides."""
+    return isinstance(given, str) or (
+        isinstance(given, list) and all(type(each) is int for each in given)
+    )
+
+
+Texts = Annotated[list[Any], BeforeValidator(_texts)]
 
 
 class ApiError(Exception):
@@ -114,21 +135,10 @@ class Sampled(Body):
 class CompletionRequest(Sampled):
     """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
 
-    prompt: str | Tokens | list[str] | list[Tokens] = ""
+    prompt: Texts = [""]
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool | None = False
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        prompt: Any = self.prompt
-        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        found = [prompt] if single else prompt
-        if not 1 <= len(found) <= MOST_PROMPTS:
-            raise ApiError(
-                400, f"prompt: expected 1 to {MOST_PROMPTS} prompts, got {len(found)}", "prompt"
-            )
-        return found
 
 
 class Part(BaseModel):
@@ -167,19 +177,8 @@ class ChatRequest(Sampled):
 class EmbeddingRequest(Body):
     """Of /v1/embeddings."""
 
-    input: str | Tokens | list[str] | list[Tokens]
+    input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
-
-    @property
-    def inputs(self) -> list[Any]:
-        given: Any = self.input
-        single = isinstance(given, str) or (given and isinstance(given[0], int))
-        found = [given] if single else given
-        if not 1 <= len(found) <= MOST_PROMPTS:
-            raise ApiError(
-                400, f"input: expected 1 to {MOST_PROMPTS} texts, got {len(found)}", "input"
-            )
-        return found
 
 
 class TokenizeRequest(Body):
@@ -243,7 +242,7 @@ def _of_field(error: ValidationError) -> ApiError:
         )
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(place)}: expected, but missing", field)
-    said = first["msg"].replace("Input should be", "expected")
+    said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ApiError(400, f"{field}: {said}, got {shown(first['input'])}", field)
 
 

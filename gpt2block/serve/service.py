@@ -83,7 +83,7 @@ class Service:
         with self._changed:
             if self.failure is not None:
                 raise Failed(self.failure)
-            if self._ends or self.waiting + len(rows) > self._most_waiting + self.slots:
+            if self._ends or self.open + len(rows) > self.slots + self._most_waiting:
                 raise Full
             self._new.extend(zip(rows, deliver, strict=True))
             self._changed.notify()

@@ -1,0 +1,77 @@
+"""A server of the tests' own, in a thread of this process, with a small model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from gpt2block import GPT2, GPT2Config
+from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.serve.app import Server, Settings
+from gpt2block.text.chat import ChatTemplate
+from tests.markov import byte_encoding
+
+SECONDS = 60  # in which whatever a test waits for must happen
+BYTES = byte_encoding()
+CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
+LINES = ChatTemplate(
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}",
+    {},
+)
+
+
+def small() -> GPT2:
+    return GPT2(GPT2Weights.random(0, CONFIG), device="cpu")
+
+
+def model_of(engine: Any, **more: Any) -> Any:
+    """What the server uses of a model: tokens are bytes."""
+    given = {"tokenizer": BYTES, "chat_template": LINES, "config": engine.config, **more}
+    return SimpleNamespace(engine=engine, **given)
+
+
+class Running:
+    """A server that runs. url: of its addresses."""
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server, self.port = server, port
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def service(self) -> Any:
+        return self.server.service
+
+
+@contextmanager
+def serving(model: Any, **settings: Any) -> Iterator[Running]:
+    """Run a server until the context ends."""
+    server = Server(model, Settings("small", **settings))
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(server.app(), log_level="error", timeout_graceful_shutdown=5)
+    runner = uvicorn.Server(config)
+    thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: runner.started)
+        yield Running(server, listening.getsockname()[1])
+    finally:
+        runner.should_exit = True
+        thread.join(SECONDS)
+        listening.close()
+    assert not thread.is_alive()
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened."""
+    end = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)

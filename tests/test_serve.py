@@ -1,0 +1,646 @@
+"""`gpt2block serve` by the clients that people have, and by those that nobody wants."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
+
+from gpt2block import CheckpointError, from_pretrained  # noqa: E402
+from gpt2block.checkpoints.locating import find_smollm2  # noqa: E402
+from gpt2block.serve import app, service  # noqa: E402
+from gpt2block.text.generation import generate  # noqa: E402
+from tests.command_line import gpt2block  # noqa: E402
+from tests.markov import MarkovEngine, cycle  # noqa: E402
+from tests.serving import BYTES, CONFIG, Running, eventually, model_of, serving, small  # noqa: E402
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    found = small()
+    return model_of(
+        found.engine, generate=partial(generate, found.engine, BYTES), embed=found.embed
+    )
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    with serving(model, rows=8, queue=256) as running:
+        yield running
+
+
+def client_of(running: Running, key: str = "any") -> Any:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Any]:
+    with client_of(server) as found:
+        yield found
+
+
+def post(
+    running: Running,
+    path: str,
+    body: Any,
+    media: str | None = "application/json",
+    **headers: str,
+) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(running.url + path, data)
+    request.add_header("Content-Type", media or "")
+    for name, value in headers.items():
+        request.add_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        found = error.read()
+        try:
+            return error.code, json.loads(found)
+        except ValueError:
+            return error.code, found.decode()
+
+
+# --- the client openai ----------------------------------------------------------------------------
+
+
+def test_models(client: Any) -> None:
+    (found,) = client.models.list().data
+    assert (found.id, found.owned_by) == ("small", "gpt2block")
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="there is no 'large': expected small"):
+        client.models.retrieve("large")
+
+
+def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
+    """Of texts and ids, one and several, with samples, seeds and stops."""
+    prompts: list[Any] = ["To be", [1, 2, 3], ["a", "bc"], [[4], [5, 6]]]
+    for prompt in prompts:
+        found = client.completions.create(
+            model="small", prompt=prompt, n=2, seed=5, max_tokens=7, stop=["e", "zz"]
+        )
+        several = not isinstance(prompt, str) and not isinstance(prompt[0], int)
+        texts = prompt if several else [prompt]
+        options = {"temperature": 1.0, "seed": 5, "max_new_tokens": 7, "stop": ["e", "zz"]}
+        ids = [[*text.encode()] if isinstance(text, str) else text for text in texts]
+        expected = model.generate(ids, samples=2, **options)
+        rows = [row for group in expected for row in group]
+        new = [row.text for row in rows]
+        assert [choice.index for choice in found.choices] == [*range(len(rows))]
+        assert [choice.text for choice in found.choices] == new
+        assert [choice.finish_reason for choice in found.choices] == [
+            row.finish_reason for row in rows
+        ]
+        assert found.usage.prompt_tokens == sum(map(len, ids))
+        assert found.usage.completion_tokens == sum(len(row.tokens) for row in rows)
+
+
+def test_a_new_seed_each_time_and_temperature_1(client: Any) -> None:
+    texts = {client.completions.create(model="small", prompt="x").choices[0].text for _ in "abcde"}
+    assert len(texts) == 5
+
+
+def test_an_empty_prompt_starts_from_the_end_of_a_text(client: Any) -> None:
+    found = client.completions.create(model="small", prompt="", max_tokens=1)
+    assert found.usage.prompt_tokens == 1
+
+
+def test_chat(client: Any, model: Any) -> None:
+    messages = [{"role": "system", "content": "S"}, *HELLO]
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    for asked in (messages, [messages[0], {"role": "user", "content": parts}]):
+        found = client.chat.completions.create(
+            model="small", messages=asked, max_completion_tokens=6, temperature=0
+        )
+        (choice,) = found.choices
+        expected = model.generate([*b"sS\nuHello\na"], max_new_tokens=6, temperature=0)
+        assert choice.message.role == "assistant"
+        assert choice.message.content == expected.text
+        assert (choice.finish_reason, found.usage.total_tokens) == ("length", 17)
+
+
+def test_chat_until_the_context_is_full(client: Any) -> None:
+    found = client.chat.completions.create(model="small", messages=HELLO, seed=1)
+    assert found.choices[0].finish_reason in ("stop", "length")
+    assert found.usage.total_tokens <= CONFIG.n_ctx + 1
+
+
+def test_streams_are_the_whole(client: Any) -> None:
+    options: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 9, "n": 2}
+    whole = client.completions.create(prompt=["ab", "c"], **options)
+    texts, reasons = [""] * 4, [None] * 4
+    usage = None
+    for chunk in client.completions.create(
+        prompt=["ab", "c"], stream=True, stream_options={"include_usage": True}, **options
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            assert chunk.usage is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    chat = client.chat.completions.create(messages=HELLO, **options)
+    deltas = ["", ""]
+    for chunk in client.chat.completions.create(messages=HELLO, stream=True, **options):
+        (choice,) = chunk.choices
+        deltas[choice.index] += choice.delta.content or ""
+    assert deltas == [choice.message.content for choice in chat.choices]
+
+
+def test_log_probabilities(client: Any, model: Any) -> None:
+    """Of the tokens that were sampled; with alternatives and of prompts by a pass over all."""
+    options: dict[str, Any] = {"model": "small", "max_tokens": 5, "temperature": 0}
+    expected = model.generate([*b"ab"], max_new_tokens=5, temperature=0)
+    plain = client.completions.create(prompt="ab", logprobs=0, **options).choices[0].logprobs
+    np.testing.assert_allclose(plain.token_logprobs, expected.logprobs, atol=1e-5)
+    assert plain.top_logprobs is None
+    with_top = client.completions.create(prompt="ab", logprobs=3, echo=True, **options).choices[0]
+    found = with_top.logprobs
+    assert with_top.text.startswith("ab")
+    assert found.tokens[:2] == ["a", "b"]
+    assert found.text_offset[:3] == [0, 1, 2]
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    np.testing.assert_allclose(found.token_logprobs[2:], expected.logprobs, atol=1e-5)
+    for logprob, top in zip(found.token_logprobs[2:], found.top_logprobs[2:], strict=True):
+        assert max(top.values()) == logprob  # greedy
+    chat = client.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=2, **options
+    ).choices[0]
+    entries = chat.logprobs.content
+    assert (
+        b"".join(bytes(e.bytes) for e in entries).decode(errors="replace") == chat.message.content
+    )
+    assert all(e.logprob == e.top_logprobs[0].logprob for e in entries)
+    assert all(len(e.top_logprobs) == 2 for e in entries)
+    streamed = client.chat.completions.create(messages=HELLO, logprobs=True, stream=True, **options)
+    parts = [p for c in streamed if c.choices[0].logprobs for p in c.choices[0].logprobs.content]
+    np.testing.assert_allclose([p.logprob for p in parts], [e.logprob for e in entries], atol=1e-5)
+
+
+def test_the_score_of_a_prompt(client: Any, model: Any) -> None:
+    """As evaluations ask for it: nothing new, the prompt with its log-probabilities."""
+    found = client.completions.create(
+        model="small", prompt=["abcd", "x"], max_tokens=0, echo=True, logprobs=1
+    )
+    logits = model.engine.forward([np.array([*b"abcd"], np.int32)], "logits")[0]
+    exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = [exact[t, b"abcd"[t + 1]] for t in range(3)]
+    first, second = found.choices
+    assert (first.text, second.text) == ("abcd", "x")
+    np.testing.assert_allclose(first.logprobs.token_logprobs[1:], expected, atol=1e-5)
+    assert second.logprobs.token_logprobs == [None]
+    assert found.usage.completion_tokens == 0
+
+
+def test_embeddings(client: Any, server: Running, model: Any) -> None:
+    exact = model.embed([[*b"one"], [*b"two"]])
+    exact = exact / np.linalg.norm(exact, axis=1, keepdims=True)
+    found = client.embeddings.create(model="small", input=["one", "two"])  # base64
+    np.testing.assert_allclose([each.embedding for each in found.data], exact, atol=1e-6)
+    assert found.usage.total_tokens == 6
+    status, raw = post(server, "/v1/embeddings", {"input": "one"})
+    assert status == 200
+    np.testing.assert_allclose(raw["data"][0]["embedding"], exact[0], atol=1e-6)
+    status, raw = post(server, "/v1/embeddings", {"input": "one", "encoding_format": "base64"})
+    bits = base64.b64decode(raw["data"][0]["embedding"])
+    np.testing.assert_allclose(np.frombuffer(bits, "<f4"), exact[0], atol=1e-6)
+
+
+def test_many_at_a_time_are_those_alone(server: Running, model: Any) -> None:
+    """Streams of an asynchronous client, more than there are slots; some are cancelled."""
+    rng = random.Random(1)
+    asked = [
+        {"prompt": [rng.randrange(256) for _ in range(rng.randrange(1, 40))], "seed": seed,
+         "max_tokens": rng.randrange(1, 30)}
+        for seed in range(40)
+    ]  # fmt: skip
+
+    async def one(client: Any, index: int) -> str:
+        text = ""
+        stream = await client.completions.create(model="small", stream=True, **asked[index])
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if index % 8 == 7 and len(text) > 3:
+                await stream.close()
+                break
+        return text
+
+    async def everything() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="x", max_retries=0
+        ) as client:
+            return list(await asyncio.gather(*(one(client, i) for i in range(len(asked)))))
+
+    found = asyncio.run(everything())
+    for index, (text, given) in enumerate(zip(found, asked, strict=True)):
+        expected = model.generate(
+            given["prompt"], max_new_tokens=given["max_tokens"], seed=given["seed"],
+            temperature=1.0,
+        )  # fmt: skip
+        assert text == expected.text or (index % 8 == 7 and expected.text.startswith(text))
+    eventually(lambda: server.service.open == 0)
+
+
+def test_tokenize(server: Running) -> None:
+    status, found = post(server, "/tokenize", {"prompt": "añ"})
+    assert (status, found) == (200, {"count": 3, "max_model_len": 128, "tokens": [97, 195, 177]})
+    assert post(server, "/tokenize", {"messages": HELLO})[1]["count"] == len("uHello\na")
+    assert post(server, "/detokenize", {"tokens": [97, 195, 177]})[1] == {"prompt": "añ"}
+    assert post(server, "/detokenize", {"tokens": [257]})[0] == 400
+    assert post(server, "/tokenize", {})[1]["error"]["param"] == "prompt"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        (COMPLETION, b"{", 400, None, "the body: expected JSON"),
+        (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
+        (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON"),
+        (COMPLETION, [1], 400, None, "expected a JSON object, got [1]"),
+        (COMPLETION, {"prompt": 3}, 400, "prompt", "expected a text, token ids"),
+        (COMPLETION, {"prompt": []}, 400, "prompt", "expected 1 to 256 of them, not 0"),
+        (COMPLETION, {"prompt": ["a"] * 257}, 400, "prompt", "expected 1 to 256 of them, not 257"),
+        (COMPLETION, {"prompt": ["a", 3]}, 400, "prompt", "expected a text, token ids"),
+        (COMPLETION, {"prompt": [257]}, 400, "prompt", "257"),
+        (COMPLETION, {"prompt": [-1]}, 400, "prompt", "-1"),
+        (COMPLETION, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's"),
+        (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "UTF-8"),
+        (COMPLETION, {"temperature": "hot"}, 400, "temperature", "expected a valid number"),
+        (COMPLETION, {"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+        (COMPLETION, {"temperature": True}, 400, "temperature", "expected a valid number"),
+        (COMPLETION, {"top_p": 1.5}, 400, "top_p", "less than or equal to 1"),
+        (COMPLETION, {"max_tokens": 0}, 400, "max_tokens", "expected at least 1, or echo"),
+        (COMPLETION, {"max_tokens": 1.5}, 400, "max_tokens", "expected a valid integer"),
+        (COMPLETION, {"n": 129}, 400, "n", "less than or equal to 128"),
+        (COMPLETION, {"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
+        (COMPLETION, {"stop": [""]}, 400, "stop", "at least one character"),
+        (COMPLETION, {"seed": 2**63}, 400, "seed", "less than"),
+        (COMPLETION, {"model": "gpt-5"}, 404, "model", "there is no 'gpt-5': expected small"),
+        (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
+        (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, or none"),
+        (COMPLETION, {"presence_penalty": 0.5}, 400, "presence_penalty", "is not supported"),
+        (COMPLETION, {"logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported"),
+        (COMPLETION, {"logprobs": 2, "stream": True}, 400, "logprobs", "expected 0 with stream"),
+        (COMPLETION, {"stream_options": {"x": 1}}, 400, "stream_options", "no such field"),
+        (CHAT, {}, 400, "messages", "expected, but missing"),
+        (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "content: expected, but missing"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
+         "response_format", "is not supported"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "expected logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, 400, "messages",
+         "203 tokens, the model's context is 128"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "messages", "expected"),
+        ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions", "8 is not"),
+        ("/v1/audio", {}, 404, None, "there is no such address"),
+        ("/v1/models", {}, 405, None, "another method is expected"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request(
+    server: Running, path: str, body: Any, status: int, param: str | None, words: str
+) -> None:
+    found, answer = post(server, path, body)
+    assert found == status, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["message"].isprintable()
+
+
+def test_codes_of_errors(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="small", prompt="x" * 129)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="other", prompt="x")
+    assert unknown.value.code == "model_not_found"
+
+
+def test_fields_that_change_nothing(client: Any) -> None:
+    found = client.chat.completions.create(
+        model="small", messages=HELLO, max_tokens=1, user="me", metadata={"a": "b"}, tools=[],
+        presence_penalty=0, frequency_penalty=0.0, logit_bias={}, tool_choice="none", store=False,
+        response_format={"type": "text"}, parallel_tool_calls=True, stop=None, seed=None,
+        temperature=None, n=None, top_p=None,
+    )  # fmt: skip
+    assert len(found.choices) == 1
+
+
+def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for media in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert post(server, COMPLETION, body, media)[0] == 415
+    assert post(server, COMPLETION, body, "application/json; charset=utf-8")[0] == 200
+    status, found = post(server, COMPLETION, {"prompt": "x" * (app.MOST_BODY + 1)})
+    assert status == 413
+    assert "at most 4,194,304 bytes" in found["error"]["message"]
+
+
+def test_only_names_of_this_machine(server: Running) -> None:
+    """A page whose name was changed to this address cannot ask."""
+    for host in ("localhost", f"localhost:{server.port}", "127.0.0.1", "[::1]:80"):
+        assert post(server, "/tokenize", {"prompt": "x"}, Host=host)[0] == 200
+    for host in ("example.com", "localhost.example.com", ""):
+        assert post(server, "/tokenize", {"prompt": "x"}, Host=host)[0] == 400
+
+
+def test_a_key(model: Any) -> None:
+    key = "0123456789abcdef"
+    with serving(model, rows=2, key=key) as running:
+        body = {"prompt": "x"}
+        for wrong in ({}, {"Authorization": key}, {"Authorization": "Bearer 0123456789abcdeg"},
+                      {"Authorization": "Bearer "}):  # fmt: skip
+            status, found = post(running, "/tokenize", body, **wrong)
+            assert (status, found["error"]["code"]) == (401, "invalid_api_key")
+        status, _ = post(running, "/tokenize", body, Authorization=f"Bearer {key}", Host="any.org")
+        assert status == 200
+        with pytest.raises(openai.AuthenticationError):
+            client_of(running, "wrong").models.list()
+        assert client_of(running, key).models.list().data[0].id == "small"
+        with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
+            assert json.loads(answer.read())["status"] == "ready"
+
+
+# --- clients that go, and servers that fail -------------------------------------------------------
+
+
+class Slow:
+    """An engine whose steps wait until they are let go; counts them."""
+
+    def __init__(self, table: Any = None) -> None:
+        self._engine = MarkovEngine(cycle(257) if table is None else table, n_ctx=10_000)
+        self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
+        self.failure: Exception | None = None
+
+    def decode(self, *arguments: Any, **options: Any) -> Any:
+        decoding = self._engine.decode(*arguments, **options)
+        following = decoding.next
+
+        def next_tokens() -> Any:
+            self.go.wait(60)
+            if self.failure:
+                raise self.failure
+            self.steps += 1
+            return following()
+
+        setattr(decoding, "next", next_tokens)  # noqa: B010
+        return decoding
+
+
+def sent(running: Running, path: str, body: Any) -> socket.socket:
+    """A connection on which a request was sent."""
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def received(connection: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of the answer on a connection."""
+    with HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, json.loads(answer.read())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
+    """While it runs, and while it waits."""
+    engine = Slow()
+    with serving(model_of(engine), rows=1, queue=8) as running:
+        body = {"prompt": "a", "max_tokens": 9999, "temperature": 0, "stream": stream}
+        connections = [sent(running, COMPLETION, body) for _ in range(3)]
+        eventually(lambda: running.service.open == 3)
+        engine.go.set()
+        eventually(lambda: engine.steps > 2)
+        for connection in connections:
+            connection.close()
+        eventually(lambda: running.service.open == 0)
+        assert engine.steps < 9999
+        found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
+        assert found[1]["choices"][0]["text"] == "bcd"
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    engine = Slow()
+    with serving(model_of(engine), rows=1, queue=2) as running:
+        body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+        connections = [sent(running, COMPLETION, body) for _ in range(3)]
+        eventually(lambda: running.service.open == 3)
+        request = urllib.request.Request(
+            running.url + COMPLETION,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=60)
+        assert refused.value.code == 503
+        assert refused.value.headers["Retry-After"] == "1"
+        assert json.loads(refused.value.read())["error"]["code"] == "overloaded"
+        engine.go.set()
+        for connection in connections:
+            assert received(connection)[1]["choices"][0]["text"] == "bc"
+            connection.close()
+
+
+def test_wrong_logits_end_one_request() -> None:
+    table = cycle(257)
+    table[ord("c")] = np.nan
+    engine = Slow(table)
+    engine.go.set()
+    with serving(model_of(engine), rows=4) as running:
+        options = {"max_tokens": 4, "temperature": 0}
+        status, found = post(running, COMPLETION, {"prompt": "a", **options})
+        assert status == 500
+        assert "the logits are NaN after 2 new tokens" in found["error"]["message"]
+        assert post(running, COMPLETION, {"prompt": "d", **options})[0] == 200
+        with client_of(running) as client, pytest.raises(openai.APIError, match="logits are NaN"):
+            list(client.completions.create(model="small", prompt="a", stream=True, **options))
+
+
+def test_an_engine_that_fails() -> None:
+    engine = Slow()
+    with serving(model_of(engine), rows=1) as running:
+        body = {"prompt": "a", "max_tokens": 5}
+        connection = sent(running, COMPLETION, body)
+        eventually(lambda: running.service.open == 1)
+        engine.failure = RuntimeError("out of everything")
+        engine.go.set()
+        assert received(connection)[0] == 500
+        connection.close()
+        status, found = post(running, COMPLETION, body)
+        assert status == 500
+        assert found["error"]["type"] == "server_error"
+        assert "out of everything" in found["error"]["message"]
+        with pytest.raises(urllib.error.HTTPError) as health:
+            urllib.request.urlopen(f"{running.url}/health", timeout=60)
+        assert health.value.code == 503
+
+
+def test_garbage_and_slow_connections_stop_nobody(server: Running) -> None:
+    rng = random.Random(0)
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+    for connection in slow:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+    for _ in range(30):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as garbage:
+            garbage.sendall(rng.randbytes(rng.randrange(1, 2000)) + b"\r\n\r\n")
+    assert post(server, "/tokenize", {"prompt": "x"})[0] == 200
+    for connection in slow:
+        connection.close()
+
+
+def test_nothing_is_left_after_many_requests(server: Running) -> None:
+    def work() -> None:
+        with client_of(server) as client:
+            for _ in range(75):
+                client.completions.create(model="small", prompt="abc", max_tokens=2)
+
+    work()
+    threads = threading.active_count()
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert threading.active_count() < threads + app.AT_ONCE  # which encode texts
+    assert server.service.open == 0
+    assert not server.service._since
+    assert not server.service._deliver
+
+
+def test_metrics(server: Running) -> None:
+    from prometheus_client.parser import text_string_to_metric_families as families  # noqa: PLC0415
+
+    post(server, COMPLETION, {"prompt": "abc", "max_tokens": 2})
+    post(server, COMPLETION, {"prompt": 3})
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        found = {f.name: f.samples for f in families(answer.read().decode())}
+    requests = {(s.labels["path"], s.labels["status"]): s.value
+                for s in found["gpt2block_requests"] if s.name.endswith("_total")}  # fmt: skip
+    assert requests[COMPLETION, "200"] >= 1
+    assert requests[COMPLETION, "400"] >= 1
+    assert found["gpt2block_new_tokens"][0].value >= 2
+    assert found["gpt2block_slots"][0].value == 8
+    count = [s.value for s in found["gpt2block_first_token_seconds"] if s.name.endswith("_count")]
+    assert count[0] >= 1
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address"),
+        (("--host", "example.com"), "--host example.com: others can reach this address"),
+        (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
+        (("--rows", 0), "--rows: expected"),
+        (("--queue", 0), "--queue: expected"),
+        (("--api-key-file", "short.txt"), "expected a key of at least 16 ASCII characters"),
+        (("--api-key-file", "none.txt"), "cannot be read"),
+    ],
+)
+def test_wrong_options(
+    arguments: Any, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("abc\n")
+    assert error in gpt2block("serve", "--model", "shakespeare", *arguments).error
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = gpt2block("serve", "--model", "shakespeare", "--device", "cpu", "--port", port)
+    assert "in use" in ended.error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs(number: int) -> None:
+    command = [sys.executable, "-m", "gpt2block", "serve", "--model", "shakespeare"]
+    child = subprocess.Popen(
+        [*command, "--device", "cpu", "--port", "0", "--rows", "2"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
+    )  # fmt: skip
+    try:
+        assert child.stderr is not None
+        line = child.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+        assert found, line
+        with openai.OpenAI(base_url=found[0], api_key="x", max_retries=0) as client:
+            stream = client.completions.create(
+                model="shakespeare", prompt="ROMEO:", stream=True, max_tokens=200, seed=1
+            )
+            chunks = iter(stream)
+            next(chunks)
+            child.send_signal(number)
+            reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+            assert reasons[-1] == "length"
+        assert child.wait(60) == 0
+        assert child.stderr.read() == ""
+    finally:
+        child.kill()
+
+
+def test_a_real_model() -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    try:
+        find_smollm2()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    loaded = from_pretrained("smollm2", device="cpu")
+    with serving(loaded, rows=2) as running, client_of(running) as client:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        found = client.chat.completions.create(model="small", messages=question, temperature=0)
+    assert found.choices[0].message.content == "The capital of France is Paris."
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_the_service_alone() -> None:
+    """Without an event loop's help: a row is refused once the service ends."""
+    loop = asyncio.new_event_loop()
+    alone = service.Service(MarkovEngine(cycle(257)), 2, 1, loop)
+    alone.close()
+    with pytest.raises(service.Full):
+        alone.submit([], [])
+    loop.close()
