@@ -28,6 +28,8 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
+import load  # noqa: E402
+
 from gpt2block import CheckpointError, from_pretrained  # noqa: E402
 from gpt2block.checkpoints.locating import find_smollm2  # noqa: E402
 from gpt2block.serve import app, service  # noqa: E402
@@ -545,6 +547,19 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
     assert server.service.open == 0
     assert not server.service._since
     assert not server.service._deliver
+
+
+def test_a_load_with_clients_that_go(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """By tools/load.py: at random, and as fast as possible."""
+    for how in (["--rate", "40"], ["--at-once", "12"]):
+        more = ["--seconds", "1", "--lengths", "1", "30", "--new", "20", "--closing", "0.3"]
+        load.main([f"{server.url}/v1", "--model", "small", *how, *more])
+        found = json.loads(capsys.readouterr().out)
+        assert found["answered"] > 5
+        assert found["closed"] > 0
+        assert found["refused"] == 0
+        assert 0 < found["first p50 ms"] <= found["first p99 ms"]
+        eventually(lambda: server.service.open == 0)
 
 
 def test_metrics(server: Running) -> None:

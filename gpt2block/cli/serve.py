@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def serve(
     address = f"http://{address}:{listening.getsockname()[1]}/v1"
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}"
     Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have gone
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended
     uvicorn.Server(config).run([listening])
 
