@@ -283,7 +283,8 @@ def _span(kernel: str, pointer: Any) -> loader.Span:
 
 def _allocation(address: int) -> tuple[int, int] | None:
     """First byte and size of the live allocation of an address, or None."""
-    for (start, _), (owner, nbytes) in _memory.items():
+    known = _memory.copy()  # from which the garbage collector may remove entries meanwhile
+    for (start, _), (owner, nbytes) in known.items():
         if start <= address < start + max(1, nbytes) and owner() is not None:
             return start, nbytes
     return None
