@@ -347,6 +347,31 @@ def test_a_wrong_request(
     assert error["message"].isprintable()
 
 
+def test_a_model_without_a_template_and_a_mistake_of_the_server(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def embed(ids: Any) -> Any:
+        raise RuntimeError("\x1b[31m red")
+
+    shakespeare = from_pretrained("shakespeare", device="cpu")
+    given = {"tokenizer": shakespeare.tokenizer, "embed": embed}
+    with serving(model_of(shakespeare.engine, **given), rows=1, queue=3) as running:
+        running.server.model.chat_template = None
+        body = {"prompt": "x", "n": 5}
+        status, found = post(running, COMPLETION, body)
+        assert (status, found["error"]["param"]) == (400, "n")
+        assert "5 continuations: this server takes 4 at most" in found["error"]["message"]
+        status, found = post(running, "/v1/embeddings", {"input": "x"})
+        assert (status, found["error"]["message"]) == (500, "the server has made an error")
+        assert "/v1/embeddings: " in caplog.text
+        assert "\x1b" not in caplog.text
+        del running.server.model.chat_template
+        running.server.model = shakespeare
+        status, found = post(running, CHAT, {"messages": HELLO})
+        assert (status, found["error"]["param"]) == (400, None)
+        assert "it has no chat template" in found["error"]["message"]
+
+
 def test_codes_of_errors(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="small", prompt="x" * 129)
@@ -408,7 +433,10 @@ class Slow:
     """An engine whose steps wait until they are let go; counts them."""
 
     def __init__(self, table: Any = None) -> None:
-        self._engine = MarkovEngine(cycle(257) if table is None else table, n_ctx=10_000)
+        if table is None:  # no answer comes to its end
+            table = cycle(257)
+            table[255] = table[256]
+        self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
         self.failure: Exception | None = None
 
@@ -448,7 +476,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
     """While it runs, and while it waits."""
     engine = Slow()
     with serving(model_of(engine), rows=1, queue=8) as running:
-        body = {"prompt": "a", "max_tokens": 9999, "temperature": 0, "stream": stream}
+        body = {"prompt": "a", "max_tokens": 99_999, "temperature": 0, "stream": stream}
         connections = [sent(running, COMPLETION, body) for _ in range(3)]
         eventually(lambda: running.service.open == 3)
         engine.go.set()
@@ -456,7 +484,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         for connection in connections:
             connection.close()
         eventually(lambda: running.service.open == 0)
-        assert engine.steps < 9999
+        assert engine.steps < 99_999
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
 

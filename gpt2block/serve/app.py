@@ -122,7 +122,7 @@ class Server:
         ]
         hosts = list(self.settings.hosts) if self.settings.key is None else ["*"]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-        handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
+        handlers: dict[Any, Any] = {HTTPException: _http_error}
         return Starlette(
             routes=routes, middleware=[trusted], exception_handlers=handlers, lifespan=self._life
         )
@@ -158,7 +158,9 @@ class Server:
                 except ApiError as error:
                     response = _error(error)
                 except (InputError, CheckpointError) as error:
-                    response = _error(refused(error))
+                    response = _error(refused(error, kind.model_fields if kind else ()))
+                except Exception as error:
+                    response = _fault(path, error)
                 counted(response.status_code)
                 return response
 
@@ -252,7 +254,11 @@ class Server:
             )
 
     def _rows(self, prompts: list[Ids], given: Sampled, most: int) -> list[Row]:
-        options = given.options()
+        options, s = given.options(), self.settings
+        count = len(prompts) * options["samples"]
+        if count > s.rows + s.queue:
+            problem = f"n: {count} continuations: this server takes {s.rows + s.queue} at most"
+            raise ApiError(400, problem, "n")
         run = Run(self.model.engine, self._encoding(), prompts, max_new_tokens=most, **options)
         return list(run.rows)
 
@@ -430,6 +436,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse(ApiError(error.status_code, problem).body, error.status_code, error.headers)
 
 
-async def _internal_error(request: Request, error: Exception) -> Response:
-    log.error("%s: %s", json.dumps(request.url.path), json.dumps(repr(error)))
-    return JSONResponse(ApiError(500, "the server has made an error").body, 500)
+def _fault(path: str, error: Exception) -> Response:
+    """The answer to a request that found a mistake in the server; what it was goes to the log."""
+    log.error("%s: %s", path, json.dumps(repr(error)))
+    return _error(ApiError(500, "the server has made an error"))

@@ -246,7 +246,7 @@ def _of_field(error: ValidationError) -> ApiError:
     return ApiError(400, f"{field}: {said}, got {shown(first['input'])}", field)
 
 
-def refused(error: Exception, field: str | None = None) -> ApiError:
-    """An error of the library, by the name of the field that it names."""
+def refused(error: Exception, fields: Collection[str]) -> ApiError:
+    """An error of the library, with the field that it names, if it is one of these."""
     argument = str(error).partition(":")[0].split(" ")[0]
-    return ApiError(400, str(error), field or argument or None)
+    return ApiError(400, str(error), argument if argument in fields else None)
