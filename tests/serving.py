@@ -34,7 +34,7 @@ def small() -> GPT2:
 
 def model_of(engine: Any, **more: Any) -> Any:
     """What the server uses of a model: tokens are bytes."""
-    given = {"tokenizer": BYTES, "chat_template": LINES, "config": engine.config, **more}
+    given = {"chat_template": LINES, "config": engine.config, **more}
     return SimpleNamespace(engine=engine, **given)
 
 
@@ -51,9 +51,9 @@ class Running:
 
 
 @contextmanager
-def serving(model: Any, **settings: Any) -> Iterator[Running]:
+def serving(model: Any, encoding: Any = BYTES, **settings: Any) -> Iterator[Running]:
     """Run a server until the context ends."""
-    server = Server(model, Settings("small", **settings))
+    server = Server(model, encoding, Settings("small", **settings))
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(server.app(), log_level="error", timeout_graceful_shutdown=5)
     runner = uvicorn.Server(config)

@@ -214,7 +214,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`gpt2block chat ARGUMENTS` with these lines as stdin, and an engine that counts letters."""
     engine = counting()
     loaded = SimpleNamespace(name="a table", dtypes="float32", device="no device", engine=engine)
-    loaded.conversation = lambda messages: talk(engine, *messages)
+    loaded.chat_template = LINES
     monkeypatch.setattr(cli_chat, "load_model", lambda options, hint: (loaded, BYTES))
 
     def run(*lines: str, arguments: tuple[object, ...] = ()) -> Ended:

@@ -354,9 +354,8 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
         raise RuntimeError("\x1b[31m red")
 
     shakespeare = from_pretrained("shakespeare", device="cpu")
-    given = {"tokenizer": shakespeare.tokenizer, "embed": embed}
-    with serving(model_of(shakespeare.engine, **given), rows=1, queue=3) as running:
-        running.server.model.chat_template = None
+    broken = model_of(shakespeare.engine, embed=embed)
+    with serving(broken, shakespeare.tokenizer, rows=1, queue=3) as running:
         body = {"prompt": "x", "n": 5}
         status, found = post(running, COMPLETION, body)
         assert (status, found["error"]["param"]) == (400, "n")
@@ -365,7 +364,6 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
         assert (status, found["error"]["message"]) == (500, "the server has made an error")
         assert "/v1/embeddings: " in caplog.text
         assert "\x1b" not in caplog.text
-        del running.server.model.chat_template
         running.server.model = shakespeare
         status, found = post(running, CHAT, {"messages": HELLO})
         assert (status, found["error"]["param"]) == (400, None)
@@ -672,7 +670,7 @@ def test_a_real_model() -> None:
     except CheckpointError as error:
         pytest.skip(str(error))
     loaded = from_pretrained("smollm2", device="cpu")
-    with serving(loaded, rows=2) as running, client_of(running) as client:
+    with serving(loaded, loaded.tokenizer, rows=2) as running, client_of(running) as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         found = client.chat.completions.create(model="small", messages=question, temperature=0)
     assert found.choices[0].message.content == "The capital of France is Paris."

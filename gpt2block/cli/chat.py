@@ -81,13 +81,14 @@ def chat(
     Each line is a message; /help lists commands. The answers go to stdout, everything else to
     stderr. What the model has read stays in the kv_cache: only new tokens are computed.
     """
-    from gpt2block.text.conversation import read_messages  # noqa: PLC0415
+    from gpt2block.text.conversation import Conversation, read_messages  # noqa: PLC0415
 
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
-    loaded, _ = load_model(model, "generate --ids takes token ids instead of text")
-    conversation = loaded.conversation(messages)
+    loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
+    assert encoding is not None
+    conversation = Conversation(loaded.engine, encoding, loaded.chat_template, messages)
     if as_json:
         _answer_lines(conversation, options)
     else:

@@ -68,13 +68,14 @@ def serve(
         raise InputError(f"--port: expected 0 to 65535, got {port}")
     for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
         check_count(option_, value)
-    loaded, _ = load_model(model, "this server needs text")
+    loaded, encoding = load_model(model, "this server needs text")
+    assert encoding is not None
     settings = Settings(name or _name(model.model), rows, queue, key)
     listening = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
     )
     config = uvicorn.Config(
-        Server(loaded, settings).app(),
+        Server(loaded, encoding, settings).app(),
         limit_concurrency=connections,
         timeout_graceful_shutdown=GRACE + 1,
         log_level="warning",

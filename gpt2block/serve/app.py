@@ -57,7 +57,7 @@ from gpt2block.serve.protocol import (
 )
 from gpt2block.serve.service import Service
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import bytes_of_ids
+from gpt2block.text.encoding import Encoding, bytes_of_ids
 from gpt2block.text.generation import Run
 from gpt2block.text.rows import Row
 
@@ -99,10 +99,10 @@ class Asked:
 
 
 class Server:
-    """The endpoints of a model."""
+    """The endpoints of a model. encoding: its tokenizer, or another one for its vocabulary."""
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
+        self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self.service: Service | None = None
         self._begun = int(time.time())
@@ -201,15 +201,14 @@ class Server:
             raise ApiError(400, "logprobs: expected 0 with stream, and none with echo", "logprobs")
         if new == 0 and (stream or not echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
-        encoding = self._encoding()
         prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
         rows = self._rows(prompts, given, 16 if new is None else new) if new != 0 else []
         texts = [""] * len(prompts)
         if echo:
-            texts = [_text(encoding, *p) for p in zip(prompts, given.prompt, strict=True)]
+            texts = [_text(self.encoding, *p) for p in zip(prompts, given.prompt, strict=True)]
         return Asked(
             rows, prompts, [text for text in texts for _ in range(n)],
-            TextForm(self.settings.name, encoding), stream,
+            TextForm(self.settings.name, self.encoding), stream,
             given.logprobs is not None, top, echo, given.usage_wanted,
         )  # fmt: skip
 
@@ -218,22 +217,18 @@ class Server:
         if top and (stream or not logprobs):
             raise ApiError(400, "top_logprobs: expected logprobs, and no stream", "top_logprobs")
         messages = [message.plain() for message in given.messages]
-        encoding = self._encoding()
-        ids = np.array(self.model.chat_template.ids(encoding, messages), np.int32)
+        ids = np.array(self.model.chat_template.ids(self.encoding, messages), np.int32)
         self._check_length(ids, "messages")
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
         rows = self._rows([ids], given, most)
         return Asked(
-            rows, [ids], [""] * len(rows), ChatForm(self.settings.name, encoding), stream,
+            rows, [ids], [""] * len(rows), ChatForm(self.settings.name, self.encoding), stream,
             logprobs, top, False, given.usage_wanted,
         )  # fmt: skip
 
-    def _encoding(self) -> Any:
-        return self.model.tokenizer
-
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
-        encoding, V = self._encoding(), self.model.config.vocab_size
+        encoding, V = self.encoding, self.model.config.vocab_size
         ids = tokenizer.token_ids(encoding, prompt, V, field)
         if not len(ids):
             end = tokenizer.end_of_text(encoding, V)
@@ -259,7 +254,7 @@ class Server:
         if count > s.rows + s.queue:
             problem = f"n: {count} continuations: this server takes {s.rows + s.queue} at most"
             raise ApiError(400, problem, "n")
-        run = Run(self.model.engine, self._encoding(), prompts, max_new_tokens=most, **options)
+        run = Run(self.model.engine, self.encoding, prompts, max_new_tokens=most, **options)
         return list(run.rows)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
@@ -323,7 +318,7 @@ class Server:
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
             raise ApiError(400, "prompt: expected prompt or messages", "prompt")
-        encoding, config = self._encoding(), self.model.config
+        encoding, config = self.encoding, self.model.config
 
         def ids() -> list[int]:
             if given.messages is not None:
@@ -339,7 +334,7 @@ class Server:
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
         V = self.model.config.vocab_size
         ids = tokenizer.token_ids(None, given.tokens, V, "tokens")
-        return JSONResponse({"prompt": _text(self._encoding(), ids)})
+        return JSONResponse({"prompt": _text(self.encoding, ids)})
 
     async def models(self, request: Request) -> Response:
         name, wanted = self.settings.name, request.path_params.get("name")
