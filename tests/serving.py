@@ -15,6 +15,7 @@ import uvicorn
 from gpt2block import GPT2, GPT2Config
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.serve.app import Server, Settings
+from gpt2block.serve.listening import config
 from gpt2block.text.chat import ChatTemplate
 from tests.markov import byte_encoding
 
@@ -51,12 +52,13 @@ class Running:
 
 
 @contextmanager
-def serving(model: Any, encoding: Any = BYTES, **settings: Any) -> Iterator[Running]:
+def serving(
+    model: Any, encoding: Any = BYTES, connections: int = 1024, **settings: Any
+) -> Iterator[Running]:
     """Run a server until the context ends."""
     server = Server(model, encoding, Settings("small", **settings))
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(server.app(), log_level="error", timeout_graceful_shutdown=5)
-    runner = uvicorn.Server(config)
+    runner = uvicorn.Server(config(server, connections, grace=5))
     thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)
     thread.start()
     try:

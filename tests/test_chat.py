@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_templates_of_eight_families(name: str) -> None:
     source = (HERE / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, TOKENS)
     assert_as_transformers(template.render, GOLDEN["templates"][name])
+
+
+def test_ctrl_c_is_not_for_the_template() -> None:
+    template = ChatTemplate(PLAIN, {})
+    assert template.render(HELLO) == "user: Hello\n"
+    assert template._worker is not None
+    template._worker.send_signal(signal.SIGINT)
+    assert template.render(HELLO) == "user: Hello\n"
 
 
 def test_the_date_of_today() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,10 +220,14 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*lines: str, arguments: tuple[object, ...] = ()) -> Ended:
         given = ("--temperature", "0", "--max-new-tokens", "3", *arguments)
-        return gpt2block("chat", *given, stdin="".join(f"{line}\n" for line in lines).encode())
+        return gpt2block("chat", *given, stdin=_bytes(lines))
 
     run.engine = engine  # type: ignore[attr-defined]
     return run
+
+
+def _bytes(lines: Sequence[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 
 
 def test_a_conversation_by_lines(chat: Any) -> None:
@@ -315,7 +320,7 @@ def test_the_context_is_full(chat: Any) -> None:
 
 def test_lines_of_json(chat: Any) -> None:
     lines = ('"hi"', '{"role": "system", "content": "S"}', "", "{", "[3]", '{"content": "x"}',
-             '{"role": "user", "content": "ho"}')  # fmt: skip
+             "[" * 10**5, '"\udcff"', '{"role": "user", "content": "ho"}')  # fmt: skip
     ended = chat(*lines, arguments=("--json", "--seed", 5))
     assert (ended.code, ended.err) == (0, "")
     first, *errors, last = map(json.loads, ended.out.splitlines())
@@ -325,7 +330,7 @@ def test_lines_of_json(chat: Any) -> None:
         **answer("bcd"), "finish_reason": "length", "tokens": 3, "prompt_tokens": 5,
         "reused_tokens": 0, "left_out": 0, "seed": 5,
     }  # fmt: skip
-    assert len(errors) == 3
+    assert len(errors) == 5
     assert all(set(error) == {"error"} for error in errors)
     assert last["content"] == "bcd"
     assert last["prompt_tokens"] == len("uhi\nabcd\nsS\nuho\na")

@@ -32,7 +32,7 @@ import load  # noqa: E402
 
 from gpt2block import CheckpointError, from_pretrained  # noqa: E402
 from gpt2block.checkpoints.locating import find_smollm2  # noqa: E402
-from gpt2block.serve import app, service  # noqa: E402
+from gpt2block.serve import app, listening, service  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
@@ -193,6 +193,12 @@ def test_log_probabilities(client: Any, model: Any) -> None:
     np.testing.assert_allclose(found.token_logprobs[2:], expected.logprobs, atol=1e-5)
     for logprob, top in zip(found.token_logprobs[2:], found.top_logprobs[2:], strict=True):
         assert max(top.values()) == logprob  # greedy
+    every = client.completions.create(prompt="ab", logprobs=20, **options).choices[0].logprobs
+    assert all(len(top) == 20 for top in every.top_logprobs)  # bytes that are no text apart
+    other = client.completions.create(prompt="ab", logprobs=1, seed=3, max_tokens=30, model="small")
+    found = other.choices[0].logprobs
+    tops = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+    assert all(top[token] == logprob for token, logprob, top in tops)
     chat = client.chat.completions.create(
         messages=HELLO, logprobs=True, top_logprobs=2, **options
     ).choices[0]
@@ -308,6 +314,8 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, {"max_tokens": 1.5}, 400, "max_tokens", "expected a valid integer"),
         (COMPLETION, {"n": 129}, 400, "n", "less than or equal to 128"),
         (COMPLETION, {"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
+        (COMPLETION, {"stop": ["a", "b" * 257]}, 400, "stop", "at most 256 characters each"),
+        (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort", "is not"),
         (COMPLETION, {"stop": [""]}, 400, "stop", "at least one character"),
         (COMPLETION, {"seed": 2**63}, 400, "seed", "less than"),
         (COMPLETION, {"model": "gpt-5"}, 404, "model", "there is no 'gpt-5': expected small"),
@@ -356,6 +364,7 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
     shakespeare = from_pretrained("shakespeare", device="cpu")
     broken = model_of(shakespeare.engine, embed=embed)
     with serving(broken, shakespeare.tokenizer, rows=1, queue=3) as running:
+        assert app.Settings("x").rows > running.service.slots == 1
         body = {"prompt": "x", "n": 5}
         status, found = post(running, COMPLETION, body)
         assert (status, found["error"]["param"]) == (400, "n")
@@ -368,6 +377,14 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
         status, found = post(running, CHAT, {"messages": HELLO})
         assert (status, found["error"]["param"]) == (400, None)
         assert "it has no chat template" in found["error"]["message"]
+
+
+def test_deep_messages(server: Running) -> None:
+    """At the depth at which Python's recursion ends, and around it."""
+    head = b'{"messages": [{"role": "user", "content": "<|endoftext|>", "name": '
+    for depth in range(800, 1050, 10):
+        body = head + b"[" * depth + b"]" * depth + b"}]}"
+        assert post(server, "/tokenize", body)[0] in (200, 400)
 
 
 def test_codes_of_errors(client: Any) -> None:
@@ -384,7 +401,7 @@ def test_fields_that_change_nothing(client: Any) -> None:
         model="small", messages=HELLO, max_tokens=1, user="me", metadata={"a": "b"}, tools=[],
         presence_penalty=0, frequency_penalty=0.0, logit_bias={}, tool_choice="none", store=False,
         response_format={"type": "text"}, parallel_tool_calls=True, stop=None, seed=None,
-        temperature=None, n=None, top_p=None,
+        temperature=None, n=None, top_p=None, reasoning_effort=None, verbosity=None,
     )  # fmt: skip
     assert len(found.choices) == 1
 
@@ -543,6 +560,36 @@ def test_an_engine_that_fails() -> None:
         assert health.value.code == 503
 
 
+def test_a_failure_besides_a_step() -> None:
+    engine = Slow()
+    with serving(model_of(engine), rows=1) as running:
+
+        def stop(slots: Any) -> None:
+            raise RuntimeError("it cannot stop")
+
+        running.service._batch._decoding.stop = stop
+        body = {"prompt": "a", "max_tokens": 99_999, "stream": True}
+        connection = sent(running, COMPLETION, body)
+        eventually(lambda: running.service.open == 1)
+        engine.go.set()
+        connection.close()
+        eventually(lambda: running.service.failure is not None)
+        status, found = post(running, COMPLETION, {"prompt": "a"})
+        assert status == 500
+        assert "it cannot stop" in found["error"]["message"]
+
+
+def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 1.0)
+    with serving(model, rows=1, connections=4) as running:
+        silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
+        silent[0].sendall(b"POST /tokenize HTTP/1.1\r\nHost: local")
+        eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 503)
+        eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 200)
+        for connection in silent:
+            connection.close()
+
+
 def test_garbage_and_slow_connections_stop_nobody(server: Running) -> None:
     rng = random.Random(0)
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
@@ -638,15 +685,16 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_runs(number: int) -> None:
+    host = "127.0.0.2" if sys.platform == "linux" and number == signal.SIGTERM else "127.0.0.1"
     command = [sys.executable, "-m", "gpt2block", "serve", "--model", "shakespeare"]
     child = subprocess.Popen(
-        [*command, "--device", "cpu", "--port", "0", "--rows", "2"],
+        [*command, "--device", "cpu", "--port", "0", "--rows", "2", "--host", host],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
     try:
         assert child.stderr is not None
         line = child.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+        found = re.search(r"http://127\.0\.0\.\d:(\d+)/v1", line)
         assert found, line
         with openai.OpenAI(base_url=found[0], api_key="x", max_retries=0) as client:
             stream = client.completions.create(
@@ -680,7 +728,7 @@ def test_a_real_model() -> None:
 def test_the_service_alone() -> None:
     """Without an event loop's help: a row is refused once the service ends."""
     loop = asyncio.new_event_loop()
-    alone = service.Service(MarkovEngine(cycle(257)), 2, 1, loop)
+    alone = service.Service(service.batch_of(MarkovEngine(cycle(257)), 2), 1, loop)
     alone.close()
     with pytest.raises(service.Full):
         alone.submit([], [])

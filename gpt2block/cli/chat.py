@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def chat(
     """
     from gpt2block.text.conversation import Conversation, read_messages  # noqa: PLC0415
 
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # such a message is refused, and no more
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
@@ -104,7 +107,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     text = read_text(str(file), MOST_FILE)
     try:
         return read(json.loads(text))
-    except ValueError as error:  # also InputError
+    except (ValueError, RecursionError) as error:  # also InputError
         raise InputError(f"{file}: expected the messages of a conversation: {error}") from error
 
 
@@ -122,7 +125,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
                     print_json(_answered(conversation, message["content"], options))
                 else:
                     conversation.messages.append(message)
-        except ValueError as error:  # also InputError
+        except (ValueError, RecursionError) as error:  # also InputError
             print_json({"error": str(error)})
         sys.stdout.flush()
 

@@ -57,7 +57,8 @@ def serve(
         )
     import uvicorn  # noqa: PLC0415
 
-    from gpt2block.serve.app import GRACE, Server, Settings  # noqa: PLC0415
+    from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
+    from gpt2block.serve.listening import config  # noqa: PLC0415
 
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and not _loopback(host):
@@ -70,17 +71,11 @@ def serve(
         check_count(option_, value)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
-    settings = Settings(name or _name(model.model), rows, queue, key)
+    hosts = (*LOOPBACK, host, f"[{host}]")
+    settings = Settings(name or _name(model.model), rows, queue, key, hosts)
+    server = Server(loaded, encoding, settings)
     listening = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-    )
-    config = uvicorn.Config(
-        Server(loaded, encoding, settings).app(),
-        limit_concurrency=connections,
-        timeout_graceful_shutdown=GRACE + 1,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
     )
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}/v1"
@@ -88,13 +83,13 @@ def serve(
     Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have gone
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended
-    uvicorn.Server(config).run([listening])
+    uvicorn.Server(config(server, connections)).run([listening])
 
 
 def _name(model: str) -> str:
     """The name of a hub id itself, of a path its last part."""
     path = Path(model)
-    return path.name if path.exists() else model
+    return path.resolve().name or model if path.exists() else model
 
 
 def _key(file: Path) -> str:

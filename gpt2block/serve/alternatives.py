@@ -29,7 +29,8 @@ def alternatives(engine: ModelEngine, ids: Ids, first: int, count: int) -> Score
             given = _log_softmax(row)
             logprobs.append(float(given[token]))
             best = np.argsort(-given, kind="stable")[:count].tolist() if count else []
-            top.append({id: float(given[id]) for id in best})
+            shown = [*best, *({int(token)} - {*best} if count else ())]  # always the token itself
+            top.append({id: float(given[id]) for id in shown})
     return Scored(logprobs, top)
 
 

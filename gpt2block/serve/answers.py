@@ -102,7 +102,12 @@ class Form:
         return None
 
     def token(self, token: int) -> str:
-        return self.bytes_of(token).decode(errors="replace")
+        """Its text; of one that is no whole characters its bytes, as OpenAI writes them."""
+        data = self.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def bytes_of(self, token: int) -> bytes:
         return b"" if self._encoding is None else bytes_of_ids(self._encoding, [token])
@@ -130,9 +135,9 @@ class TextForm(Form):
 
     def _logprobs(self, tokens: Sequence[int], scored: Scored, offset: int) -> dict[str, Any]:
         texts, offsets = [self.token(token) for token in tokens], []
-        for text in texts:
+        for token in tokens:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(self.bytes_of(token).decode(errors="ignore"))
         top = [{self.token(id): logprob for id, logprob in each.items()} for each in scored.top]
         found: list[Any] = [each or None for each in top]
         return {

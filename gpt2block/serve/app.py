@@ -55,7 +55,7 @@ from gpt2block.serve.protocol import (
     parsed,
     refused,
 )
-from gpt2block.serve.service import Service
+from gpt2block.serve.service import Service, batch_of
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, bytes_of_ids
 from gpt2block.text.generation import Run
@@ -104,6 +104,7 @@ class Server:
     def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
+        self._batch = batch_of(model.engine, settings.rows)
         self.service: Service | None = None
         self._begun = int(time.time())
 
@@ -129,9 +130,8 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        s, loop = self.settings, asyncio.get_running_loop()
         self._threads = anyio.CapacityLimiter(AT_ONCE)
-        self.service = Service(self.model.engine, s.rows, s.queue, loop)
+        self.service = Service(self._batch, self.settings.queue, asyncio.get_running_loop())
         self.metrics.watch(self.service)
         try:
             yield
@@ -249,10 +249,10 @@ class Server:
             )
 
     def _rows(self, prompts: list[Ids], given: Sampled, most: int) -> list[Row]:
-        options, s = given.options(), self.settings
+        options, most_rows = given.options(), self._batch.slots + self.settings.queue
         count = len(prompts) * options["samples"]
-        if count > s.rows + s.queue:
-            problem = f"n: {count} continuations: this server takes {s.rows + s.queue} at most"
+        if count > most_rows:
+            problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
         run = Run(self.model.engine, self.encoding, prompts, max_new_tokens=most, **options)
         return list(run.rows)

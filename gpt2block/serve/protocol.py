@@ -16,6 +16,7 @@ from gpt2block.errors import shown
 MOST_PROMPTS = 256  # of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
+MOST_STOP = 256  # characters of each
 MOST_ALTERNATIVES = 20  # at a position
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
@@ -34,6 +35,8 @@ NEUTRAL: Mapping[str, Any] = {
     "parallel_tool_calls": ANYTHING,
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "prediction", "audio"), ()),
+    "web_search_options": (),
     "dimensions": (),
     "add_special_tokens": (True,),
 }
@@ -101,7 +104,7 @@ class Sampled(Body):
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, ge=0, le=1)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
-    stop: str | list[str] | None = Field(None, max_length=2**16)
+    stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -114,6 +117,8 @@ class Sampled(Body):
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
         if len(stop) > MOST_STOPS:
             raise ApiError(400, f"stop: expected at most {MOST_STOPS} texts", "stop")
+        if any(len(text) > MOST_STOP for text in stop):
+            raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
         found: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,

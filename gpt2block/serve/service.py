@@ -41,19 +41,22 @@ class Failed(Exception):  # noqa: N818
     """The engine raised an exception: no row can be computed any more."""
 
 
+def batch_of(engine: ModelEngine, slots: int) -> Batch:
+    """A batch for a service of so many slots; the engine may give fewer. Raises MemoryError."""
+    n_ctx = engine.config.n_ctx
+    return Batch(engine, slots, n_ctx, fewer=True, tokens_at_once=TOKENS_AT_ONCE)
+
+
 class Service:
     """Rows of requests in one batch, stepped by a thread of its own.
 
-    slots: rows that run together; the engine may give fewer. most_waiting: rows that wait for one
-    of these. loop: where pieces are delivered. observe: called in the thread with the seconds
-    before each token, and whether it is the first one of its row. tokens: generated so far.
+    batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
+    pieces are delivered. observe: called in the thread with the seconds before each token, and
+    whether it is the first one of its row. tokens: generated so far.
     """
 
-    def __init__(
-        self, engine: ModelEngine, slots: int, most_waiting: int, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        n_ctx = engine.config.n_ctx
-        self._batch = Batch(engine, slots, n_ctx, fewer=True, tokens_at_once=TOKENS_AT_ONCE)
+    def __init__(self, batch: Batch, most_waiting: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._batch = batch
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
         self._new: deque[tuple[Row, Deliver]] = deque()
@@ -102,17 +105,19 @@ class Service:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._take_changes():
-            try:
-                rows = self._batch.step() if self._batch.busy else []
-            except BaseException as error:
-                self._fail(error)
-                return
-            self._note(rows)
-            self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
-            for row in rows:
-                if row.finish_reason:
-                    self._forget(row)
+        try:
+            while self._take_changes():
+                self._step()
+        except BaseException as error:
+            self._fail(error)
+
+    def _step(self) -> None:
+        rows = self._batch.step() if self._batch.busy else []
+        self._note(rows)
+        self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
+        for row in rows:
+            if row.finish_reason:
+                self._forget(row)
 
     def _take_changes(self) -> bool:
         """Submit and cancel what was asked for; wait where nothing is to do. False: it ends."""

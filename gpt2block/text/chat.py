@@ -65,6 +65,18 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of `render`. Names of special tokens in messages are ordinary text."""
         checked(messages)
+        try:
+            return self._ids(encoding, messages, add_generation_prompt, variables)
+        except RecursionError:
+            raise InputError("messages: expected less depth") from None
+
+    def _ids(
+        self,
+        encoding: Encoding,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
         given, mark = messages, ""
         names = sorted(filter(None, encoding.special_tokens_set), key=len, reverse=True)
         if any(name in text for text in _strings(messages) for name in names):
@@ -82,7 +94,7 @@ class ChatTemplate:
         given |= {"messages": messages, "add_generation_prompt": prompt}
         try:
             line = json.dumps(given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
             if self._worker is None:

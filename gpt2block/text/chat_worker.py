@@ -8,6 +8,7 @@ of JSON: first the source of the template, then the variables of each rendering.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 # Without the folder of this file, whose modules are not those of the standard library.
@@ -82,10 +83,11 @@ def main() -> None:
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     template: jinja2.Template | None = None
     for line in sys.stdin:
-        given = json.loads(line)
         try:
+            given = json.loads(line)
             if template is None:
                 template = environment().from_string(given)
                 answer = {"text": ""}

@@ -1,0 +1,41 @@
+"""How uvicorn serves: connections that ask for nothing are closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gpt2block.serve.app import GRACE, Server
+
+HEAD_SECONDS = 20.0  # in which a connection has to send the head of its first request
+
+
+class Protocol(H11Protocol):
+    """HTTP on a connection, which is closed if no request comes."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._waiting = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Config:
+    """The settings of uvicorn. connections: that may be open; grace: seconds to end in."""
+    return uvicorn.Config(
+        server.app(),
+        http=Protocol,
+        limit_concurrency=connections + 1,  # uvicorn counts the one that asks as well
+        timeout_graceful_shutdown=grace + 1,
+        log_level="critical",  # the server has its own log; clients that go are no news
+        access_log=False,
+        server_header=False,
+    )
