@@ -25,6 +25,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="session")
+def smollm2_files() -> Path:
+    """The folder of SmolLM2. Skips the test where it is not installed."""
+    from gpt2block import CheckpointError  # noqa: PLC0415
+    from gpt2block.checkpoints.locating import find_smollm2  # noqa: PLC0415
+
+    try:
+        return find_smollm2()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
     parser.addoption("--part", metavar="I/N", help="run part I of N of the selected tests")

@@ -16,8 +16,15 @@ from numpy.typing import NDArray
 from gpt2block.config import GPT2Config
 from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.sampling import Sampling
+from gpt2block.text.chat import ChatTemplate
 
 END = "<|endoftext|>"
+# A conversation with a character for each role, and a line for each message.
+LINES = ChatTemplate(
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}",
+    {},
+)
 
 
 def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:

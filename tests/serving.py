@@ -16,17 +16,11 @@ from gpt2block import GPT2, GPT2Config
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.serve.app import Server, Settings
 from gpt2block.serve.listening import config
-from gpt2block.text.chat import ChatTemplate
-from tests.markov import byte_encoding
+from tests.markov import LINES, byte_encoding
 
 SECONDS = 60  # in which whatever a test waits for must happen
 BYTES = byte_encoding()
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
-LINES = ChatTemplate(
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}",
-    {},
-)
 
 
 def small() -> GPT2:

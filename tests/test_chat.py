@@ -20,7 +20,6 @@ from make_golden_chat import CONVERSATIONS, TOKENS
 import gpt2block
 from gpt2block import CheckpointError, InputError
 from gpt2block.checkpoints.chat_files import chat_template
-from gpt2block.checkpoints.locating import find_smollm2
 from gpt2block.text import chat
 from gpt2block.text.chat import ChatTemplate
 from tests.threads import together
@@ -74,11 +73,7 @@ def test_the_date_of_today() -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
-    try:
-        find_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
+def smollm2(smollm2_files: Path) -> Any:
     return gpt2block.from_pretrained("smollm2", device="cpu")
 
 

@@ -22,24 +22,15 @@ import pytest
 
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.checkpoints.locating import find_smollm2
 from gpt2block.cli import chat as cli_chat
-from gpt2block.errors import CheckpointError
-from gpt2block.text.chat import ChatTemplate
 from gpt2block.text.conversation import Conversation
 from tests.command_line import Ended, gpt2block
 from tests.devices import SOMEWHERE, running_on
-from tests.markov import MarkovEngine, byte_encoding, cycle
+from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 pytest.importorskip("jinja2", reason="chat templates need jinja2")
 
 BYTES = byte_encoding()
-# One character for a role, and a line for each message: tokens are easily counted.
-LINES = ChatTemplate(
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}",
-    {},
-)
 
 
 def talk(engine: Any, *messages: dict[str, str]) -> Conversation:
@@ -365,18 +356,10 @@ def test_a_model_without_a_template() -> None:
     assert "shakespeare: it has no chat template" in ended.error
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> None:
-    try:
-        find_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
-
-
 QUESTIONS = b"What is the capital of France?\nWhich river flows through it?\n"
 
 
-@pytest.mark.usefixtures("smollm2")
+@pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
     ended = gpt2block("chat", "--device", "cpu", "--temperature", 0, stdin=QUESTIONS)
     assert ended.code == 0
@@ -387,7 +370,7 @@ def test_a_real_model() -> None:
     assert "44 of them computed before" in ended.err
 
 
-@pytest.mark.usefixtures("smollm2")
+@pytest.mark.usefixtures("smollm2_files")
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are those of Unix")
 def test_in_a_terminal() -> None:
     """The prompt, editing, Ctrl-C at the prompt, and Ctrl-D."""

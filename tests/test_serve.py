@@ -30,8 +30,7 @@ openai = pytest.importorskip("openai", reason="openai, a client, is not installe
 
 import load  # noqa: E402
 
-from gpt2block import CheckpointError, from_pretrained  # noqa: E402
-from gpt2block.checkpoints.locating import find_smollm2  # noqa: E402
+from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.serve import app, listening, service  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
@@ -711,12 +710,8 @@ def test_a_signal_finishes_what_runs(number: int) -> None:
         child.kill()
 
 
+@pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
-    pytest.importorskip("gguf", reason="gguf is not installed")
-    try:
-        find_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
     loaded = from_pretrained("smollm2", device="cpu")
     with serving(loaded, loaded.tokenizer, rows=2) as running, client_of(running) as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
-from gpt2block import CheckpointError, Llama
+from gpt2block import Llama
 from gpt2block.checkpoints.locating import find_smollm2
 from gpt2block.text import tokenizer
 from tests.command_line import gpt2block
@@ -26,12 +26,8 @@ STOPPED = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-def golden() -> Any:
-    """What transformers computed. Skips the test where the model is not installed."""
-    try:
-        find_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
+def golden(smollm2_files: Path) -> Any:
+    """What transformers computed."""
     return json.loads(FILE.read_text())
 
 

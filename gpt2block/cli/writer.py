@@ -21,7 +21,6 @@ class Writer:
 
     def __init__(self, rows: Sequence[Row], prompt: str, ids: bool) -> None:
         self._rows, self._prompt, self._ids = rows, prompt, ids
-        self._taken = 0  # ids of the current row that are written
         self._terminal = Console(highlight=False) if sys.stdout.isatty() else None
         self._current = -1
         self._tail = "\n\n"  # the last two characters written
@@ -60,7 +59,6 @@ class Writer:
             self._tail = self._prompt[-2:]
         else:
             self._write(self._prompt)
-        self._taken = 0
         self._write(self._take(row))
         return row
 
@@ -68,9 +66,8 @@ class Writer:
         """The text, or ids, that the current row gained since the last call."""
         if not self._ids:
             return row.take()
-        new = row.tokens[self._taken :]
-        self._taken += len(new)
-        return "".join(f" {token}" for token in new)
+        tokens, _ = row.take_tokens()
+        return "".join(f" {token}" for token in tokens)
 
     def _heading(self, number: int) -> str:
         several = len(self._rows) > 1

@@ -6,6 +6,7 @@ are parts of an arena, which Python frees as the pass drops them: launches keep 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -112,11 +113,13 @@ class Recorder(Machine):
     def _rows(self, name: str, x: Result, first: int, end: int) -> Result:
         return Result(name, (end - first, *x.shape[1:]), x.dtype, x.array[first:end])
 
+    @abstractmethod
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
-        raise NotImplementedError
+        """Memory for a result."""
 
+    @abstractmethod
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
-        raise NotImplementedError
+        """Bind a step to its arrays. out: None if it changes an input; made: its result."""
 
 
 def described(array: Any) -> tuple[Shape, str]:

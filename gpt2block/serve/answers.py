@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Answer:
         self._service.cancel(self.rows)
 
 
-class Form:
+class Form(ABC):
     """How the objects of an endpoint look. encoding: None for a model without a tokenizer."""
 
     prefix, whole, chunk = "", "", ""
@@ -89,13 +90,13 @@ class Form:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
+    @abstractmethod
     def choice(self, index: int, choice: Choice, scored: Scored | None) -> dict[str, Any]:
         """A whole answer. scored: of its tokens; None where they are not wanted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, index: int, piece: Piece, scored: Scored | None, offset: int) -> dict[str, Any]:
         """A part of an answer. offset: characters before it."""
-        raise NotImplementedError
 
     def first(self, index: int) -> dict[str, Any] | None:
         """What comes before the first part."""

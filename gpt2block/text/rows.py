@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 
@@ -184,29 +184,6 @@ class Row:
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         encoding = of_outputs(self._encoding) if tokens else None
         return b"" if encoding is None else bytes_of_ids(encoding, tokens)
-
-
-class Rows(Sequence[Row]):
-    """The rows of a call; each row is created when it is first used."""
-
-    def __init__(self, count: int, create: Callable[[int], Row]) -> None:
-        self._count, self._create = count, create
-        self._created: dict[int, Row] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        selected = range(self._count)[index]
-        if isinstance(selected, range):
-            return [self[i] for i in selected]
-        if selected not in self._created:
-            self._created[selected] = self._create(selected)
-        return self._created[selected]
 
 
 class Text:
