@@ -52,6 +52,22 @@ def test_slots_on_the_emulator() -> None:
         assert m.generate(prompts, rows_at_once=2, **options) == alone
 
 
+def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
+    """Its rows are rounded up, and lengths share launches: the last row is that of its own end."""
+    with running_on("shuffled"):
+        config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_ctx=80, vocab_size=37)
+        options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
+        m = model("cuda", config)
+        for prompt in random_prompts([65, 66, 68, 71, 79], config):
+            (drawn,) = m.generate(prompt, **options).logprobs
+            logits = m.engine.forward([prompt], "last")[0].astype(np.float64)
+            top = logits.max()
+            np.testing.assert_allclose(drawn, -np.log(np.exp(logits - top).sum()), rtol=1e-5)
+            assert m.generate(prompt, **options).tokens == (int(logits.argmax()),)
+        (cache,) = m.engine._caches._ended  # type: ignore[attr-defined]
+        assert sorted(shape.rows for shape in cache.prefills) == [68, 72, 80]
+
+
 @everywhere
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64])
 def test_any_number_of_slots(device: str, rows: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import ORDERS
 from gpt2block.ops.layernorm import bind as bind_layernorm
@@ -23,7 +24,7 @@ from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.weights.two_part import scale_for
 from tests import plain
-from tests.devices import H200, one_order, running_on
+from tests.devices import H200, every_device, one_order, running_on
 from tests.gpus import cupy_with
 from tests.test_layernorm import EPS, inputs
 from tests.test_layernorm import assert_right as assert_normalized
@@ -197,6 +198,18 @@ def test_rows_of_a_two_part_matrix(device: Any, K: int) -> None:
     inputs = ops.two_part(device.asarray(x)), device.asarray(indices)
     got = STEPS["take"].bind(inputs).run().get()
     np.testing.assert_array_equal(got, reference.joined(*reference.two_part(x))[indices])
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("C", "dtype"), [(1, "float32"), (66, "bfloat16"), (192, "float16"), (3000, "float32")]
+)
+def test_rows_of_a_matrix(device: Any, C: int, dtype: str) -> None:
+    x = plain.normal(C, 9, C).astype(FLOATS[dtype])
+    indices = np.array([8, 0, 3, 3], np.int32)
+    inputs, out = (device.asarray(x), device.asarray(indices)), device.full((4, C), np.nan, dtype)
+    STEPS["take"].bind(inputs, out).run()
+    np.testing.assert_array_equal(out.get(), x[indices])
 
 
 @one_order

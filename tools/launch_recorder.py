@@ -94,10 +94,6 @@ class Recorder:
         """In the place of `cupy.RawModule`."""
         return SimpleNamespace(compile=lambda: None, get_function=partial(_Kernel, self, code))
 
-    def take(self, source: Any, rows: Any, axis: int = 0, out: Any = None) -> None:
-        """In the place of `cupy.take`."""
-        self.add(f"cupy.take {source.shape} {source.dtype} → {out.shape} {out.dtype}")
-
     def launch_early(self, config: Any, kernel: _Kernel, values: Any, _: Any) -> int:
         """In the place of cuLaunchKernelEx, which lets a launch overlap the previous one."""
         c, maps = config._obj, tensor_maps.BYTES
@@ -144,7 +140,6 @@ def recording(capability: str) -> Iterator[Recorder]:
         (cuda.nvtx, "RangePush", recorder.steps.append),
         (cuda.nvtx, "RangePop", recorder.steps.pop),
         (stand_in, "RawModule", recorder.module),
-        (stand_in, "take", recorder.take),
         (stand_in, "empty", empty),
         (stand_in, "zeros", empty),
         (stand_in, "_allocation", lambda address: (address, 0)),

@@ -263,12 +263,6 @@ def pinned(shape: Shape) -> NDArray[np.int32]:
     return np.frombuffer(memory, np.int32, count).reshape(shape)
 
 
-def unowned(array: CudaArray) -> CudaArray:
-    """The array, without keeping its memory alive, as launches refer to arrays."""
-    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, None, array.data.device_id)
-    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
-
-
 def contiguous(*arrays: Any) -> tuple[Any, ...]:
     """Copy those CuPy arrays that are not C-contiguous; return everything else unchanged."""
     return tuple(

@@ -200,13 +200,6 @@ def copyto(target: ndarray, source: Any) -> None:
     _now_or_captured(lambda: np.copyto(target, source))
 
 
-def take(source: ndarray, rows: Any, axis: int = 0, out: ndarray | None = None) -> Any:
-    if out is None:
-        return asarray(np.take(source, rows, axis))
-    _now_or_captured(lambda: np.copyto(out, np.take(source, np.asarray(rows), axis)))
-    return out
-
-
 def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
     return np.split(array, ends)  # type: ignore[return-value]
 

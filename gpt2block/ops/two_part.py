@@ -1,16 +1,15 @@
 """float32 rows as two-part matrices: high and low float16 parts, a scale a row.
 
-Kernels: matmul/two_part.cu, and for rows of an array cupy.take. `gemm`, `attention` and `layernorm`
-take or make such matrices.
+Kernels: matmul/two_part.cu, and for rows of an array elementwise/take_rows.cu. `gemm`, `attention`
+and `layernorm` take or make such matrices.
 """
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, launch_at, storage, unowned
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, launch_at, storage
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
@@ -24,7 +23,8 @@ from gpt2block.weights.conversions import (
 )
 from gpt2block.weights.two_part import TwoPartMatrix
 
-JOIN_THREADS = 256  # of a block of join_rows, at most
+TAKE_FILE = "elementwise/take_rows.cu"
+JOIN_THREADS = 256  # of a block of join_rows or take_rows, at most
 
 
 @variant(
@@ -51,16 +51,12 @@ def _join_rows(c: Call) -> Launch:
     return launch_at(TWO_PART_FILE, geometry, args, "float16")
 
 
-class Take(NamedTuple):
-    """Copies rows of `source` to `out` with a CuPy kernel; it keeps no memory alive."""
-
-    source: CudaArray
-    indices: CudaArray
-    out: CudaArray
-    name: str = "take"
-
-    def run(self) -> None:
-        cupy.take(self.source, self.indices, axis=0, out=self.out)
+@variant("rows", TAKE_FILE, "take_rows", idea="some rows of a matrix, a block for each")
+def _take_rows(c: Call) -> Launch:
+    width = vector_width(c.C, c.x, c.out)
+    block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
+    geometry = Geometry("take_rows", (c.B,), (block,), defines=(("TAKE_WIDTH", width),))
+    return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)
 
 
 def _bind_take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
@@ -72,13 +68,10 @@ def _bind_take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     two_part = isinstance(inputs[0], TwoPartMatrix)
     dtype = "float32" if two_part else storage(inputs[0])
     c = TAKE.checked(inputs, out, out_dtype=dtype)
-    if two_part:
-        return TAKE.bound_to(c)
-    copies = Take(*map(unowned, (c.x, c.indices, c.out)))
-    return Bound(c.out, (copies,))  # type: ignore[arg-type]
+    return TAKE.bound_to(c, (_join_rows if two_part else _take_rows,))
 
 
-TAKE = Operation(name="take", variants=(_join_rows,), binder=_bind_take)
+TAKE = Operation(name="take", variants=(_join_rows, _take_rows), binder=_bind_take)
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:

@@ -130,7 +130,7 @@ class PrefillPass(Pass):
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
         """joined: of two-part rows, which become float32."""
-        if self.shape.batch > 1 or joined:
+        if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
 

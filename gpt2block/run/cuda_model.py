@@ -369,10 +369,8 @@ class CudaModel(StoredModel):
         launches.
         """
         lengths = [len(ids) for ids in sequences]
-        rows, longest, ends = sum(lengths), max(lengths), None
-        if cache.batch > 1:
-            ends = rounded_up(len(slots), 2)
-            rows = max(rounded_up(rows, 4), ends)
+        longest, ends = max(lengths), rounded_up(len(slots), 2)
+        rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
         shape = self._shape(cache, rows, longest, ends)
         if self.on_tensor_cores:
