@@ -88,7 +88,7 @@ class Recorder(Machine):
         names = tuple([each.name if each else "" for each in given])
         out = None if changes else made.array
         self._bind(
-            step._replace(inputs=names),
+            Step(name, op, names, attrs, dtype, bound),
             tuple([each.array if each else None for each in given]),
             out,
             made,
@@ -402,7 +402,7 @@ class Recordings:
         **options: Any,
     ) -> Recording:
         """The recording of a pass. run: calls its verbs; options: those of Recording."""
-        if self._arena is not None and options.get("known"):  # which is of a pass of this size
+        if self._arena is not None:
             with suppress(ArenaFull):
                 return self._recorded(run, tensors, outs, options)
         measured = Measure(tensors, outs)
