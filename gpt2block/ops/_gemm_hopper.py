@@ -18,6 +18,7 @@ CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
 BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
+MOST_SHARED = 227 * 1024  # bytes of a block
 
 
 class Tile(NamedTuple):
@@ -104,22 +105,24 @@ def geometry(
     scaled: bool = False,
     early: bool = True,
     split_k: bool = False,
+    fp8: bool = False,
     sms: int,
     tile: Tile | None = None,
 ) -> tuple[Geometry, Tile]:
     """The launch of gemm_hopper, or gemm_split_hopper for two-part matrices, and its tile.
 
-    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
-    the geometry of mma. Without splits of K the bits are the same for any tile.
+    a is (M, K), w (N, K), fp8 where its memory is. The tile is for the tensor maps. other_out,
+    scaled, early, tile: as for the geometry of mma. Without splits of K the bits are the same for
+    any tile.
     """
-    candidates = TWO_PART_TILES if two_part else TILES
+    candidates = TWO_PART_TILES if two_part else FP8_TILES if fp8 else TILES
     tile = tile or choose_tile(candidates, M, N, K, split_k and not two_part, sms)
     if two_part:
         kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
         floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
-    shared = shared_bytes(tile, 1 + two_part, chunks, floats)
+    shared = shared_bytes(tile, 1 + two_part, chunks, floats, fp8)
     ends = epilogue(two_part, gelu, residual, other_out, scaled)
     if not early:
         ends += (("GEMM_EARLY", 0),)
@@ -149,10 +152,21 @@ def launched(
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int) -> int:
+def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int, fp8: bool = False) -> int:
     """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
-    ring = tile.stages * parts * 2 * SLICE * (tile.rows + tile.columns)
+    stage = SLICE * (parts * 2 * (tile.rows + tile.columns) + fp8 * tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats
-    barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))
-    return ALIGNMENT + ring + received + CONSUMERS * each + barriers
+    barriers = 8 * ((2 + fp8) * tile.stages + CONSUMERS * (BUFFERS + 2))
+    return ALIGNMENT + tile.stages * stage + received + CONSUMERS * each + barriers
+
+
+def _for_fp8(tile: Tile) -> Tile:
+    """The tile with the stages that fit beside w as it is in memory, and smaller chunks."""
+    tile = tile._replace(chunk=min(tile.chunk, 16))
+    while shared_bytes(tile, 1, BUFFERS, 2 * tile.group[1], True) > MOST_SHARED:
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
+
+
+FP8_TILES = tuple(map(_for_fp8, TILES))

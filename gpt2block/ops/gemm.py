@@ -156,7 +156,8 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call) -> tuple[Geometry, Boxes]:
-    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k)
+    own = {"split_k": c.split_k, "fp8": not c.two_part and c.weights.dtype == "uint8"}
+    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), **own)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (a, w, (1, 64, tile.chunk))
 
@@ -198,7 +199,9 @@ def _hopper(c: Call) -> Any:
     else:
         own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
         ends = (*own, c.scale, c.bias, None, None)
-    return launch_at(hopper.FILE, geometry, (*maps, *ends, M, N, K), c.storage)
+    args = (*maps, *ends, M, N, K)
+    fp8 = c.w.dtype if c.weights.dtype == "uint8" else None
+    return launch_at(hopper.FILE, geometry, args, c.storage, fp8)
 
 
 def bind(
@@ -323,11 +326,17 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
-    if c.w.dtype not in FP8:
+    if c.w.dtype not in FP8 or _widens_itself(c):
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
     return before.launches
+
+
+def _widens_itself(c: Call) -> bool:
+    """Whether gemm_hopper takes the FP8 weights: its copy engine reads rows in 16 bytes."""
+    chosen = c.variant in (None, "hopper") and compute_capability() == HOPPER_CAPABILITY
+    return chosen and c.up is None and c.K % 16 == 0
 
 
 def _check_up(c: Call) -> None:
@@ -338,7 +347,7 @@ def _check_up(c: Call) -> None:
     others = {
         "two-part matrices": c.two_part,
         "a result of another dtype": c.other_out,
-        "FP8 weights": not c.early,
+        "FP8 weights": c.w.dtype in FP8 if not c.two_part else False,
         "bias": c.bias is not None,
         "residual": c.residual is not None,
         "gelu": c.gelu,

@@ -14,6 +14,7 @@ struct E5M2 {
     unsigned char bits;
 
     static __device__ __forceinline__ void widen(unsigned bytes, float* v);
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // of bytes `pair` and `pair` + 1
     static __device__ __forceinline__ E5M2 narrow(float value);
 };
 
@@ -24,6 +25,7 @@ struct AnyE4M3 {
     unsigned char bits;
 
     static __device__ __forceinline__ void widen(unsigned bytes, float* v);
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // from sm_89 on
     static __device__ __forceinline__ AnyE4M3 narrow(float value);
 };
 typedef AnyE4M3<true> E4M3;
@@ -56,6 +58,17 @@ __device__ __forceinline__ unsigned upper_bytes(unsigned bytes, int pair) {
     return __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);
 }
 
+__device__ __forceinline__ unsigned E5M2::halves(unsigned bytes, int pair) { return upper_bytes(bytes, pair); }
+
+#if __CUDA_ARCH__ >= 890
+template <bool HAS_NAN>
+__device__ __forceinline__ unsigned AnyE4M3<HAS_NAN>::halves(unsigned bytes, int pair) {
+    unsigned found;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(found) : "h"((unsigned short)(bytes >> 8 * pair)));
+    return found;
+}
+#endif
+
 // Four bytes, lowest first, in pairs: shifts and masks act on both halves of a register at once.
 __device__ __forceinline__ void E5M2::widen(unsigned bytes, float* v) {
 #pragma unroll
@@ -71,15 +84,14 @@ __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2) {
 #if __CUDA_ARCH__ >= 890  // sm_89 and newer have an instruction for it
-        unsigned halves;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(bytes >> 8 * pair)));
+        const unsigned two = halves(bytes, pair);
         const float scale = 1.0f;
 #else
-        const unsigned halves = shift_e4m3<HAS_NAN>(upper_bytes(bytes, pair));
+        const unsigned two = shift_e4m3<HAS_NAN>(upper_bytes(bytes, pair));
         const float scale = 256.0f;
 #endif
-        v[pair] = scale * widen_half(halves);
-        v[pair + 1] = scale * widen_half(halves >> 16);
+        v[pair] = scale * widen_half(two);
+        v[pair + 1] = scale * widen_half(two >> 16);
     }
 }
 

@@ -15,6 +15,9 @@
 // which reduces the load on the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in
 // matmul/hopper_two_part.cu).
 //
+// FP8 weights are widened to 16 bits in shared memory: three warps beside the loading thread write them where the copy
+// engine would otherwise have put them.
+//
 // a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
 // GEMM_A_ROWS, 64) of a, (1, GEMM_N / GEMM_SHARES, 64) of w, and (1, 64, GEMM_CHUNK) of the output.
 // grid: one cluster per tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS one per tile.
@@ -67,13 +70,22 @@
 #define GEMM_RESIDUAL 0
 #endif
 
+#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)  // w is FP8
+#define GEMM_FP8 1
+#else
+#define GEMM_FP8 0
+#endif
+
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
 constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to the ring
 constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
 constexpr int A_BYTES = GEMM_M * ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
-constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, then w's
+constexpr int FP8_BYTES = GEMM_FP8 ? GEMM_N * SLICE : 0;
+constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES) + FP8_BYTES;  // a's parts, then w's, then w as it was
+constexpr int LOADED_BYTES = GEMM_PARTS * (GEMM_A_ROWS * ROW_BYTES + (GEMM_FP8 ? 0 : W_BYTES)) + FP8_BYTES;
+constexpr int WIDENERS = 3;  // warps that widen FP8: those of the loading warpgroup which do not load
 constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
@@ -89,13 +101,20 @@ static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
+#if GEMM_FP8
+    Barrier raw[GEMM_STAGES];  // a, and w before it is widened
+    __device__ Barrier& loaded(int stage) { return raw[stage]; }
+#else
+    __device__ Barrier& loaded(int stage) { return full[stage]; }
+#endif
     Barrier residual[CONSUMERS][BUFFERS];
     Barrier turn[CONSUMERS];  // of a group, to multiply
     Barrier sums[CONSUMERS];  // from the other splits
 
     __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
-            init(full[i], 1);
+            init(full[i], GEMM_FP8 ? WIDENERS : 1);
+            if (GEMM_FP8) init(loaded(i), 1);
             init(empty[i], GEMM_SHARES * GROUPS * (GROUP / 32));
         }
         for (int i = 0; i < CONSUMERS; ++i) {
@@ -149,8 +168,9 @@ template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
     const auto load_slice = [&](int slice, int column, int stage) {
-        arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
-        load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
+        arrive_and_expect(barriers.loaded(stage), LOADED_BYTES);
+        char* to = ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES + (GEMM_FP8 ? W_BYTES : 0);
+        load_w(slice, column, to, barriers.loaded(stage));
     };
     if (!GEMM_EARLY) wait_before_copies();
     int stage = 0;  // weights do not depend on the previous kernel, so load_slice() is called before the wait
@@ -169,7 +189,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
             }
             for (int part = 0; part < GEMM_PARTS; ++part) {
                 char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
-                load_box(to, a, barriers.full[stage], slice * SLICE, row, part);
+                load_box(to, a, barriers.loaded(stage), slice * SLICE, row, part);
             }
             if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
@@ -187,7 +207,8 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     produce(ring, barriers, a, work, [&](int slice, int column, char* to, Barrier& full) {
         const int first = GEMM_SHARES > 1 ? work.rank * (GEMM_N / GEMM_SHARES) : 0;
         for (int part = 0; part < GEMM_PARTS; ++part) {
-            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, slice * SLICE, column + first, part);
+            char* at = to + part * W_BYTES + first * (GEMM_FP8 ? SLICE : ROW_BYTES);
+            load_w_box(at, w, full, slice * SLICE, column + first, part);
         }
     });
 }
@@ -199,13 +220,20 @@ __device__ __forceinline__ void start_block() {
     if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, the wait follows when there are sums to send
 }
 
-// The body of the loading warpgroup. It leaves its registers to the warpgroups that multiply.
-template <typename Produce>
-__device__ __forceinline__ void run_producer(const Produce& produce) {
-    give_registers<24>();
-    if (threadIdx.x / 32 == 0 && elect_one()) produce();
+// The body of the loading warpgroup: its first warp loads, the others may widen. It leaves its registers to the
+// warpgroups that multiply.
+template <typename Produce, typename Widen>
+__device__ __forceinline__ void run_producer(const Produce& produce, const Widen& widen) {
+    give_registers<GEMM_FP8 ? 32 : 24>();
+    if (threadIdx.x / 32 > 0) widen();
+    else if (elect_one()) produce();
     __syncwarp();
     if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
+}
+
+template <typename Produce>
+__device__ __forceinline__ void run_producer(const Produce& produce) {
+    run_producer(produce, [] {});
 }
 
 struct Group {  // a consumer warpgroup
@@ -219,8 +247,9 @@ struct Group {  // a consumer warpgroup
 };
 
 // Waits for slice number `count` of all slices of the block, and returns the address of a in it; w follows.
-__device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
+__device__ __forceinline__ const char* arrived(const char* ring, Barriers& barriers, unsigned count) {
     const int stage = count % GEMM_STAGES;
+    if (GEMM_FP8) wait<SHARED_RING>(barriers.loaded(stage), count / GEMM_STAGES & 1, "loaded");
     wait<SHARED_RING>(barriers.full[stage], count / GEMM_STAGES & 1, "full");
     return ring + stage * STAGE_BYTES;
 }
