@@ -127,7 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
         return;
     }
-    take_registers<240>();
+    take_registers<GROUP_REGISTERS>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};

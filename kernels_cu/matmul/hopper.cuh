@@ -86,12 +86,15 @@ constexpr int FP8_BYTES = GEMM_FP8 ? GEMM_N * SLICE : 0;
 constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES) + FP8_BYTES;  // a's parts, then w's, then w as it was
 constexpr int LOADED_BYTES = GEMM_PARTS * (GEMM_A_ROWS * ROW_BYTES + (GEMM_FP8 ? 0 : W_BYTES)) + FP8_BYTES;
 constexpr int WIDENERS = 3;  // warps that widen FP8: those of the loading warpgroup which do not load
+constexpr int LOADER_REGISTERS = GEMM_FP8 ? 40 : 24, GROUP_REGISTERS = GEMM_FP8 ? 232 : 240;  // of a thread
 constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
 constexpr int BUFFERS = 2;  // chunks of a group in flight
 constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums of the other splits
 
+static_assert(LOADER_REGISTERS + CONSUMERS * GROUP_REGISTERS <= (1 + CONSUMERS) * (65536 / THREADS / 8 * 8),
+              "a group would wait for registers that the block does not have");
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
 static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
 static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
@@ -224,7 +227,7 @@ __device__ __forceinline__ void start_block() {
 // warpgroups that multiply.
 template <typename Produce, typename Widen>
 __device__ __forceinline__ void run_producer(const Produce& produce, const Widen& widen) {
-    give_registers<GEMM_FP8 ? 32 : 24>();
+    give_registers<LOADER_REGISTERS>();
     if (threadIdx.x / 32 > 0) widen();
     else if (elect_one()) produce();
     __syncwarp();
