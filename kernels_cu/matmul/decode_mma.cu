@@ -209,10 +209,11 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
-                                    const float* scale, const float* bias, const End& end, int N) {
+                                    const float* scale, const float* bias, const End& end, int N,
+                                    const Parts& parts = {}) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), {}};
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), parts, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (LM_LOOP) multiply_all(w, scale, bias, input, end, N);
     else multiply(w, scale, bias, input, end, totals, N);
@@ -232,6 +233,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     float* out,                       // (M, N)
     float eps, int M, int N, int gelu) {
     run(x, gamma, beta, eps, M, w, scale, bias, Add{residual, out, N, gelu}, N);
+}
+
+// As linear_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_parts(
+    const float* x,                        // (M, K)
+    const float* parts,                    // (LM_PARTS, M, K)
+    const float* __restrict__ part_scale,  // (K) or null
+    const float* __restrict__ part_bias,   // (K) or null
+    float* sum,                            // (M, K): x with the parts; not x
+    const float* __restrict__ gamma,       // (K)
+    const float* __restrict__ beta,        // (K), of a LayerNorm
+    const W* __restrict__ w,               // (N, K)
+    const float* __restrict__ scale,       // (N) or null
+    const float* __restrict__ bias,        // (N) or null
+    float* out,                            // (M, N)
+    float eps, int M, int N) {
+    run(x, gamma, beta, eps, M, w, scale, bias, Add{nullptr, out, N, 0}, N, Parts{parts, part_scale, part_bias, sum});
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
