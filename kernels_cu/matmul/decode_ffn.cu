@@ -1,0 +1,287 @@
+// architecture: sm_90a
+// The feed-forward part of a layer for one to four rows of decoding, in one kernel instead of two, or of five with a
+// gate: a step of one row is a chain of kernels, each of which waits for the one before.
+//
+//   h = gelu(LayerNorm(x) W^T * scale + bias)                              W (H, C), V (C, H)
+//   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           FF_GATED
+//   parts[s] = split s of h V^T
+//
+// The order of additions is that of matmul/decode_order.cuh, so a row has the bits that it has in any batch. A split of
+// H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.
+// The next kernel adds the splits to x in their order, as it loads x anyway (Parts in matmul/decode_mma.cuh).
+//
+//   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
+//                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
+//                 parts[s] block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
+//
+//   a warp        first a split of C, of a block's columns of h, or with LM_GROUPS of some; then some outputs
+//
+// Both matrices are requested before the wait for the previous kernel, and are in registers when x arrives.
+//
+// Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
+// be allowed by cuFuncSetAttribute (non-portable cluster size).
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "matmul/decode_mma.cuh"
+#include "matmul/decode_ends.cuh"
+#include "lib/overlap.cuh"
+#include "lib/stream.cuh"
+#if defined(__CUDA_ARCH__)
+#include "lib/sm90.cuh"
+#endif
+
+#ifndef FF_H  // of x: LM_K
+#define FF_H 3072
+#endif
+#ifndef FF_CLUSTER  // blocks of a split of H
+#define FF_CLUSTER 16
+#endif
+#ifndef FF_GATED
+#define FF_GATED 0
+#endif
+
+constexpr int H_SPLITS = order::splits(FF_H), H_LENGTH = order::split_length(FF_H);
+constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
+constexpr int WIDTH = OWN / LM_GROUPS;      // of a warp
+constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
+constexpr int MATRICES = FF_GATED ? 2 : 1;
+constexpr int OF_WARP = (WIDTH + 7) / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
+constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
+constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
+constexpr int VECTORS = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
+static_assert(!order::FLOATS, "of 16 bits or FP8");
+static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0 && OWN % LM_GROUPS == 0, "blocks have as many columns");
+static_assert(OWN % 8 == 0 && (WIDTH % 8 == 0 || LM_GROUPS == 1), "and send whole vectors");
+static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
+
+// The layout of shared memory.
+__device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
+constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH: h[s] as terms, from all blocks
+constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN) terms, of this block
+constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats
+constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
+static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
+
+// Some of a matrix, (N, K), in a lane's registers: from one value of K on, CHUNKS chunks of OCTETS times eight columns.
+template <int K, int CHUNKS, int OCTETS>
+struct Panel {
+    static constexpr int TILES = (OCTETS + 1) / 2;
+    uint4 raw[CHUNKS][2 * TILES];
+    float sums[TILES][ROW_TILES][4];
+
+    // column: the first value of a lane's column of an eight; zeros unless it is `there`, and from `left` on.
+    __device__ __forceinline__ void fetch(int octet, const W* column, bool there, int left) {
+        const int t = threadIdx.x % 4 * order::WIDTH;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            raw[chunk][octet] = {};
+            if (!there || (K % order::UNIT && chunk * order::CHUNK + t >= left)) continue;
+            typedef Vec<W, order::WIDTH> Vector;
+            raw[chunk][octet] = stream_in<Vector>(column + chunk * order::CHUNK + t).raw;
+        }
+    }
+
+    // get(x, i, chunk) gives a lane's part of tile i of rows.
+    template <typename Get>
+    __device__ __forceinline__ void multiply(Get get) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][r][i] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            order::Rows x[ROW_TILES];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) get(x[r], r, chunk);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const order::Columns columns(raw[chunk][2 * tile], raw[chunk][2 * tile + 1]);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums[tile][r], columns, x[r]);
+            }
+        }
+    }
+
+    // Calls use(octet, row, sum) for each of a lane's sums: of its column of the eight, high terms and low ones.
+    template <typename Use>
+    __device__ __forceinline__ void each(Use use) const {
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = octet % 2 * 2;
+                const float(&of)[4] = sums[octet / 2][r];
+                if (row < LM_ROWS) use(octet, row, of[i] + of[i + 1]);
+            }
+        }
+    }
+};
+
+struct Matrix {
+    const W* w;          // (N, K)
+    const float* scale;  // (N) or null
+    const float* bias;   // (N) or null
+
+    __device__ __forceinline__ float2 ends(int n) const {
+        return {scale ? constant(scale + n) : 1.0f, bias ? constant(bias + n) : 0.0f};
+    }
+};
+
+typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP> First;
+typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP> Second;
+constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes, of a row
+
+struct Ends {
+    float2 of[MATRICES][LANES_OWN];  // scale and bias
+};
+
+// The block's columns of h of a row, by a warp: sums the splits of C, and stores terms.
+__device__ __forceinline__ void complete_row(char* shared, int r, const Ends& ends) {
+    const int lane = threadIdx.x % 32;
+    const float* totals = reinterpret_cast<const float*>(shared + TOTALS);
+#pragma unroll
+    for (int i = 0; i < LANES_OWN; ++i) {
+        const int column = i * 32 + lane;
+        float v[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            float total = 0.0f;
+#pragma unroll
+            for (int split = 0; split < SPLITS; ++split) {
+                total += totals[((split * LM_ROWS + r) * MATRICES + m) * OWN + min(column, OWN - 1)];
+            }
+            v[m] = fmaf(total, ends.of[m][i].x, ends.of[m][i].y);
+        }
+        const float h = FF_GATED ? v[0] / (1.0f + expf(-v[0])) * v[MATRICES - 1] : gelu(v[0]);
+        const float term = term_of<order::BRAIN>(h);
+        if (column < OWN) {
+            char* to = shared + STAGED + r * 4 * OWN + column % 2 * 2 * OWN + column / 2 * 4;
+            *reinterpret_cast<float*>(to) = term;
+        }
+    }
+    __syncwarp();
+}
+
+// Sends them to all blocks of the cluster.
+__device__ __forceinline__ void send_row(char* shared, int r, int rank) {
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < VECTORS * FF_CLUSTER; i += 32) {
+        const int vector = i % VECTORS, low = vector >= VECTORS / 2, at = vector - low * (VECTORS / 2);
+        const float4 v = *reinterpret_cast<const float4*>(shared + STAGED + r * 4 * OWN + 16 * vector);
+        char* to = shared + HIDDEN + r * H_PITCH + low * H_TERM + 2 * OWN * rank + 16 * at;
+#if defined(__CUDA_ARCH__)
+        store_at(i / VECTORS, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
+#else
+        *reinterpret_cast<float4*>(to) = v;
+#endif
+    }
+}
+
+// All blocks' columns of h are there.
+__device__ __forceinline__ void wait_for_hidden(char* shared) {
+#if defined(__CUDA_ARCH__)
+    wait<true>(*reinterpret_cast<Barrier*>(shared + ARRIVED), 0, "hidden");
+#else
+    __syncthreads();
+#endif
+}
+
+__device__ __forceinline__ void open_cluster(char* shared) {
+#if defined(__CUDA_ARCH__)
+    if (threadIdx.x == 0) {
+        Barrier& arrived = *reinterpret_cast<Barrier*>(shared + ARRIVED);
+        init(arrived, 1);
+        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * VECTORS * 16);
+        fence_inits();
+    }
+    __syncwarp();
+    arrive_in_cluster();
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
+    const float* x,                   // (M, C), M up to LM_ROWS
+    const float* __restrict__ gamma,  // (C)
+    const float* __restrict__ beta,   // (C), of a LayerNorm
+    const W* __restrict__ w,          // (H, C)
+    const float* __restrict__ scale,  // (H) or null
+    const float* __restrict__ bias,   // (H) or null
+    const W* __restrict__ up,         // (H, C), with FF_GATED
+    const float* __restrict__ up_scale,  // (H) or null
+    const W* __restrict__ v,          // (C, H)
+    float* parts,                     // (splits of H, M, C)
+    float eps, int M) {
+    extern __shared__ float4 memory[];
+    char* shared = reinterpret_cast<char*>(memory);
+    open_cluster(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    const int rank = blockIdx.x % FF_CLUSTER, h_split = blockIdx.x / FF_CLUSTER;
+    const int split = warp % SPLITS, group = warp / SPLITS;
+    const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
+
+    First first;
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m) {
+#pragma unroll
+        for (int octet = 0; octet < OF_WARP; ++octet) {
+            const long long n = own + group * WIDTH + 8 * octet + g;
+            const W* column = (m ? up : w) + n * LM_K + split * LENGTH;
+            first.fetch(m * OF_WARP + octet, column, 8 * octet + g < WIDTH, LM_K - split * LENGTH);
+        }
+    }
+    Second second;
+#pragma unroll
+    for (int octet = 0; octet < OUT_OF_WARP; ++octet) {
+        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+        const W* from = v + (long long)(rank * OWN_OUT + column) * FF_H + h_split * H_LENGTH;
+        second.fetch(octet, from, column < OWN_OUT, H_LENGTH);
+    }
+    Ends ends;
+    if (warp < LM_ROWS) {
+#pragma unroll
+        for (int i = 0; i < LANES_OWN; ++i) {
+            const int n = own + min(i * 32 + lane, OWN - 1);
+            ends.of[0][i] = Matrix{w, scale, bias}.ends(n);
+            if (FF_GATED) ends.of[MATRICES - 1][i] = Matrix{up, up_scale, nullptr}.ends(n);
+        }
+    }
+    Input input{x, gamma, beta, eps, M, 0, shared, {}, {}};
+    input.prefetch();
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+    if (LM_GROUPS > 1) __syncthreads();
+
+    first.multiply([&](order::Rows& to, int i, int chunk) {
+        input.get(to, i, split * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
+    });
+    float* totals = reinterpret_cast<float*>(shared + TOTALS);
+    first.each([&](int octet, int row, float sum) {
+        const int m = octet / OF_WARP, column = 8 * (octet % OF_WARP) + g;
+        if (column < WIDTH) totals[((split * LM_ROWS + row) * MATRICES + m) * OWN + group * WIDTH + column] = sum;
+    });
+    __syncthreads();
+#if defined(__CUDA_ARCH__)
+    wait_for_cluster();  // all blocks run, and expect bytes
+#endif
+#pragma unroll 1
+    for (int r = warp; r < LM_ROWS; r += WARPS) {
+        complete_row(shared, r, ends);
+        send_row(shared, r, rank);
+    }
+    wait_for_hidden(shared);
+
+    second.multiply([&](order::Rows& to, int i, int chunk) {
+        const int r = (order::TILE_ROWS * i + lane / 8) % LM_ROWS;
+        const int k = chunk * order::CHUNK + lane % 4 * order::WIDTH;
+        to.load(shared + HIDDEN + r * H_PITCH + 2 * k, H_TERM);
+    });
+    second.each([&](int octet, int row, float sum) {
+        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+        if (column < OWN_OUT && row < M) parts[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
+    });
+}
