@@ -16,7 +16,8 @@
 //
 //   a warp        first a split of C, of a block's columns of h, or with LM_GROUPS of some; then some outputs
 //
-// Both matrices are requested before the wait for the previous kernel, and are in registers when x arrives.
+// Both matrices are requested before the wait for the previous kernel. W waits in registers, V with FF_COPIED in shared
+// memory, where each lane has what it will multiply itself, so that other kernels have registers at the same time.
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
@@ -24,6 +25,7 @@
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
 #include "matmul/decode_ends.cuh"
+#include "lib/cluster.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 #if defined(__CUDA_ARCH__)
@@ -36,11 +38,14 @@
 #ifndef FF_CLUSTER  // blocks of a split of H
 #define FF_CLUSTER 16
 #endif
+#ifndef FF_COPIED  // whether V waits in shared memory instead of registers
+#define FF_COPIED 1
+#endif
 #ifndef FF_GATED
 #define FF_GATED 0
 #endif
 
-constexpr int H_SPLITS = order::splits(FF_H), H_LENGTH = order::split_length(FF_H);
+constexpr int H_LENGTH = order::split_length(FF_H);
 constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
 constexpr int WIDTH = OWN / LM_GROUPS;      // of a warp
 constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
@@ -60,13 +65,18 @@ constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH:
 constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN) terms, of this block
 constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats
 constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
+constexpr int COPIED = aligned16(ARRIVED + 8);  // with FF_COPIED, OUT_OF_WARP * H_CHUNKS vectors of 16 bytes a thread
+constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16;
+static_assert(BYTES <= 227 * 1024, "a block has room");
 static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
 
-// Some of a matrix, (N, K), in a lane's registers: from one value of K on, CHUNKS chunks of OCTETS times eight columns.
-template <int K, int CHUNKS, int OCTETS>
+// Some of a matrix, (N, K), of a lane: from one value of K on, CHUNKS chunks of OCTETS times eight columns. In
+// registers, or IN_SHARED memory.
+template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
 struct Panel {
     static constexpr int TILES = (OCTETS + 1) / 2;
-    uint4 raw[CHUNKS][2 * TILES];
+    uint4* own;  // IN_SHARED: the thread's first vector; the next ones are THREADS vectors apart
+    uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
     float sums[TILES][ROW_TILES][4];
 
     // column: the first value of a lane's column of an eight; zeros unless it is `there`, and from `left` on.
@@ -74,16 +84,26 @@ struct Panel {
         const int t = threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            raw[chunk][octet] = {};
-            if (!there || (K % order::UNIT && chunk * order::CHUNK + t >= left)) continue;
-            typedef Vec<W, order::WIDTH> Vector;
-            raw[chunk][octet] = stream_in<Vector>(column + chunk * order::CHUNK + t).raw;
+            const bool needed = there && (K % order::UNIT == 0 || chunk * order::CHUNK + t < left);
+            const W* from = column + chunk * order::CHUNK + t;
+            if constexpr (IN_SHARED) {
+                copy16(own + (chunk * OCTETS + octet) * THREADS, from, needed);
+            } else {
+                raw[chunk][octet] = {};
+                typedef Vec<W, order::WIDTH> Vector;
+                if (needed) raw[chunk][octet] = stream_in<Vector>(from).raw;
+            }
         }
     }
 
-    // get(x, i, chunk) gives a lane's part of tile i of rows.
+    __device__ __forceinline__ uint4 get(int chunk, int octet) const {
+        if (octet >= OCTETS) return {};
+        return IN_SHARED ? own[(chunk * OCTETS + octet) * THREADS] : raw[IN_SHARED ? 0 : chunk][octet];
+    }
+
+    // rows(x, i, chunk) gives a lane's part of tile i of rows.
     template <typename Get>
-    __device__ __forceinline__ void multiply(Get get) {
+    __device__ __forceinline__ void multiply(Get rows) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -92,14 +112,15 @@ struct Panel {
                 for (int i = 0; i < 4; ++i) sums[tile][r][i] = 0.0f;
             }
         }
+        if (IN_SHARED) wait_for_groups<0>();  // of what this thread has copied, and no other reads
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             order::Rows x[ROW_TILES];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) get(x[r], r, chunk);
+            for (int r = 0; r < ROW_TILES; ++r) rows(x[r], r, chunk);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const order::Columns columns(raw[chunk][2 * tile], raw[chunk][2 * tile + 1]);
+                const order::Columns columns(get(chunk, 2 * tile), get(chunk, 2 * tile + 1));
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums[tile][r], columns, x[r]);
             }
@@ -131,8 +152,8 @@ struct Matrix {
     }
 };
 
-typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP> First;
-typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP> Second;
+typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
+typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP, FF_COPIED> Second;
 constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes, of a row
 
 struct Ends {
@@ -223,7 +244,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     const int split = warp % SPLITS, group = warp / SPLITS;
     const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
 
-    First first;
+    First first = {};
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m) {
 #pragma unroll
@@ -233,13 +254,15 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
             first.fetch(m * OF_WARP + octet, column, 8 * octet + g < WIDTH, LM_K - split * LENGTH);
         }
     }
-    Second second;
+    Second second = {};
+    second.own = reinterpret_cast<uint4*>(shared + COPIED) + threadIdx.x;
 #pragma unroll
     for (int octet = 0; octet < OUT_OF_WARP; ++octet) {
         const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
         const W* from = v + (long long)(rank * OWN_OUT + column) * FF_H + h_split * H_LENGTH;
         second.fetch(octet, from, column < OWN_OUT, H_LENGTH);
     }
+    if (FF_COPIED) end_group();
     Ends ends;
     if (warp < LM_ROWS) {
 #pragma unroll

@@ -203,7 +203,7 @@ struct Input {
             const int part = lane % SUMS;
             const float sum = lanes_sum<SUMS>(part < SPLITS ? sums[r * SPLITS + part] : 0.0f);
             const float factor = rsqrtf(sum * (1.0f / LM_K) + eps);
-            float n[1][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
+            float n[UNITS][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
 #pragma unroll
             for (int e = 0; e < 4; ++e) n[0][e] *= factor * g[e];
             if (split < SPLITS) store(n, r, split);
