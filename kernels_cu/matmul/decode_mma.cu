@@ -268,3 +268,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     float eps, int M, int C, int B, int n_ctx) {
     run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C);
 }
+
+// As qkv_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_parts(
+    const float* x,                        // (M, K)
+    const float* parts,                    // (LM_PARTS, M, K)
+    const float* __restrict__ part_scale,  // (K) or null
+    const float* __restrict__ part_bias,   // (K) or null
+    float* sum,                            // (M, K): x with the parts; not x
+    const float* __restrict__ gamma,       // (K)
+    const float* __restrict__ beta,        // (K), of a LayerNorm
+    const W* __restrict__ w,               // (3C, K)
+    const float* __restrict__ scale,       // (3C) or null
+    const float* __restrict__ bias,        // (3C) or null
+    const int* row,                        // (M)
+    const int* position,                   // (M)
+    float* q,                              // (M, C)
+    KV* k_cache,                           // (B, n_ctx, C)
+    KV* v_cache,                           // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C,
+        Parts{parts, part_scale, part_bias, sum});
+}
