@@ -4,7 +4,7 @@
 //
 //   h = gelu(LayerNorm(x) W^T * scale + bias)                              W (H, C), V (C, H)
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           FF_GATED
-//   parts[s] = split s of h V^T
+//   splits[s] = split s of h V^T
 //
 // The order of additions is that of matmul/decode_order.cuh, so a row has the bits that it has in any batch. A split of
 // H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.
@@ -12,7 +12,7 @@
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
 //                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
-//                 parts[s] block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
+//                 splits[s] block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
 //   a warp        first a split of C, of a block's columns of h, or with LM_GROUPS of some; then some outputs
 //
@@ -225,16 +225,20 @@ __device__ __forceinline__ void open_cluster(char* shared) {
 }
 
 extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
-    const float* x,                   // (M, C), M up to LM_ROWS
-    const float* __restrict__ gamma,  // (C)
-    const float* __restrict__ beta,   // (C), of a LayerNorm
-    const W* __restrict__ w,          // (H, C)
-    const float* __restrict__ scale,  // (H) or null
-    const float* __restrict__ bias,   // (H) or null
-    const W* __restrict__ up,         // (H, C), with FF_GATED
-    const float* __restrict__ up_scale,  // (H) or null
-    const W* __restrict__ v,          // (C, H)
-    float* parts,                     // (splits of H, M, C)
+    const float* x,                        // (M, C), M up to LM_ROWS
+    const float* parts,                    // (LM_PARTS, M, C), added to x
+    const float* __restrict__ part_scale,  // (C) or null
+    const float* __restrict__ part_bias,   // (C) or null
+    float* sum,                            // (M, C): x with the parts; not x
+    const float* __restrict__ gamma,       // (C)
+    const float* __restrict__ beta,        // (C), of a LayerNorm
+    const W* __restrict__ w,               // (H, C)
+    const float* __restrict__ scale,       // (H) or null
+    const float* __restrict__ bias,        // (H) or null
+    const W* __restrict__ up,              // (H, C), with FF_GATED
+    const float* __restrict__ up_scale,    // (H) or null
+    const W* __restrict__ v,               // (C, H)
+    float* splits,                         // (splits of H, M, C)
     float eps, int M) {
     extern __shared__ float4 memory[];
     char* shared = reinterpret_cast<char*>(memory);
@@ -272,7 +276,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
             if (FF_GATED) ends.of[MATRICES - 1][i] = Matrix{up, up_scale, nullptr}.ends(n);
         }
     }
-    Input input{x, gamma, beta, eps, M, 0, shared, {}, {}};
+    Input input{x, gamma, beta, eps, M, 0, shared, {parts, part_scale, part_bias, sum}, {}};
     input.prefetch();
     let_next_start();
     wait_for_previous();
@@ -305,6 +309,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     });
     second.each([&](int octet, int row, float sum) {
         const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
-        if (column < OWN_OUT && row < M) parts[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
+        if (column >= OWN_OUT || row >= M) return;
+        splits[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
     });
 }
