@@ -64,6 +64,9 @@
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
 #define AS_CLUSTER 1
 #endif
+#ifndef AS_FIRST  // the first block of a team in its cluster
+#define AS_FIRST 0
+#endif
 #if AS_CLUSTER == 1  // one block is launched without a cluster
 #undef __cluster_dims__
 #define __cluster_dims__(...)
@@ -237,7 +240,7 @@ struct Softmax {
     // Writes the split's results, to the first block of a cluster.
     __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
-        Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
+        Shared& to = AS_CLUSTER > 1 ? *in_block_of_cluster(&shared, AS_FIRST) : shared;
         l = across_groups<Sum>(l);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
