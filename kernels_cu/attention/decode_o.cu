@@ -30,7 +30,7 @@ constexpr int O_TERM = 2 * order::UNIT + (sizeof(W) == 1 ? 16 : 64);  // bytes f
 constexpr int O_VECTORS = 2 * 2 * 32 / 16;                            // of 16 bytes: the terms of 32 channels
 static_assert(2 * HS == order::UNIT && order::split_units(ROW) == 1, "a split of K is two heads");
 static_assert(NH % 2 == 0 && NKV == NH && AS_HEADS == 1 && AS_QUERIES == 1, "a block is of one head");
-static_assert(ROW % O_BLOCKS == 0 && O_TILES <= AS_WARPS && CHUNKS <= AS_WARPS, "warps have enough to do, and not more");
+static_assert(ROW % O_BLOCKS == 0 && O_TILES <= AS_WARPS && CHUNKS <= AS_WARPS, "there are warps enough");
 static_assert(!order::FLOATS, "of 16 bits or FP8");
 
 struct Exchange {

@@ -55,7 +55,7 @@ constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
 constexpr int VECTORS = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
 static_assert(!order::FLOATS, "of 16 bits or FP8");
-static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0 && OWN % LM_GROUPS == 0, "blocks have as many columns");
+static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0 && OWN % LM_GROUPS == 0, "blocks are alike");
 static_assert(OWN % 8 == 0 && (WIDTH % 8 == 0 || LM_GROUPS == 1), "and send whole vectors");
 static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
 

@@ -94,7 +94,8 @@ struct Parts {
 
     // The blocks of a row share its stores.
     __device__ __forceinline__ void keep(int m, int k, float4 v) const {
-        if (k / 4 % (int)gridDim.x == (int)blockIdx.x) *reinterpret_cast<float4*>(to + (long long)m * LM_K + k) = v;
+        if (k / 4 % (int)gridDim.x != (int)blockIdx.x) return;
+        *reinterpret_cast<float4*>(to + (long long)m * LM_K + k) = v;
     }
 };
 
@@ -147,7 +148,10 @@ struct Input {
         if constexpr (LM_PARTS) {
             constexpr int FOURS = LM_K / 4;
 #pragma unroll 1
-            for (int i = threadIdx.x; i < LM_ROWS * FOURS; i += THREADS) *floats(i / FOURS, i % FOURS * 4) = complete(i / FOURS, i % FOURS * 4);
+            for (int i = threadIdx.x; i < LM_ROWS * FOURS; i += THREADS) {
+                const int r = i / FOURS, k = i % FOURS * 4;
+                *floats(r, k) = complete(r, k);
+            }
             __syncthreads();
         }
         if constexpr (LM_NORM) {
