@@ -64,9 +64,6 @@
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
 #define AS_CLUSTER 1
 #endif
-#ifndef AS_FIRST  // the first block of a team in its cluster
-#define AS_FIRST 0
-#endif
 #if AS_CLUSTER == 1  // one block is launched without a cluster
 #undef __cluster_dims__
 #define __cluster_dims__(...)
@@ -237,10 +234,10 @@ struct Softmax {
         }
     }
 
-    // Writes the split's results, to the first block of a cluster.
-    __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
+    // Writes the split's results, to the first block of a team: that one of its cluster.
+    __device__ __forceinline__ void store(Shared& shared, int slot, int place, int first = 0) {
         const int lane = threadIdx.x % 32;
-        Shared& to = AS_CLUSTER > 1 ? *in_block_of_cluster(&shared, AS_FIRST) : shared;
+        Shared& to = AS_CLUSTER > 1 ? *in_block_of_cluster(&shared, first) : shared;
         l = across_groups<Sum>(l);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {

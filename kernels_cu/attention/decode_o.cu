@@ -15,7 +15,12 @@
 // multiply itself.
 //
 // Grid (AS_CLUSTER, NH, M), block (32 AS_WARPS); 2 AS_CLUSTER above 8 must be allowed by cuFuncSetAttribute.
-#define AS_FIRST (blockIdx.y % 2 * AS_CLUSTER)
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_FP16
+#endif
+#ifndef AS_CLUSTER
+#define AS_CLUSTER 8
+#endif
 #include "attention/decode.cu"
 #include "lib/stream.cuh"
 #include "matmul/decode_order.cuh"
@@ -181,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 2, 1) __launch_bounds__(
                 if (next <= last) values.load(own_v, next, last);
                 first = next;
             }
-            softmax.store(shared, 0, split % SPAN);
+            softmax.store(shared, 0, split % SPAN, head % 2 * AS_CLUSTER);
         }
         const bool more = begin + SPAN < parts;
         if (rank > 0 && !more) {

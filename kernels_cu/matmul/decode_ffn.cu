@@ -21,6 +21,9 @@
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_FP16
+#endif
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"

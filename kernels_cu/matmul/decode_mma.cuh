@@ -99,7 +99,7 @@ struct Parts {
     }
 };
 
-// A block's rows of x (M, K), or with LM_NORM their LayerNorm or RMSNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
+// A block's rows of x (M, K), or with LM_NORM their norm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
 // each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
 // (with float weights the values themselves).
 struct Input {
