@@ -83,12 +83,17 @@ def _bind_widen(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     if size % WIDEN_WIDTH:
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
     if c.memory is not None:
-        check_apart("memory", c.memory, {"w": c.w})
-        if c.memory.size < size:
-            raise InputError(f"memory: expected at least {size:,} elements, got {c.memory.size:,}")
+        _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
     c.make("out")
     return WIDEN.bound_to(c)
+
+
+def _check_memory(c: Call) -> None:
+    """InputError unless `memory` has room for w."""
+    check_apart("memory", c.memory, {"w": c.w})
+    if c.memory.size < c.N * c.K:
+        raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
 
 
 WIDEN = Operation(
@@ -326,7 +331,11 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
-    if c.w.dtype not in FP8 or _widens_itself(c):
+    if c.w.dtype not in FP8:
+        return ()
+    if _widens_itself(c):
+        if c.memory is not None:
+            _check_memory(c)
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
