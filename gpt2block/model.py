@@ -285,7 +285,8 @@ class Model(Generic[Weights]):
         logits = self.engine.forward(sequences, "last" if last else "logits", cache)
         if shape is None:
             return np.stack(logits) if last else logits
-        return np.stack(logits).reshape(*(shape[:-1] if last else shape), -1)
+        together = np.stack(logits) if len(logits) > 1 else logits[0]
+        return together.reshape(*(shape[:-1] if last else shape), -1)
 
     @overload
     def hidden_states(self, ids: Row) -> Floats: ...

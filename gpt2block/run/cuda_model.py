@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
+from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
@@ -262,15 +262,17 @@ class CudaModel(StoredModel):
         prefill = self.prefill(sequences, cache, "rows" if want == "logits" else want)
         if want == "last":
             nothing = np.empty(0, np.float32)
-            logits = prefill.out.get()
+            logits = np.empty(prefill.out.shape, np.float32)
+            to_host((prefill.out,), logits)
             return [
                 row if len(ids) else nothing for row, ids in zip(logits, sequences, strict=True)
             ]
         ends = prefill.ends[:-1]
         if want == "logits":
-            V = self.config.vocab_size
-            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out.copy())]
-            return np.split(np.concatenate(parts), ends)
+            hidden = prefill.out.copy()
+            logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
+            to_host(self._logits(hidden), logits)
+            return np.split(logits, ends)
         hidden = prefill.out.get()
         if want == "hidden":
             return np.split(hidden, ends)
@@ -349,11 +351,10 @@ class CudaModel(StoredModel):
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
-        shape = self._shape(cache, rows, longest)
         if self.on_tensor_cores:
-            before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
-            shape = replace(shape, longest=longest, continued=any(before))
+        before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
+        shape = self._shape(cache, rows, longest, any(before))
         prefill = self._prefill_programs(cache, shape)
         prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
@@ -372,23 +373,24 @@ class CudaModel(StoredModel):
         longest, ends = max(lengths), rounded_up(len(slots), 2)
         rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        shape = self._shape(cache, rows, longest, ends)
-        if self.on_tensor_cores:
-            shape = replace(shape, continued=bool(cached.any()))
+        shape = self._shape(cache, rows, longest, bool(cached.any()), ends)
         starts = np.zeros(cache.batch, np.int32)
         starts[slots] = cached
         prefill = self._prefill_programs(cache, shape)
         prefill.run(self, sequences, slots, starts, "last")
         return prefill.out
 
-    def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
-        """The Prefill of tokens that continue none; the other arguments are its fields."""
+    def _shape(
+        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
+    ) -> Prefill:
+        """The Prefill of such a batch; the arguments are its fields."""
         return Prefill(
             self.products,
             rows,
             cache.batch,
             longest,
             cached=bool(cache.layers),
+            continued=continued and self.on_tensor_cores,
             ends=ends,
             kv_dtype=self.fp8_cache,
             gated=self.products == "16_bits" and compute_capability() == HOPPER_CAPABILITY,
