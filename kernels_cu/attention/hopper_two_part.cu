@@ -119,7 +119,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             load_box(to + PART, map, full, column, row, 1);
         }
     };
-    unsigned counts[2] = {0, 0};  // slots of each ring so far
+    unsigned count = 0, others = 0;  // slots so far, of the ring in use and of the other one
     for (int tile = 0; work.next(); ++tile) {
         const int tiles = tiles_of(work), row = (int)work.row, column = C + SIZE * (work.head / ATT_SERVES);
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
@@ -129,19 +129,23 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             const int first = row + work.first + rank * OWN_QUERIES;
             load_box(to, map, shared.asked[tile % 2], SIZE * work.head, first, part);
         }
-        for (int i = 0; i < tiles + 2; i += 2) {
-#pragma unroll
-            for (int group = 0; group < 2; ++group) {
-                const int first = row + (tiles - 1 - i - group) * KEYS, before = i + group - 2;
-                if (i + group < tiles) load(group, counts[group]++, column, first);
-                if (before >= 0 && before < tiles) load(group, counts[group]++, column + KV, first + 2 * KEYS);
-            }
+        int group = 0, first = row + (tiles - 1) * KEYS;
+#pragma unroll 1
+        for (int i = 0; i < tiles + 2; ++i, first -= KEYS) {  // keys of tile i, values of the tile of 2 before
+            if (i < tiles) load(group, count++, column, first);
+            if (i >= 2) load(group, count++, column + KV, first + 2 * KEYS);
+            const unsigned next = others;
+            others = count, count = next, group ^= 1;
+        }
+        if (group > 0) {
+            const unsigned next = others;
+            others = count, count = next;
         }
     }
     // The other block arrives at these barriers: this one must not exit before the last arrivals.
     for (int i = 0; ATT_SHARES > 1 && i < ATT_SLOTS; ++i) {
-        wait_for_slot(0, counts[0] + i);
-        wait_for_slot(1, counts[1] + i);
+        wait_for_slot(0, count + i);
+        wait_for_slot(1, others + i);
     }
 }
 
@@ -377,10 +381,11 @@ struct Consumer {
 };
 
 // Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: the first key of its
-// first tile; first: the block's first query; scale, values: of the sequence's first row.
-__device__ __forceinline__ void attend(Consumer& own, const char* queries, const float* scale, const T* values,
-                                       long long stride, int length, int first, int tiles, int key) {
-    const int steps = (tiles + 1 - own.group) / 2, there = length - key, from = key, row = first + 16 * own.warp;
+// first tile, of which `there` exist; first: the block's first query; scale: of the sequence's first row. Returns
+// whether values of the first tile are finite, or seen by all queries.
+__device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
+                                       int tiles, int key) {
+    const int steps = (tiles + 1 - own.group) / 2;
     const Matrix asked = matrix_at(queries, PART);
     bool finite = true;
     fence_sums();
@@ -395,7 +400,7 @@ __device__ __forceinline__ void attend(Consumer& own, const char* queries, const
         finite = own.all_finite(number);
         if (!finite) own.make_finite(number);
     }
-    own.soften<true>(ATT_CAUSAL ? row - key : there - 1);
+    own.soften<true>(ATT_CAUSAL ? first + 16 * own.warp - key : there - 1);
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
         const unsigned number = own.count;
@@ -427,7 +432,7 @@ __device__ __forceinline__ void attend(Consumer& own, const char* queries, const
     pin(own.o), pin(own.o_cross);
     own.release(own.count++);
     own.add_out();
-    if (!finite) own.add_not_finite(values, stride, from, min(length, from + KEYS), row + own.lane / 4);
+    return finite;
 }
 
 __device__ __forceinline__ void consume(Shared& shared, Work work, int rank, const T* parts, const float* scale,
@@ -443,10 +448,12 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, int rank, con
         if (tiles > own.group) {
             const char* const queries = shared.queries[tile % 2];
             const float* const scales = scale + work.row;
-            const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
-            const int key = (tiles - 1 - own.group) * KEYS;
+            const int key = (tiles - 1 - own.group) * KEYS, there = work.length - key;
             own.start(queries, left > 0 ? scales + row : scales, left);
-            attend(own, queries, scales, values, stride, work.length, first, tiles, key);
+            if (!attend(own, queries, scales, there, first, tiles, key)) {
+                const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
+                own.add_not_finite(values, stride, key, key + min(there, KEYS), row + own.lane / 4);
+            }
         }
         if (own.lane == 0) arrive(shared.answered[tile % 2]);
         if (own.group > 0) {
