@@ -1,6 +1,6 @@
-// What attention/mma_two_part.cu and attention/hopper_two_part.cu do alike with two-part numbers (lib/two_part.cuh): the
-// division of floats into their parts in the registers of a product, and the store of a warp's rows. The including file
-// defines ATT_ONE_SCALE and includes attention/scores.cuh and lib/sm80.cuh.
+// What attention/mma_two_part.cu and attention/hopper_two_part.cu do alike with two-part numbers (lib/two_part.cuh):
+// the division of floats into their parts in the registers of a product, and the store of a warp's rows. The including
+// file defines ATT_ONE_SCALE and includes attention/scores.cuh and lib/sm80.cuh.
 //
 // Lane 4 g + t of a warp has rows g and g + 8 of 16, and of these columns 8 n + 2t and 8 n + 2t + 1.
 #pragma once
