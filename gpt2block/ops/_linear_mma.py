@@ -21,6 +21,7 @@ FLOAT_LOOP_WARPS = 8  # the sums of many rows leave no registers for more
 FEW_ROWS = 4  # of an mma
 COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
+ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for another block
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
@@ -38,7 +39,7 @@ class Limits(NamedTuple):
 
 
 NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
-FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 200_000, 192)
+FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
 
 
 class Layout(NamedTuple):
@@ -92,14 +93,20 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
     units = list(range(1, min(each, MOST_FLIGHT) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
-    room = floats and each == 1 and rows <= FEW_ROWS  # for the next kernel
-    return Layout(columns, flight, False, parts, 1 + room, rows)
+    held = each * _unit_registers(columns, weight)  # if no unit is loaded after another
+    room = floats and flight == each and held <= ROOM_REGISTERS and rows <= FEW_ROWS
+    return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
     """The most units in flight that fit in so many registers of a lane, at least one."""
-    unit = columns * UNIT * weight // (WARP * 4)
+    unit = _unit_registers(columns, weight)
     return max(n for n in units if n == 1 or n * unit <= registers)
+
+
+def _unit_registers(columns: int, weight: int) -> int:
+    """The registers of a lane for a unit of so many columns."""
+    return columns * UNIT * weight // (WARP * 4)
 
 
 @lru_cache(maxsize=1024)

@@ -12,8 +12,9 @@
 //   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
 //   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
 //
-// A tile of an mma is 16 columns by 4 rows, of both terms. Any number of columns is possible: a last eight without a
-// partner, and lanes without a column, multiply zeros. Whole eights are faster: an mma of fewer takes as long.
+// A tile of an mma is 16 columns by 4 rows of both terms, or 8 columns if weights have two terms. Any number of columns
+// is possible: a last eight without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an
+// mma of fewer takes as long.
 //
 // With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
 // until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
@@ -28,11 +29,11 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-typedef float Totals[TILES][ROW_TILES][2];  // of columns g and g + 8 of a tile, and row t of TILE_ROWS
+typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS];  // of column g of each eight, and row t of TILE_ROWS
 
 // The sums of a split of a lane: of both terms of these rows.
 struct Sums {
-    float of[TILES][ROW_TILES][4];
+    float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
     // Adds the split to the totals.
     __device__ __forceinline__ void add_to(Totals& totals) const {
@@ -40,8 +41,10 @@ struct Sums {
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
-                const float(&sum)[4] = of[tile][r];
-                totals[tile][r][0] += sum[0] + sum[1], totals[tile][r][1] += sum[2] + sum[3];
+#pragma unroll
+                for (int i = 0; i < order::TILE_OCTETS; ++i) {
+                    totals[tile][r][i] += of[tile][r][2 * i] + of[tile][r][2 * i + 1];
+                }
             }
         }
     }
@@ -55,14 +58,15 @@ __device__ __forceinline__ void each(const Totals& totals, Use use) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             const int column = 8 * octet + threadIdx.x % 32 / 4, row = order::TILE_ROWS * r + threadIdx.x % 4;
-            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, totals[octet / 2][r][octet % 2]);
+            const float total = totals[octet / order::TILE_OCTETS][r][octet % order::TILE_OCTETS];
+            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
         }
     }
 }
 
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
-    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][2 * TILES];
+    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
     const int N;
 
@@ -72,7 +76,7 @@ struct Weights {
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
-        for (int octet = 0; octet < 2 * TILES; ++octet) {
+        for (int octet = 0; octet < VECTORS; ++octet) {
             const W* from = w + (long long)min(n + 8 * octet + g, N - 1) * LM_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
@@ -96,7 +100,8 @@ struct Weights {
             for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const order::Columns columns(raw[slot][chunk][2 * tile], raw[slot][chunk][2 * tile + 1]);
+                const int first = tile * order::TILE_OCTETS;
+                const order::Columns columns(raw[slot][chunk][first], raw[slot][chunk][first + order::TILE_OCTETS - 1]);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums.of[tile][r], columns, x[r]);
             }

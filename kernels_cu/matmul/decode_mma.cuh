@@ -37,7 +37,8 @@ constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  /
 constexpr int LENGTH = order::split_length(LM_K);                              // of a split
 constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
-constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + 1) / 2;  // of columns
+constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
+constexpr int VECTORS = TILES * order::TILE_OCTETS;  // of a chunk that a lane loads
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
