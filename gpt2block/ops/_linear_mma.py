@@ -93,9 +93,16 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
     units = list(range(1, min(each, MOST_FLIGHT) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
-    held = each * _unit_registers(columns, weight)  # if no unit is loaded after another
-    room = floats and flight == each and held <= ROOM_REGISTERS and rows <= FEW_ROWS
-    return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
+    room = floats and _room(columns, flight, each, rows)
+    return Layout(columns, flight, False, parts, 1 + room, rows)
+
+
+def _room(columns: int, flight: int, each: int, rows: int) -> bool:
+    """Whether an SM has registers for two blocks of float weights, the other of the next kernel."""
+    if rows > FEW_ROWS:
+        return columns == OCTET and flight == 1
+    held = flight * _unit_registers(columns, FLOAT)
+    return flight == each and held <= ROOM_REGISTERS  # no unit is loaded after another
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
