@@ -4,13 +4,14 @@
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
-//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. In an mma they are
-//           two rows of x, whose products with w have separate sums
+//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits; with two-part weights
+//           it is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma they are two rows of x,
+//           whose products with w have separate sums
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
-//           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float weights, which
-//           also have two terms: a chunk of K is added there, from 0 on, of w_low and of w_high by themselves, and such
-//           parts, low + high, outside of them. The split is the sum of x_high plus that of x_low
+//           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float and two-part
+//           weights, which also have two terms: a chunk of K is added there, from 0 on, of w_low and of w_high by
+//           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
@@ -30,6 +31,7 @@
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/terms.cuh"
+#include "lib/two_part.cuh"
 
 namespace order {
 
@@ -39,6 +41,12 @@ constexpr bool BRAIN = true;                // of the mma
 #else
 constexpr bool BRAIN = false;
 #endif
+#if defined(WEIGHT_TWO_PART)
+constexpr bool TWO_PART = true;
+#else
+constexpr bool TWO_PART = false;
+#endif
+constexpr int PARTS = TWO_PART ? 2 : 1;     // of w in memory
 constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane loads
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
@@ -71,16 +79,42 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #endif
 }
 
-constexpr int WEIGHT_TERMS = FLOATS ? 2 : 1;
-constexpr int TILE_OCTETS = 2 / WEIGHT_TERMS;  // eights of columns in a tile in which w is A
+// The terms of two values of x, with two-part weights in units of the scale that `inverse` is the inverse of.
+__device__ __forceinline__ void split_x(float first, float second, float inverse, unsigned& high, unsigned& low) {
+    if constexpr (TWO_PART) {
+        first *= inverse, second *= inverse;
+        float rounded[2];
+        high = pack2_fp16(first, second);
+        unpack2_fp16(high, rounded);
+        low = pack2_fp16((first - rounded[0]) * LOW, (second - rounded[1]) * LOW);
+    } else {
+        split_pair<BRAIN>(first, second, high, low);
+    }
+}
+
+// The sum of what was computed with a high and with a low term.
+__device__ __forceinline__ float joined(float high, float low) {
+    return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
+}
+
+// A sum with the scale of its column, its bias, and with two-part weights the scale of x.
+__device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
+    if constexpr (TWO_PART) {  // the smaller one first, as in lib/two_part.cuh
+        sum *= fminf(scale, x_scale), scale = fmaxf(scale, x_scale);
+    }
+    return fmaf(sum, scale, bias);
+}
+
+constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // eights of columns in a tile in which w is A
+constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // of a lane, of a chunk of such a tile
 
 // A lane's part of a chunk of a tile of w, as A: rows g and g + 8 are two columns, or the terms of column g.
 struct Columns {
     unsigned value[STEPS][4];
 
-    // From the vectors of columns g and g + 8; of float weights, from that of column g alone.
-    __device__ __forceinline__ Columns(const uint4& lower, const uint4& upper) {
-        const unsigned words[2][4] = {{lower.x, lower.y, lower.z, lower.w}, {upper.x, upper.y, upper.z, upper.w}};
+    // From the vectors of columns g and g + 8, or of the parts of column g. Of float weights, `first` is column g.
+    __device__ __forceinline__ Columns(const uint4& first, const uint4& last) {
+        const unsigned words[2][4] = {{first.x, first.y, first.z, first.w}, {last.x, last.y, last.z, last.w}};
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
@@ -146,7 +180,7 @@ __device__ __forceinline__ void add_chunk(float (&sum)[2], const Columns& w, con
     float part[4] = {};
     multiply(part, w, x);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sum[i] += part[2 + i] + part[i];
+    for (int i = 0; i < 2; ++i) sum[i] += joined(part[i], part[2 + i]);
 }
 
 }  // namespace order
