@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, cuda, ops, reference
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
@@ -254,9 +254,13 @@ CASES = {
         Case(2, 1168, 19, FP8_E5M2, norm=False, residual=True),
         Case(17, 1160, 20, "bfloat16", cut=TALL._replace(flight=2)),
         Case(1, 2064, 9, "float16", norm=False, gelu=True, cut=WIDE),
+        Case(3, 48, 21, TWO_PART, residual=True, gelu=True),
+        Case(9, 264, 21, TWO_PART, cut=TALL),
+        Case(3, 1104, 37, TWO_PART, norm=False, cut=ODD_LOOP),
     ],
     "mma_tiles": [
         *(Case(25, 176, 37, d, **PLAIN, cut=ODD) for d in ("float32", "bfloat16", FP8_E4M3)),
+        *(Case(25, 176, 37, TWO_PART, **PLAIN, cut=cut) for cut in (ODD, EVEN)),
         Case(33, 1168, 32, "float16", **PLAIN, cut=EVEN),
         Case(33, 176, 32, FP8_E5M2, **PLAIN, cut=EVEN),
     ],
@@ -383,6 +387,7 @@ def assert_same_in_any_batch(
     ("variant", "dtype", "cuts"),
     [
         ("mma", "float32", (None, TALL, ODD_LOOP)),
+        ("mma", TWO_PART, (None, TALL, ODD_LOOP)),
         ("mma", "bfloat16", (None, ODD_LOOP)),
         ("matvec", "float32", (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1))),
     ],
@@ -449,8 +454,8 @@ def test_one_product_after_the_other_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *(("shuffled", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3)),
-        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in WEIGHTS),
+        *(("shuffled", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3, TWO_PART)),
+        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in (*WEIGHTS, TWO_PART)),
     ],
     indirect=["device"],
 )
@@ -474,7 +479,7 @@ def test_tiles_of_decoding_have_the_bits_of_the_kernel_for_few_rows(
         assert_same_bits(alone, results["mma"][-1:])
 
 
-@every_weight
+@pytest.mark.parametrize("dtype", [*WEIGHTS, TWO_PART])
 @on_gpu
 def test_every_tile_of_decoding_has_the_same_bits(device: Any, dtype: str) -> None:
     for M, K, N in ((200, 768, 2304), (65, 3072, 768), (64, 768, 5001), (18, 1600, 96)):
@@ -508,8 +513,8 @@ def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> N
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *(("mma", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3)),
-        *(("mma_tiles", dtype) for dtype in WEIGHTS),
+        *(("mma", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3, TWO_PART)),
+        *(("mma_tiles", dtype) for dtype in (*WEIGHTS, TWO_PART)),
         *(("tiles", dtype) for dtype in ("float32", "float16")),
     ],
 )
@@ -547,7 +552,11 @@ def test_an_output_depends_on_its_row_and_column_alone(
         ("mma", Case(3, 48, 21, "float32"), 4),
         ("mma", Case(1, 528, 30, FP8_E4M3), 3),
         ("mma", Case(10, 784, 27, "bfloat16"), 3),
-        *(("mma_tiles", Case(7, 48, 144, dtype, norm=False, cut=ODD), 5) for dtype in WEIGHTS),
+        ("mma", Case(3, 48, 21, TWO_PART), 4),
+        *(
+            ("mma_tiles", Case(7, 48, 144, dtype, norm=False, cut=ODD), 5)
+            for dtype in (*WEIGHTS, TWO_PART)
+        ),
     ],
     ids=str,
 )
