@@ -360,20 +360,20 @@ def bind(
     decoding: bool = False,
     terms: Terms | None = None,
     to_terms: Terms | None = None,
-    bound: float | None = None,
+    x_bound: float | None = None,
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N), up), out (..., N).
 
     w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. Later inputs may be
     None or missing; residual may be out. decoding: choose a variant as for few rows, so that a row
-    has the same bits in any number of rows. bound: with a TwoPartMatrix, the largest magnitude that
-    x or its LayerNorm can have, at most 2^15 by default: it gives the scale of x's terms. terms:
-    what x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma;
-    to_terms: what out has, for another product with such weights. up: a second WeightMatrix, of
-    w's dtype and shape: out is silu(x w) (x up), by variant hopper.
+    has the same bits in any number of rows. x_bound: with a TwoPartMatrix, the largest magnitude
+    that x or its LayerNorm can have, by default 2^15: it gives x's terms their scale. terms: what
+    x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma; to_terms:
+    what out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
+    shape: out is silu(x w) (x up), by variant hopper.
     """
     options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
-    c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, bound, **options)
+    c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, x_bound, **options)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
@@ -389,19 +389,19 @@ def _checked(
     two_part: Contract,
     inputs: tuple[Any, ...],
     out: CudaArray | None,
-    bound: float | None,
+    x_bound: float | None,
     **options: Any,
 ) -> Call:
     """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
     if not isinstance(inputs[1], TwoPartMatrix):
-        if bound is not None:
-            raise InputError("bound: expected a TwoPartMatrix: only with one x has a scale")
+        if x_bound is not None:
+            raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
         c = operation.checked(inputs, out, **options)
         c.x_scale = 1.0
         return c
     c = checked(two_part, inputs, out, **options)
     c.w = Parts(c.w.parts, c.w.scale)
-    c.x_scale = 1.0 if bound is None else scale_for(bound)
+    c.x_scale = 1.0 if x_bound is None else scale_for(x_bound)
     return c
 
 
@@ -412,7 +412,7 @@ def _bind_qkv(
     eps: float = 1e-5,
     terms: Terms | None = None,
     kv_dtype: str | None = None,
-    bound: float | None = None,
+    x_bound: float | None = None,
 ) -> Bound:
     """inputs (x (M, K), w, bias, gamma, beta, k, v, row (M,), position (M,)), out q (M, C).
 
@@ -420,10 +420,10 @@ def _bind_qkv(
     of row[m]. w is a WeightMatrix (3C, K); k and v (B, n_ctx, C) have the dtype of the weights,
     float16 with FP8 weights, or are uint8 of the FP8 format kv_dtype. No two of row and position
     are alike; k and v of a token outside the cache are dropped. A TwoPartMatrix, with k and v of
-    float32, terms and bound: as in `bind`.
+    float32, terms and x_bound: as in `bind`.
     """
     options = {"eps": eps, "terms": terms, "to_terms": None, "up": None, "kv_dtype": kv_dtype}
-    c = _checked(LINEAR_QKV, TWO_PART_QKV, inputs, out, bound, **options)
+    c = _checked(LINEAR_QKV, TWO_PART_QKV, inputs, out, x_bound, **options)
     c.T = cache_dtype(c.w.dtype)
     _check(c)
     if kv_dtype is None:
@@ -528,17 +528,17 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
     variant: str | None = None,
-    bound: float | None = None,
+    x_bound: float | None = None,
 ) -> CudaArray:
     """`reference.linear` on CuPy arrays; raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
     layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`, where
-    bound is the largest magnitude that x or its LayerNorm can have, by default 2^15. Without a
+    x_bound is the largest magnitude that x or its LayerNorm can have, by default 2^15. Without a
     variant: up to 16 rows and with gamma, mma, or matvec on GPUs before compute capability 8.0 and
     where rows of w do not have a multiple of 16 bytes; else tiles, or with a TwoPartMatrix
     mma_tiles. A row's result has the same bits alone and among others for the same variant.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
-    options = {"gelu": gelu, "eps": eps, "variant": variant, "bound": bound}
+    options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}
     return call(bind, inputs, **options).out
