@@ -208,6 +208,7 @@ STORED = {name: kernels.stored_as(name) for name in DTYPES}
 def test_tiles_of_decoding_compile_without_spills() -> None:
     """By turns in each dtype, with the constants that GPT-2's products get on GPUs with room."""
     stored = {name: kernels.stored_as("bfloat16", name) for name in FP8} | STORED
+    stored[TWO_PART] = kernels.stored_as("float32", TWO_PART)
     jobs: list[Job] = []
     for arch, gpu in GPUS[:2]:
         most_shared, capability = gpu["most_shared"] - 1024, int(arch.removeprefix("sm_"))
@@ -477,6 +478,43 @@ def test_tiles_of_decoding_have_the_bits_of_the_kernel_for_few_rows(
         assert_same_bits(results["mma_tiles"], results["mma"])
         alone = bind_linear((x[-1:], w, bias), gelu=True, decoding=True).run().get()
         assert_same_bits(alone, results["mma"][-1:])
+
+
+@on_one_order
+@pytest.mark.parametrize("variant", ["mma", "mma_tiles"])
+def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -> None:
+    """Powers of two are exact; without a bound, x may be as large as float16 permits."""
+    given = arrays(5, 176, 21, TWO_PART)
+
+    def product(x: Array, bound: float | None = None) -> Array:
+        there = cupy.asarray(x), upload_matrix(given.w)
+        result: Array = bind_linear(there, variant=variant, x_bound=bound).run().get()
+        return result
+
+    with devices.running_on(where):
+        known = product(given.x, 8.0)
+        for power in (-100, -20, 40, 120):
+            factor = np.float32(2.0**power)
+            assert_same_bits(product(given.x * factor, 8.0 * 2.0**power), known * factor)
+        case = Case(5, 176, 21, TWO_PART, norm=False, bias=False)
+        for bound in (None, 6.0, 2.0**20):
+            assert_accurate(product(given.x, bound), variant, given, case)
+        assert np.isfinite(product(given.x * np.float32(2.0**12))).all()
+
+
+@one_order
+def test_what_two_part_weights_do_not_permit(device: Any) -> None:
+    given = upload(arrays(3, 60, 24, TWO_PART))
+    plain_weights = upload(arrays(3, 60, 24, "float32"))
+    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for two_part"):
+        bind_linear((given.x, given.w), variant="mma")
+    for variant in ("matvec", "tiles"):
+        with pytest.raises(InputError, match="takes no TwoPartMatrix: use variant mma"):
+            bind_linear((given.x, given.w), variant=variant)
+    with pytest.raises(InputError, match="x_bound: expected a TwoPartMatrix"):
+        bind_linear((plain_weights.x, plain_weights.w), x_bound=1.0)
+    with pytest.raises(InputError, match="bound: expected a magnitude"):
+        bind_linear((given.x, given.w), x_bound=-1.0)
 
 
 @pytest.mark.parametrize("dtype", [*WEIGHTS, TWO_PART])

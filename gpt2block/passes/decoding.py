@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,10 +111,14 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """The weights that a product of such rows reads, and what it is told of them."""
+        """The weights that a product of such rows reads, and what it is told of them.
+
+        Of a bound only its power of two counts: with that, launches of all layers are alike.
+        """
         if a.bound is None or a.terms or not self.do.has(two_part_of(w)):
             return w, {}
-        return two_part_of(w), {"x_bound": a.bound}
+        bound = 2.0 ** math.ceil(math.log2(a.bound)) if a.bound else 0.0
+        return two_part_of(w), {"x_bound": bound}
 
     def _given(self, a: Rows) -> dict[str, Any]:
         """What a product is told of its rows."""
