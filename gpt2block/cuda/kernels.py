@@ -62,7 +62,7 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
 TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
-TWO_PART_WEIGHTS: Defines = (("WEIGHT_TWO_PART", 1),)
+WEIGHTS: Mapping[str, Defines] = {**FP8, TWO_PART: (("WEIGHT_TWO_PART", 1),)}  # that are not T
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
@@ -224,8 +224,7 @@ def launch(
 
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """The constants that define `T`, `W` and `KV` of a source."""
-    of_weights = TWO_PART_WEIGHTS if weights == TWO_PART else FP8.get(weights or "", ())
-    return STORAGE[storage] + of_weights + FP8_CACHE.get(cache or "", ())
+    return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
 def typed_arguments(
@@ -280,7 +279,8 @@ def element(
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
         dtype = "uint8" if types[name] in FP8 else storage
-        dtype = "float16" if types[name] == TWO_PART else dtype
+        if types[name] == TWO_PART:
+            dtype = "float16"
         return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"
     scalar, label = _dtype(kernel, parameter)
     return np.dtype(scalar).name, label

@@ -4,9 +4,9 @@
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
-//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits; with two-part weights
-//           it is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma they are two rows of x,
-//           whose products with w have separate sums
+//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. With two-part
+//           weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms are two
+//           rows of x, whose products with w have separate sums
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
 //           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float and two-part
@@ -19,13 +19,14 @@
 //
 // Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns. As A, w has 16 columns in a
 // tile, or 8 with both of their terms; x has 8 rows with both of theirs. As B, w has 8 columns, and x 4 rows with both
-// terms. Neither that nor the place of an output in its tile changes its bits. Lane 4 g + t has the values at t of rows g and g + 8 of A and of column g of B, and the sums
+// terms. Neither that nor the place of an output in its tile changes its bits. Lane 4 g + t has the values at t of rows
+// g and g + 8 of A and of column g of B, and the sums
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
 //
-// A chunk is 64 bytes of each column of w. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step
-// are neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
-// Neither operand needs ldmatrix.
+// A chunk is 64 bytes of each column of w, or of each part of it. A lane loads 16 of them, at 16 t, and x at the same
+// k. The values of a step are neighbours in these vectors: along K an mma may take values in any order, provided that A
+// and B use the same one. Neither operand needs ldmatrix.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
