@@ -32,8 +32,8 @@ from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.forward import Want, forward
-from gpt2block.passes.machine import Machine
-from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products, two_part_of
+from gpt2block.passes.machine import Machine, two_part_of
+from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -67,7 +67,7 @@ class CudaModel(StoredModel):
     the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
     FP8 matrices float16, and with float32 matrices operands are two-part. FP8 matrices are
     converted for each product, and activations that float16 cannot hold are divided (`divisors`);
-    of float32 matrices, the two-part ones are stored in addition.
+    of float32 matrices, the two-part ones are stored in addition, which decoding reads, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -112,7 +112,7 @@ class CudaModel(StoredModel):
                     self._two_part = {
                         two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
                         for name, matrix in self._matrices.items()
-                        if name.startswith("h.")
+                        if name.startswith("h.") or name == "lm_head"
                     }
                 if self.products == "fp8":
                     self._divisors = divisors(config, self._bounds)
@@ -406,14 +406,14 @@ class CudaModel(StoredModel):
 
     def given(self) -> dict[str, Any]:
         """Weights by their names in a plan, as decoding uses them."""
-        return {**self._vectors, **self._matrices, **self._constants}
+        return {**self._vectors, **self._matrices, **self._constants, **self._two_part}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Weights as prefill uses them, with memory for converted ones.
 
         head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
         """
-        given: dict[str, Any] = {**self.given(), **self._two_part, **self._divided}
+        given: dict[str, Any] = {**self.given(), **self._divided}
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":
@@ -425,13 +425,14 @@ class CudaModel(StoredModel):
         return given
 
     def _head_of_all(self) -> dict[str, Any]:
-        """lm_head for the logits of all tokens; of float32, its parts are made on first use."""
+        """lm_head for the logits of all tokens; padded parts of float32 are made on first use."""
         matrix, bias = self._head or (self._matrices["lm_head"], None)
         head: Any = matrix
         if self.products == "two_part":
-            if "head" not in self._two_part:
-                self._two_part["head"] = TwoPartMatrix.from_float32(matrix.data)
-            head = self._two_part["head"]
+            name = "lm_head" if bias is None else "head"
+            if two_part_of(name) not in self._two_part:
+                self._two_part[two_part_of(name)] = TwoPartMatrix.from_float32(matrix.data)
+            head = self._two_part[two_part_of(name)]
         return {"head": head, "head_bias": bias}
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
@@ -460,7 +461,8 @@ class CudaModel(StoredModel):
 
     def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
         """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them."""
-        step = DecodePass(do, self._settings, rows <= MORE_ROWS, terms, self.fp8_cache)
+        norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
+        step = DecodePass(do, self._settings, norms, terms, self.fp8_cache, bounds)
         return forward(step, self._architecture, self.config, "logits")
 
 
