@@ -18,6 +18,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
     FILE,
+    FP8_FILE,
     FP8_TILES,
     TILES,
     TWO_PART_FILE,
@@ -111,11 +112,20 @@ def test_no_tile_spills() -> None:
         file = TWO_PART_FILE if case.two_part else FILE
         stored = () if case.two_part else kernels.stored_as(case.storage)
         jobs.append((file, "sm_90a", (*stored, *how.defines)))
-    for tile, (gelu, residual), format in zip(FP8_TILES, cycle(TWO_ENDS), cycle(FP8), strict=False):
-        ends = {"gelu": gelu, "residual": residual, "scaled": True, "fp8": True}
-        how, _ = geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
-        assert how.shared <= MOST_SHARED
-        jobs.append((FILE, "sm_90a", (*kernels.stored_as("float16", format), *how.defines)))
+    assert_clean(jobs)
+
+
+@pytest.mark.parametrize("other_out", [False, True])
+def test_no_tile_for_fp8_weights_spills(other_out: bool) -> None:
+    """Either format, with scales or without them, by turns; registers of w are loaded in time."""
+    jobs = []
+    turns = zip(FP8_TILES, cycle(FP8), cycle((True, True, False)), strict=False)
+    for tile, format, scaled in turns:
+        for gelu, residual in TWO_ENDS:
+            ends = {"gelu": gelu, "residual": residual, "scaled": scaled, "other_out": other_out}
+            how, _ = geometry(500, 768, 768, **ends, fp8=True, sms=SMS, tile=tile)
+            assert how.shared <= MOST_SHARED
+            jobs.append((FP8_FILE, "sm_90a", (*kernels.stored_as("float16", format), *how.defines)))
     assert_clean(jobs)
 
 
@@ -169,7 +179,7 @@ def test_every_tile(cp: Any, case: Case) -> None:
 def test_fp8_weights_are_widened_in_every_tile(
     cp: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], format: str
 ) -> None:
-    """The bits are those of the same numbers as float16 weights."""
+    """The bits are those of the same numbers as float16 weights; a row has the same ones alone."""
     M, N, K = shape
     rng = np.random.default_rng(shape)
     a = cp.asarray((0.01 * rng.standard_normal((M, K))).astype(np.float16))
@@ -179,19 +189,21 @@ def test_fp8_weights_are_widened_in_every_tile(
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
-    expected = ops.gemm(a, wide, bias, residual, gelu=True).get()
-    for tile in FP8_TILES:
-        if tile.split_k > 1 and K < 528:
-            continue
-        monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
-        _gemm_hopper.geometry.cache_clear()
-        options = {"gelu": True, "split_k": tile.split_k > 1, "variant": "hopper"}
-        got = GEMM.bind((a, narrow, bias, residual), **options).run().get()
-        if tile.split_k == 1:
+    alone = M // 2
+    for float_out in (False, True):
+        added = residual.astype(np.float32) if float_out else residual
+        options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
+        expected = ops.gemm(a, wide, bias, added, **options).get()
+        for tile in FP8_TILES:
+            monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
+            _gemm_hopper.geometry.cache_clear()
+            got = GEMM.bind((a, narrow, bias, added), **options).run().get()
             assert_same_bits(got, expected)
-        else:
-            np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-2)
-    _gemm_hopper.geometry.cache_clear()
+            row = slice(alone, alone + 1)
+            got = GEMM.bind((a[row], narrow, bias, added[row]), **options).run().get()
+            assert_same_bits(got, expected[row])
+        monkeypatch.undo()
+        _gemm_hopper.geometry.cache_clear()
 
 
 @pytest.mark.gpu
