@@ -20,6 +20,7 @@ from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import Comparisons, compare
 from gpt2block.config import GPT2Config, ModelConfig, check_count
 from gpt2block.config_llama import LlamaConfig
+from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.inspection import LogitLens
 from gpt2block.run.model import (
@@ -122,6 +123,7 @@ class Model(Generic[Weights]):
         check_dtype(dtype)
         kv_cache_dtype(dtype, kv_dtype)
         check_callable("progress", progress)
+        begin(device)
         checkpoint = Checkpoint.open(name, revision)
         kinds: tuple[type[Model[Any]], ...] = (GPT2, Llama)
         kind = next(kind for kind in kinds if isinstance(checkpoint.config, kind.CONFIG))
@@ -285,7 +287,8 @@ class Model(Generic[Weights]):
         logits = self.engine.forward(sequences, "last" if last else "logits", cache)
         if shape is None:
             return np.stack(logits) if last else logits
-        return np.stack(logits).reshape(*(shape[:-1] if last else shape), -1)
+        together = np.stack(logits) if len(logits) > 1 else logits[0]
+        return together.reshape(*(shape[:-1] if last else shape), -1)
 
     @overload
     def hidden_states(self, ids: Row) -> Floats: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound
-from gpt2block.cuda.kernels import FP8, cache_dtype
+from gpt2block.cuda.kernels import FP8, TWO_PART, cache_dtype
 from gpt2block.ops import _linear_matvec, _linear_mma, _linear_mma_tiles, _linear_tiles
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import STEPS
 from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain
 from tests.devices import H200, assert_same_bits, running_on
 
@@ -40,6 +42,11 @@ MODULES: dict[str, Any] = {
 }
 KERNELS = ("qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles")  # in the order of the variants
 every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(WeightMatrix):
+    """float32 weights that kernels get as a TwoPartMatrix."""
 
 
 class Arrays(NamedTuple):
@@ -72,9 +79,11 @@ class Case(NamedTuple):
 
 def arrays(M: int, K: int, N: int, dtype: str) -> Arrays:
     matrix = plain.normal(1, N, K) / np.float32(math.sqrt(K))
+    joined = dtype == TWO_PART
+    kind, stored = (Joined, "float32") if joined else (WeightMatrix, dtype)
     return Arrays(
         plain.normal(0, M, K),
-        WeightMatrix.quantize(matrix, dtype, "NK"),
+        kind.quantize(matrix, stored, "NK"),
         plain.normal(2, N),
         plain.normal(3, K),
         plain.normal(4, K),
@@ -107,7 +116,9 @@ def exact_linear(given: Arrays, case: Case) -> Array:
     return exact
 
 
-def upload_matrix(w: WeightMatrix) -> WeightMatrix:
+def upload_matrix(w: WeightMatrix) -> Any:
+    if isinstance(w, Joined):
+        return TwoPartMatrix.from_float32(w.data).mapped(cupy.asarray)
     scale = None if w.scale is None else cupy.asarray(w.scale)
     return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
 

@@ -16,7 +16,7 @@ from gpt2block import GPT2, GPT2Config
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.serve.app import Server, Settings
 from gpt2block.serve.listening import config
-from tests.markov import LINES, byte_encoding
+from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 SECONDS = 60  # in which whatever a test waits for must happen
 BYTES = byte_encoding()
@@ -31,6 +31,32 @@ def model_of(engine: Any, **more: Any) -> Any:
     """What the server uses of a model: tokens are bytes."""
     given = {"chat_template": LINES, "config": engine.config, **more}
     return SimpleNamespace(engine=engine, **given)
+
+
+class Slow:
+    """An engine whose steps wait until they are let go; counts them."""
+
+    def __init__(self, table: Any = None) -> None:
+        if table is None:  # no answer comes to its end
+            table = cycle(257)
+            table[255] = table[256]
+        self._engine = MarkovEngine(table, n_ctx=100_000)
+        self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
+        self.failure: Exception | None = None
+
+    def decode(self, *arguments: Any, **options: Any) -> Any:
+        decoding = self._engine.decode(*arguments, **options)
+        following = decoding.next
+
+        def next_tokens() -> Any:
+            self.go.wait(60)
+            if self.failure:
+                raise self.failure
+            self.steps += 1
+            return following()
+
+        setattr(decoding, "next", next_tokens)  # noqa: B010
+        return decoding
 
 
 class Running:

@@ -1,6 +1,7 @@
-"""Attention with the accuracy of float32 on tensor cores: attention/mma_two_part.cu.
+"""Attention with the accuracy of float32 on tensor cores: mma_two_part.cu, hopper_two_part.cu.
 
-Its inputs and its result are two-part matrices: (hi + lo 2^-11) scale, with a scale for each row.
+The second one runs on a GPU only. Inputs and the result are two-part matrices: (hi + lo 2^-11)
+scale, with a scale for each row.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
-from gpt2block.ops._attention_tiles import two_part_geometry
-from gpt2block.ops.attention import MMA_TWO_PART, VARLEN, bind
+from gpt2block.ops._attention_tiles import (
+    HOPPER_TWO_PART_SHARED,
+    hopper_two_part_geometry,
+    two_part_geometry,
+)
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART, VARLEN, bind
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
@@ -24,7 +30,7 @@ from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
 from tests.devices import ON_CPU, combinations, on_gpu, one_order, set_attributes
 from tests.gpus import H200, RTX, cupy_with
-from tests.test_attention_mma import both_masks, expanded
+from tests.test_attention_mma import both_masks, both_variants, expanded
 from tests.test_attention_mma import parts as rows_of
 
 Array = NDArray[Any]
@@ -50,11 +56,14 @@ def evaluate(
     packed: bool = True,
     convert: Callable[[Array], tuple[Array, Array]] = two_part,
     one_scale: float | None = None,
+    variant: str = "mma",
 ) -> Array:
     """On a GPU twice, with the same bits. convert: to parts and scales; one_scale: of all rows."""
+    if variant == "hopper":
+        cupy_with(HOPPER_CAPABILITY)
     parts, scale = map(device.asarray, convert(qkv))
     shape, nan = (len(qkv), 64 * n_head), np.nan
-    heads: dict[str, Any] = {"n_head": n_head, "causal": causal}
+    heads: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
     results = []
     for _ in range(1 if replaced() else 2):
         out = device.full((2, *shape), nan, "float16"), device.full(len(qkv), nan, "float32")
@@ -118,7 +127,9 @@ def test_rows_of_any_size(device: Any, causal: bool, size: float) -> None:
     assert_right(evaluate(device, qkv, [T], 1, causal), qkv, [T], 1, causal)
 
 
-def assert_same_with_one_scale(device: Any, qkv: Array, lengths: list[int], causal: bool) -> None:
+def assert_same_with_one_scale(
+    device: Any, qkv: Array, lengths: list[int], causal: bool, variant: str = "mma"
+) -> None:
     """The kernel for one scale has the bits of the one for any scales."""
     scale = scale_for(3 * float(np.abs(qkv).max()))
 
@@ -129,9 +140,12 @@ def assert_same_with_one_scale(device: Any, qkv: Array, lengths: list[int], caus
 
     n_head = qkv.shape[1] // 192
     one, several = (
-        evaluate(device, qkv, lengths, n_head, causal, convert=with_one_scale, one_scale=known)
+        evaluate(
+            device, qkv, lengths, n_head, causal,
+            convert=with_one_scale, one_scale=known, variant=variant,
+        )
         for known in (scale, None)
-    )
+    )  # fmt: skip
     np.testing.assert_array_equal(one, several)
     xp = np if replaced() else device
     assert_right(one, qkv, lengths, n_head, causal, xp)
@@ -205,19 +219,116 @@ def test_no_spills() -> None:
     assert_clean([*jobs, (MMA_TWO_PART, "sm_90", large.defines)])
 
 
+def test_no_spills_on_hopper() -> None:
+    """Also where three heads of Q share one of K: a division by 3 takes registers of the loader."""
+    jobs = []
+    for causal, one_scale in itertools.product((False, True), repeat=2):
+        for serves in (1, 3):
+            geometry, _ = hopper_two_part_geometry(
+                8, 1024, 12, causal, one_scale, sms=H200["sms"], serves=serves
+            )
+            jobs.append((HOPPER_TWO_PART, "sm_90a", geometry.defines))
+    assert_clean(jobs)
+
+
+def test_the_grid_of_hopper() -> None:
+    """A cluster of two blocks for every 128 queries, and no more than multiprocessors."""
+    for B, T, NH, blocks in ((1, 1, 1, 2), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 24)):
+        geometry, band = hopper_two_part_geometry(B, T, NH, True, True, sms=H200["sms"])
+        assert geometry.grid == (blocks,)
+        assert geometry.shared == HOPPER_TWO_PART_SHARED <= MOST_SHARED
+        assert 1 <= band <= B * NH
+    with pytest.raises(InputError, match="use smaller batches"):
+        hopper_two_part_geometry(2**20, 2**20, 12, True, True, sms=132)
+
+
 @on_gpu
+@both_variants
 @both_masks
-def test_one_scale_on_the_gpu(device: Any, causal: bool) -> None:
+def test_one_scale_on_the_gpu(device: Any, variant: str, causal: bool) -> None:
     lengths = [1024, 1, 500, 64, 65, 127]
-    assert_same_with_one_scale(device, plain.normal(5, sum(lengths), 768), lengths, causal)
+    qkv = plain.normal(5, sum(lengths), 768)
+    assert_same_with_one_scale(device, qkv, lengths, causal, variant)
 
 
 @on_gpu
+@both_variants
 @both_masks
-@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024, 4096])
-def test_lengths_on_the_gpu(device: Any, T: int, causal: bool) -> None:
+@pytest.mark.parametrize("T", [1, 17, 64, 65, 100, 128, 129, 1000, 1024, 4096])
+def test_lengths_on_the_gpu(device: Any, variant: str, T: int, causal: bool) -> None:
     n_head = 2 if T > 1024 else 12
     qkv = plain.normal(T, T, 192 * n_head)
-    got = evaluate(device, qkv, [T], n_head, causal, packed=False)
+    got = evaluate(device, qkv, [T], n_head, causal, packed=False, variant=variant)
     assert_right(got, qkv, [T], n_head, causal, device)
-    np.testing.assert_array_equal(evaluate(device, qkv, [T], n_head, causal), got)
+    packed = evaluate(device, qkv, [T], n_head, causal, variant=variant)
+    np.testing.assert_array_equal(packed, got)
+
+
+@on_gpu
+@both_variants
+@both_masks
+def test_bits_do_not_depend_on_the_batch(device: Any, variant: str, causal: bool) -> None:
+    """Blocks take several tiles; each sequence alone; with a mask, also its first rows alone."""
+    lengths, n_head = [300, 0, 1, 128, 1000, 65, 640, 1024, 63], 12
+    qkv = plain.normal(6, sum(lengths), 192 * n_head)
+    got = evaluate(device, qkv, lengths, n_head, causal, variant=variant)
+    assert_right(got, qkv, lengths, n_head, causal, device)
+    for part in rows_of(lengths):
+        for T in (part.stop - part.start, *((1, 64, 100, 190, 576) if causal else ())):
+            if 0 < T <= part.stop - part.start:
+                rows = slice(part.start, part.start + T)
+                alone = evaluate(device, qkv[rows], [T], n_head, causal, False, variant=variant)
+                np.testing.assert_array_equal(alone, got[rows])
+
+
+@on_gpu
+@both_variants
+@both_masks
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rows_of_any_size_on_the_gpu(device: Any, variant: str, causal: bool, size: float) -> None:
+    T = 300
+    qkv = plain.normal(1, T, 192)
+    qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
+    qkv[:, 128 + 7] *= 100
+    qkv[40] = 0
+    got = evaluate(device, qkv, [T], 1, causal, variant=variant)
+    assert_right(got, qkv, [T], 1, causal, device)
+
+
+@on_gpu
+@both_variants
+@both_masks
+@pytest.mark.parametrize("key", [0, 63, 64, 141, 192, 256, 299])
+def test_values_that_are_not_finite_on_the_gpu(
+    device: Any, variant: str, causal: bool, key: int
+) -> None:
+    """They come to all rows that see them, and to no other."""
+    T = 300
+    qkv = plain.normal(0, T, 192)
+    clean = evaluate(device, qkv, [T], 1, causal, variant=variant)
+    for value in (np.nan, np.inf, -np.inf):
+        wrong = qkv.copy()
+        wrong[key, 128 + 3] = value
+        got = evaluate(device, wrong, [T], 1, causal, variant=variant)
+        reached = np.zeros(got.shape, bool)
+        reached[key if causal else 0 :, 3] = True
+        assert np.isfinite(got[~reached]).all()
+        assert not np.isfinite(got[reached]).any()
+        if causal:
+            np.testing.assert_array_equal(got[:key], clean[:key])
+
+
+@on_gpu
+@both_variants
+@both_masks
+def test_grouped_queries_of_64_channels(device: Any, variant: str, causal: bool) -> None:
+    """The bits of the same attention with repeated heads of K and V."""
+    cupy_with(HOPPER_CAPABILITY)
+    for heads in ((6, 2, 64), (4, 2, 64)):
+        NH, NKV, _ = heads
+        qkv = plain.normal(NH, 400, row_width(heads))
+        wide = expanded(qkv, heads)
+        parts = [TwoPartMatrix.from_float32(device.asarray(rows)) for rows in (qkv, wide)]
+        got = ops.attention(parts[0], NH, causal, variant, n_kv_head=NKV).joined().get()
+        same = ops.attention(parts[1], NH, causal, variant).joined().get()
+        np.testing.assert_array_equal(got, same)

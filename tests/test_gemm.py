@@ -34,6 +34,7 @@ from gpt2block.ops._gemm_mma import (
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.gemm import WIDEN
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
 from tests.compiling import Job, assert_clean
@@ -410,7 +411,7 @@ def with_fp8(
 def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> None:
     """As accurate as float32 sums of exact weights, with scales applied to the sums."""
     cupy_with()
-    for M, N, K in ((1, 8, 8), (37, 136, 72)):
+    for M, N, K in ((1, 8, 8), (37, 136, 72), (5, 264, 784)):
         a, w, there = with_fp8(device, format, M, N, K)
         bias, residual = plain.normal(1, N), plain.normal(2, M, N)
         exact, wide = w.dequantized().astype(np.float64), a.astype(np.float64)
@@ -427,7 +428,7 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
             )
             assert (np.abs(got - truth) <= limit).all()
             assert_same_bits(got, found[0])
-        widened = memory.get()[: N * K].reshape(N, K)
+        widened = WIDEN.bind((there, memory)).run().get()
         np.testing.assert_array_equal(widened, reference.from_fp8(w.data, format))
 
 

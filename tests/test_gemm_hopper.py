@@ -6,6 +6,7 @@ What both tiers have in common is in test_gemm.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,12 @@ import pytest
 
 from gpt2block import ops, reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import FP8
+from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
     FILE,
+    FP8_FILE,
+    FP8_TILES,
     TILES,
     TWO_PART_FILE,
     TWO_PART_TILES,
@@ -24,6 +29,7 @@ from gpt2block.ops._gemm_hopper import (
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.gemm import WIDEN
 from gpt2block.weights.matrix import WeightMatrix
 from tests.compiling import assert_clean
 from tests.devices import assert_same_bits
@@ -32,6 +38,7 @@ from tests.test_gemm import EPILOGUES, GPT2, TWO_PART_EPILOGUES, Case, Problem
 
 SMS, MOST_SHARED = H200["sms"], H200["most_shared"]
 QKV, OUT, FC, PROJ = GPT2
+TWO_ENDS = ((False, False), (True, False), (False, True))  # whether with GELU, with a residual
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,20 @@ def test_no_tile_spills() -> None:
     assert_clean(jobs)
 
 
+@pytest.mark.parametrize("other_out", [False, True])
+def test_no_tile_for_fp8_weights_spills(other_out: bool) -> None:
+    """Either format, with scales or without them, by turns; registers of w are loaded in time."""
+    jobs = []
+    turns = zip(FP8_TILES, cycle(FP8), cycle((True, True, False)), strict=False)
+    for tile, format, scaled in turns:
+        for gelu, residual in TWO_ENDS:
+            ends = {"gelu": gelu, "residual": residual, "scaled": scaled, "other_out": other_out}
+            how, _ = geometry(500, 768, 768, **ends, fp8=True, sms=SMS, tile=tile)
+            assert how.shared <= MOST_SHARED
+            jobs.append((FP8_FILE, "sm_90a", (*kernels.stored_as("float16", format), *how.defines)))
+    assert_clean(jobs)
+
+
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
@@ -148,6 +169,41 @@ def test_every_tile(cp: Any, case: Case) -> None:
             assert_same_bits(given.run("gpu", "hopper", tile), expected)
         elif case.K > 192:
             given.assert_right(given.run("gpu", "hopper", tile), cp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]
+)
+def test_fp8_weights_are_widened_in_every_tile(
+    cp: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], format: str
+) -> None:
+    """The bits are those of the same numbers as float16 weights; a row has the same ones alone."""
+    M, N, K = shape
+    rng = np.random.default_rng(shape)
+    a = cp.asarray((0.01 * rng.standard_normal((M, K))).astype(np.float16))
+    w = WeightMatrix.quantize(rng.standard_normal((N, K), np.float32), format, "NK")
+    numbers = cp.asarray(w.data)
+    narrow = WeightMatrix(numbers, format, None, "NK")
+    wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
+    bias = cp.asarray(rng.standard_normal(N, np.float32))
+    residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
+    alone = M // 2
+    for float_out in (False, True):
+        added = residual.astype(np.float32) if float_out else residual
+        options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
+        expected = ops.gemm(a, wide, bias, added, **options).get()
+        for tile in FP8_TILES:
+            monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
+            _gemm_hopper.geometry.cache_clear()
+            got = GEMM.bind((a, narrow, bias, added), **options).run().get()
+            assert_same_bits(got, expected)
+            row = slice(alone, alone + 1)
+            got = GEMM.bind((a[row], narrow, bias, added[row]), **options).run().get()
+            assert_same_bits(got, expected[row])
+        monkeypatch.undo()
+        _gemm_hopper.geometry.cache_clear()
 
 
 @pytest.mark.gpu

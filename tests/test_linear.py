@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, cuda, ops, reference
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
@@ -154,7 +154,7 @@ def test_blocks_of_gpt2_on_an_h200() -> None:
         return [where.grid for where in found if where]
 
     assert grids("bfloat16") == [(72, 1), (96, 1), (96, 1), (48, 1), (132, 1)]
-    assert grids("float32") == [(144, 1), (48, 1), (192, 1), (48, 1), (132, 1)]
+    assert grids("float32") == [(144, 1), (48, 1), (192, 1), (96, 1), (132, 1)]
 
 
 def test_splits_have_whole_units() -> None:
@@ -208,6 +208,7 @@ STORED = {name: kernels.stored_as(name) for name in DTYPES}
 def test_tiles_of_decoding_compile_without_spills() -> None:
     """By turns in each dtype, with the constants that GPT-2's products get on GPUs with room."""
     stored = {name: kernels.stored_as("bfloat16", name) for name in FP8} | STORED
+    stored[TWO_PART] = kernels.stored_as("float32", TWO_PART)
     jobs: list[Job] = []
     for arch, gpu in GPUS[:2]:
         most_shared, capability = gpu["most_shared"] - 1024, int(arch.removeprefix("sm_"))
@@ -254,9 +255,13 @@ CASES = {
         Case(2, 1168, 19, FP8_E5M2, norm=False, residual=True),
         Case(17, 1160, 20, "bfloat16", cut=TALL._replace(flight=2)),
         Case(1, 2064, 9, "float16", norm=False, gelu=True, cut=WIDE),
+        Case(3, 48, 21, TWO_PART, residual=True, gelu=True),
+        Case(9, 264, 21, TWO_PART, cut=TALL),
+        Case(3, 1104, 37, TWO_PART, norm=False, cut=ODD_LOOP),
     ],
     "mma_tiles": [
         *(Case(25, 176, 37, d, **PLAIN, cut=ODD) for d in ("float32", "bfloat16", FP8_E4M3)),
+        *(Case(25, 176, 37, TWO_PART, **PLAIN, cut=cut) for cut in (ODD, EVEN)),
         Case(33, 1168, 32, "float16", **PLAIN, cut=EVEN),
         Case(33, 176, 32, FP8_E5M2, **PLAIN, cut=EVEN),
     ],
@@ -383,6 +388,7 @@ def assert_same_in_any_batch(
     ("variant", "dtype", "cuts"),
     [
         ("mma", "float32", (None, TALL, ODD_LOOP)),
+        ("mma", TWO_PART, (None, TALL, ODD_LOOP)),
         ("mma", "bfloat16", (None, ODD_LOOP)),
         ("matvec", "float32", (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1))),
     ],
@@ -449,8 +455,8 @@ def test_one_product_after_the_other_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *(("shuffled", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3)),
-        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in WEIGHTS),
+        *(("shuffled", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3, TWO_PART)),
+        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in (*WEIGHTS, TWO_PART)),
     ],
     indirect=["device"],
 )
@@ -474,7 +480,44 @@ def test_tiles_of_decoding_have_the_bits_of_the_kernel_for_few_rows(
         assert_same_bits(alone, results["mma"][-1:])
 
 
-@every_weight
+@on_one_order
+@pytest.mark.parametrize("variant", ["mma", "mma_tiles"])
+def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -> None:
+    """Powers of two are exact; without a bound, x may be as large as float16 permits."""
+    given = arrays(5, 176, 21, TWO_PART)
+
+    def product(x: Array, bound: float | None = None) -> Array:
+        there = cupy.asarray(x), upload_matrix(given.w)
+        result: Array = bind_linear(there, variant=variant, x_bound=bound).run().get()
+        return result
+
+    with devices.running_on(where):
+        known = product(given.x, 8.0)
+        for power in (-100, -20, 40, 120):
+            factor = np.float32(2.0**power)
+            assert_same_bits(product(given.x * factor, 8.0 * 2.0**power), known * factor)
+        case = Case(5, 176, 21, TWO_PART, norm=False, bias=False)
+        for bound in (None, 6.0, 2.0**20):
+            assert_accurate(product(given.x, bound), variant, given, case)
+        assert np.isfinite(product(given.x * np.float32(2.0**12))).all()
+
+
+@one_order
+def test_what_two_part_weights_do_not_permit(device: Any) -> None:
+    given = upload(arrays(3, 60, 24, TWO_PART))
+    plain_weights = upload(arrays(3, 60, 24, "float32"))
+    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for two_part"):
+        bind_linear((given.x, given.w), variant="mma")
+    for variant in ("matvec", "tiles"):
+        with pytest.raises(InputError, match="takes no TwoPartMatrix: use variant mma"):
+            bind_linear((given.x, given.w), variant=variant)
+    with pytest.raises(InputError, match="x_bound: expected a TwoPartMatrix"):
+        bind_linear((plain_weights.x, plain_weights.w), x_bound=1.0)
+    with pytest.raises(InputError, match="bound: expected a magnitude"):
+        bind_linear((given.x, given.w), x_bound=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [*WEIGHTS, TWO_PART])
 @on_gpu
 def test_every_tile_of_decoding_has_the_same_bits(device: Any, dtype: str) -> None:
     for M, K, N in ((200, 768, 2304), (65, 3072, 768), (64, 768, 5001), (18, 1600, 96)):
@@ -508,8 +551,8 @@ def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> N
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *(("mma", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3)),
-        *(("mma_tiles", dtype) for dtype in WEIGHTS),
+        *(("mma", dtype) for dtype in ("float32", "bfloat16", FP8_E4M3, TWO_PART)),
+        *(("mma_tiles", dtype) for dtype in (*WEIGHTS, TWO_PART)),
         *(("tiles", dtype) for dtype in ("float32", "float16")),
     ],
 )
@@ -547,7 +590,11 @@ def test_an_output_depends_on_its_row_and_column_alone(
         ("mma", Case(3, 48, 21, "float32"), 4),
         ("mma", Case(1, 528, 30, FP8_E4M3), 3),
         ("mma", Case(10, 784, 27, "bfloat16"), 3),
-        *(("mma_tiles", Case(7, 48, 144, dtype, norm=False, cut=ODD), 5) for dtype in WEIGHTS),
+        ("mma", Case(3, 48, 21, TWO_PART), 4),
+        *(
+            ("mma_tiles", Case(7, 48, 144, dtype, norm=False, cut=ODD), 5)
+            for dtype in (*WEIGHTS, TWO_PART)
+        ),
     ],
     ids=str,
 )

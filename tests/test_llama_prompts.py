@@ -95,7 +95,7 @@ def test_two_part_steps(device: None) -> None:
     assert [step.name for step in steps] == names
     assert names[:6] == ["embedding", *(f"h.0.{n}" for n in ("rms1", "qkv", "rope", "attn", "x1"))]
     assert steps[2].kernel.startswith("gemm_split")
-    assert steps[4].kernel == "attention_fp32_mma"
+    assert steps[4].kernel.startswith("attention_fp32")
     for step in steps:
         assert step.max_rel <= 1e-6, step
 

@@ -35,7 +35,16 @@ from gpt2block.serve import app, listening, service  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
-from tests.serving import BYTES, CONFIG, Running, eventually, model_of, serving, small  # noqa: E402
+from tests.serving import (  # noqa: E402
+    BYTES,
+    CONFIG,
+    Running,
+    Slow,
+    eventually,
+    model_of,
+    serving,
+    small,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -443,32 +452,6 @@ def test_a_key(model: Any) -> None:
 # --- clients that go, and servers that fail -------------------------------------------------------
 
 
-class Slow:
-    """An engine whose steps wait until they are let go; counts them."""
-
-    def __init__(self, table: Any = None) -> None:
-        if table is None:  # no answer comes to its end
-            table = cycle(257)
-            table[255] = table[256]
-        self._engine = MarkovEngine(table, n_ctx=100_000)
-        self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
-        self.failure: Exception | None = None
-
-    def decode(self, *arguments: Any, **options: Any) -> Any:
-        decoding = self._engine.decode(*arguments, **options)
-        following = decoding.next
-
-        def next_tokens() -> Any:
-            self.go.wait(60)
-            if self.failure:
-                raise self.failure
-            self.steps += 1
-            return following()
-
-        setattr(decoding, "next", next_tokens)  # noqa: B010
-        return decoding
-
-
 def sent(running: Running, path: str, body: Any) -> socket.socket:
     """A connection on which a request was sent."""
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
@@ -587,6 +570,22 @@ def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: 
         eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 200)
         for connection in silent:
             connection.close()
+
+
+def test_pieces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:
+    """Not when the client has acknowledged the one before it, as a proxy does after 40 ms."""
+    at_once = []
+    made = listening.Protocol.connection_made
+
+    def connection_made(self: Any, transport: Any) -> None:
+        made(self, transport)
+        connection = transport.get_extra_info("socket")
+        at_once.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(listening.Protocol, "connection_made", connection_made)
+    assert post(server, "/tokenize", {"prompt": "x"})[0] == 200
+    assert at_once
+    assert all(at_once)
 
 
 def test_garbage_and_slow_connections_stop_nobody(server: Running) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from gpt2block.errors import DeviceError
@@ -66,6 +68,28 @@ def initialized() -> int:
         return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
     except OSError:  # no driver: the next call of CuPy says so
         return 0
+
+
+def begin(device: str | None) -> None:
+    """Let a thread create the context of a GPU, which takes 0.2 s, while the caller imports CuPy.
+
+    device: "cuda", "cuda:N", or None for the GPU if there is one; nothing begins for other names.
+    Whatever fails here fails again, with a message, when the device is used.
+    """
+    kind, _, index = ("cuda" if device is None else str(device)).partition(":")
+    if kind == "cuda" and not replaced() and "cupy" not in sys.modules and find_spec("cupy"):
+        number = int(index) if index.isdecimal() else 0
+        # Not a daemon: a process that ends early must not leave while the driver works.
+        threading.Thread(target=_create_context, args=(number,), name="CUDA").start()
+
+
+def _create_context(number: int) -> None:
+    """Create the context that CUDA's runtime, and so CuPy, uses."""
+    if initialized() == 0:
+        with suppress(OSError):
+            driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+            if driver.cuDeviceGet(ctypes.byref(device), number) == 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _after_fork() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
+PIECES, PIECE_BYTES = 2, 2**24  # in flight to the host
 
 
 class Bound(NamedTuple):
@@ -256,11 +258,42 @@ def _attribute(device: int, name: str) -> int:
     return int(cupy.cuda.Device(device).attributes[name])
 
 
-def pinned(shape: Shape) -> NDArray[np.int32]:
-    """An int32 array in pinned host memory, which the GPU reads and writes asynchronously."""
+def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
+    """An array in pinned host memory, which the GPU reads and writes asynchronously."""
     count = prod(shape)
-    memory = cupy.cuda.alloc_pinned_memory(4 * count)
-    return np.frombuffer(memory, np.int32, count).reshape(shape)
+    memory = cupy.cuda.alloc_pinned_memory(np.dtype(dtype).itemsize * count)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
+
+
+def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
+    """Copy the rows of 2-D arrays, one after another, to `rows`, which may have fewer columns.
+
+    They pass through pinned memory in pieces: the GPU copies one while the host takes the one
+    before it. The next part, which may be in the same memory, is requested after those copies have
+    been queued on the current stream.
+    """
+    waiting: deque[tuple[NDArray[Any], Any, int]] = deque()  # pieces, their copies' ends, and rows
+
+    def take() -> None:
+        piece, copied, first = waiting.popleft()
+        copied.synchronize()
+        rows[first : first + len(piece)] = piece[:, : rows.shape[1]]
+
+    first = 0
+    for part in parts:
+        at_once = max(1, PIECE_BYTES // (part.shape[1] * part.itemsize))
+        for begin in range(0, len(part), at_once):
+            if len(waiting) == PIECES:
+                take()
+            source = part[begin : begin + at_once]
+            piece = pinned(source.shape, dtype_name(source.dtype))
+            source.get(out=piece, blocking=False)
+            copied = cupy.cuda.Event(disable_timing=True)
+            copied.record()
+            waiting.append((piece, copied, first))
+            first += len(piece)
+    while waiting:
+        take()
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:

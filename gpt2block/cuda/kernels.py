@@ -61,11 +61,15 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e5m2": (("CACHE_E5M2", 1),),
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
+TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
+WEIGHTS: Mapping[str, Defines] = {**FP8, TWO_PART: (("WEIGHT_TWO_PART", 1),)}  # that are not T
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
 def cache_dtype(weights: str) -> str:
     """The dtype of a KV cache that has none of its own, for weights of this dtype."""
+    if weights == TWO_PART:
+        return "float32"
     return CACHE_WITH_FP8 if weights in FP8 else weights
 
 
@@ -207,8 +211,8 @@ def launch(
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
     storage: the dtype of the source's `T`, one of `STORAGE`. weights, cache: those of its `W` and
-    `KV` if they are one of `FP8`. Raises KernelError when the arguments do not match the prototype,
-    or the grid exceeds CUDA's limits.
+    `KV` if they are one of `FP8`, of `W` also `TWO_PART`. Raises KernelError when the arguments do
+    not match the prototype, or the grid exceeds CUDA's limits.
     """
     typed = typed_arguments(signatures(file)[name], args, storage, weights, cache)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
@@ -220,7 +224,7 @@ def launch(
 
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """The constants that define `T`, `W` and `KV` of a source."""
-    return STORAGE[storage] + FP8.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
+    return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
 def typed_arguments(
@@ -275,6 +279,8 @@ def element(
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
         dtype = "uint8" if types[name] in FP8 else storage
+        if types[name] == TWO_PART:
+            dtype = "float16"
         return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"
     scalar, label = _dtype(kernel, parameter)
     return np.dtype(scalar).name, label

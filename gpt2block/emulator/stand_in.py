@@ -99,7 +99,9 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     def device(self) -> Any:
         return Device()
 
-    def get(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+    def get(
+        self, out: np.ndarray[Any, Any] | None = None, blocking: bool = True
+    ) -> np.ndarray[Any, Any]:
         if out is None:
             return np.array(self)
         out[...] = self

@@ -1,4 +1,4 @@
-"""Tiles and geometry of matmul/hopper.cu and matmul/hopper_two_part.cu, products by wgmma."""
+"""Tiles and geometry of matmul/hopper.cu, hopper_fp8.cu and hopper_two_part.cu, by wgmma."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from gpt2block.ops._gemm_mma import epilogue
 
 FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"
+FP8_FILE = "matmul/hopper_fp8.cu"
+FP8_KERNEL = "gemm_fp8_hopper"
 TWO_PART_FILE = "matmul/hopper_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_hopper"
 SLICE = 64  # of K
@@ -18,7 +20,6 @@ CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
 BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
-MOST_SHARED = 227 * 1024  # bytes of a block
 
 
 class Tile(NamedTuple):
@@ -60,6 +61,25 @@ TILES = (
     Tile(128, 64, (64, 64), 8, 16, 2, 1, 0.0, 0.195, 2.8),
     Tile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.168, 2.1),
     Tile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
+)
+
+# For FP8 weights: rows are those of w, columns those of a. The times are estimated: a slice takes
+# 4.3 ns for each KB that goes into shared memory or out of it, or as long as the tensor cores need,
+# and the others are those of tiles of 16-bit weights.
+FP8_TILES = (
+    Tile(128, 192, (128, 192), 6, 32, 1, 2, 2.4, 0.440, 1.1),
+    Tile(128, 192, (64, 192), 6, 32, 1, 2, 0.8, 0.440, 2.5),
+    Tile(128, 160, (128, 160), 7, 32, 1, 2, 2.4, 0.370, 1.0),
+    Tile(128, 256, (64, 256), 5, 32, 1, 2, 0.8, 0.590, 3.0),
+    Tile(256, 128, (128, 128), 6, 32, 1, 1, 0.8, 0.590, 3.0),
+    Tile(128, 128, (128, 128), 8, 32, 1, 2, 2.4, 0.315, 0.8),
+    Tile(128, 128, (64, 128), 8, 32, 1, 2, 0.8, 0.315, 1.8),
+    Tile(128, 96, (128, 96), 8, 32, 1, 2, 2.2, 0.260, 0.5),
+    Tile(128, 96, (64, 96), 8, 32, 1, 1, 0.6, 0.260, 1.5),
+    Tile(128, 64, (128, 64), 8, 32, 1, 2, 2.0, 0.206, 0.5),
+    Tile(64, 128, (64, 128), 8, 32, 1, 2, 2.0, 0.190, 0.5),
+    Tile(128, 64, (64, 64), 8, 32, 1, 1, 0.6, 0.206, 1.2),
+    Tile(64, 64, (64, 64), 8, 32, 1, 1, 1.2, 0.120, 0.5),
 )
 
 # For two-part matrices: three accumulators an output.
@@ -109,16 +129,20 @@ def geometry(
     sms: int,
     tile: Tile | None = None,
 ) -> tuple[Geometry, Tile]:
-    """The launch of gemm_hopper, or gemm_split_hopper for two-part matrices, and its tile.
+    """The launch of gemm_hopper, gemm_fp8_hopper or gemm_split_hopper, and its tile.
 
-    a is (M, K), w (N, K), fp8 where its memory is. The tile is for the tensor maps. other_out,
-    scaled, early, tile: as for the geometry of mma. Without splits of K the bits are the same for
-    any tile.
+    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
+    the geometry of mma. Without splits of K the bits are the same for any tile. fp8: w is FP8, for
+    gemm_fp8_hopper, which multiplies w and a in this order and does not split K.
     """
     candidates = TWO_PART_TILES if two_part else FP8_TILES if fp8 else TILES
-    tile = tile or choose_tile(candidates, M, N, K, split_k and not two_part, sms)
+    if fp8:
+        M, N = N, M
+    tile = tile or choose_tile(candidates, M, N, K, split_k and candidates is TILES, sms)
     if two_part:
         kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
+    elif fp8:
+        kernel, chunks, floats = FP8_KERNEL, BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
         floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
@@ -155,18 +179,7 @@ def launched(
 def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int, fp8: bool = False) -> int:
     """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
-    stage = SLICE * (parts * 2 * (tile.rows + tile.columns) + fp8 * tile.columns)
+    stage = SLICE * parts * ((1 if fp8 else 2) * tile.rows + 2 * tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats
-    barriers = 8 * ((2 + fp8) * tile.stages + CONSUMERS * (BUFFERS + 2))
+    barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))
     return ALIGNMENT + tile.stages * stage + received + CONSUMERS * each + barriers
-
-
-def _for_fp8(tile: Tile) -> Tile:
-    """The tile with the stages that fit beside w as it is in memory, and smaller chunks."""
-    tile = tile._replace(chunk=min(tile.chunk, 16))
-    while shared_bytes(tile, 1, BUFFERS, 2 * tile.group[1], True) > MOST_SHARED:
-        tile = tile._replace(stages=tile.stages - 1)
-    return tile
-
-
-FP8_TILES = tuple(map(_for_fp8, TILES))

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode_mma.cu"
@@ -21,9 +21,11 @@ FLOAT_LOOP_WARPS = 8  # the sums of many rows leave no registers for more
 FEW_ROWS = 4  # of an mma
 COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
+ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for another block
+MOST_UNITS = 8  # of a split, with which that holds
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
+BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
 TERMS = 2  # of x, of 16 bits
 
 
@@ -38,7 +40,7 @@ class Limits(NamedTuple):
 
 
 NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
-FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 200_000, 192)
+FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
 
 
 class Layout(NamedTuple):
@@ -62,11 +64,12 @@ def splits(K: int) -> tuple[int, int]:
 def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
     """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights."""
     choose = _loop if N >= MANY_COLUMNS else _block
-    return choose(M, N, K, BYTES.get(dtype, 1), sms)
+    return choose(M, N, K, dtype, sms)
 
 
-def _loop(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
-    """A layout for many columns; weight: bytes."""
+def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+    """A layout for many columns."""
+    weight = BYTES.get(dtype, 1)
     rows = power_of_two(min(M, LOOP_ROWS))
     units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
     registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
@@ -75,13 +78,14 @@ def _loop(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     return Layout(LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows)
 
 
-def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
-    """A layout in which a block has some columns; weight: bytes.
+def _block(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+    """A layout in which a block has some columns.
 
     Two blocks of 4 rows are faster than one of 8, and so on, although they read the weights twice:
     loading x and its LayerNorm takes longer than the second read, from L2.
     """
-    floats = weight == FLOAT
+    weight = BYTES.get(dtype, 1)
+    floats = weight == FLOAT  # or two-part
     limits = FLOATS if floats else NARROW
     rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
     rows = min(rows, power_of_two(M))
@@ -90,16 +94,33 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
     fitting = [c for c in COLUMNS if c <= limits.columns and c * K * weight <= limits.nbytes]
     columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
-    units = list(range(1, min(each, MOST_FLIGHT) + 1)) if rows <= FEW_ROWS or not floats else [1]
+    most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
+    units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
-    room = floats and each == 1 and rows <= FEW_ROWS  # for the next kernel
+    once = flight == each or (dtype == TWO_PART and flight < MOST_FLIGHT)
+    room = floats and each <= MOST_UNITS and _room(columns, flight, rows, once)
     return Layout(columns, flight, False, parts, 1 + room, rows)
+
+
+def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
+    """Whether an SM has registers for two blocks of 4 bytes a weight, one of the next kernel.
+
+    once: no unit is loaded after another, which takes registers, or there are enough of them.
+    """
+    if rows > FEW_ROWS:
+        return columns == OCTET and flight == 1
+    return once and flight * _unit_registers(columns, FLOAT) <= ROOM_REGISTERS
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
     """The most units in flight that fit in so many registers of a lane, at least one."""
-    unit = columns * UNIT * weight // (WARP * 4)
+    unit = _unit_registers(columns, weight)
     return max(n for n in units if n == 1 or n * unit <= registers)
+
+
+def _unit_registers(columns: int, weight: int) -> int:
+    """The registers of a lane for a unit of so many columns."""
+    return columns * UNIT * weight // (WARP * 4)
 
 
 @lru_cache(maxsize=1024)

@@ -8,8 +8,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._linear_mma import BYTES, UNIT, splits
+from gpt2block.cuda.kernels import TWO_PART, Geometry
+from gpt2block.ops._linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops._matrix import count_tiles
 from gpt2block.ops._rows import WARP
 from gpt2block.ops._tensor_cores import room
@@ -34,10 +34,10 @@ class Tile(NamedTuple):
 
 
 # Larger tiles read x and w less often from the L2 cache; of small ones more run at the same time,
-# so that tensor cores wait less. With float weights large ones need too many registers.
+# so that tensor cores wait less. With weights of 4 bytes large ones need too many registers.
 FEW = Tile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
 SLIM = Tile(64, 32, (4, 1), 5, blocks=3)
-EVEN = Tile(64, 64, (2, 2), 5, blocks=2)  # the largest with float weights
+EVEN = Tile(64, 64, (2, 2), 5, blocks=2)  # the largest with weights of 4 bytes
 WIDE = Tile(64, 96, (2, 3), 5, blocks=2)
 LARGE = Tile(64, 128, (2, 2), 4, blocks=2)
 TILES = FEW, SLIM, EVEN, WIDE, LARGE
@@ -48,7 +48,7 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
     each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
-    part = tile.chunks * 64 // weight  # of K, of a slice
+    part = tile.chunks * 64 * (1 + (dtype == TWO_PART)) // weight  # of K, of a slice
     stages = min(tile.stages, ceil(min(each, K) / part))
     planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
@@ -64,7 +64,7 @@ def choose(
     dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
     the smallest one with which the grid fills the GPU, and shares the splits of K equally.
     """
-    wide, large = (WIDE, LARGE) if dtype != "float32" else (EVEN, EVEN)
+    wide, large = (EVEN, EVEN) if BYTES.get(dtype) == FLOAT else (WIDE, LARGE)
     filled = FILLED * sms
     if FEW.rows >= M:
         tile = FEW
@@ -92,7 +92,7 @@ def choose(
 
 def _pipelines(tile: Tile, dtype: str) -> Iterator[Tile]:
     """The tile with fewer and fewer bytes in flight."""
-    if dtype in BYTES and tile.warps[0] * tile.warps[1] % 4 == 0:
+    if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
         yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices save barriers
     for stages in range(tile.stages, 1, -1):
         yield tile._replace(stages=stages)

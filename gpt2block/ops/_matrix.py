@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.weights.matrix import WeightMatrix
 
 Tile = TypeVar("Tile")
 
 
-def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | None]:
+class Parts(NamedTuple):
+    """A TwoPartMatrix (N, K) for a kernel that reads weights, by the names of a WeightMatrix."""
+
+    data: Any  # both parts
+    scale: Any
+    dtype: str = TWO_PART
+
+
+def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:
     """`storage` and `weights` of a launch with such weights: the types `T` and `W` of its source.
 
-    with_fp8: `T` where the weights are FP8; else it is the dtype of the weights.
+    with_fp8: `T` where the weights are FP8 or two-part; else it is the dtype of the weights.
     """
-    return (with_fp8, w.dtype) if w.dtype in FP8 else (w.dtype, None)
+    return (with_fp8, w.dtype) if w.dtype in (*FP8, TWO_PART) else (w.dtype, None)
 
 
 def count_tiles(tile: Any, M: int, N: int) -> int:

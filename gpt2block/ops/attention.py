@@ -1,8 +1,8 @@
 """Attention of sequences over themselves: softmax(Q Kᵀ / sqrt(HS)) V, with or without a mask.
 
 `mha` (attention/skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) compute in float32,
-`mma` (mma.cu) and `hopper` (hopper.cu) on tensor cores with float16 or bfloat16. `mma` takes
-two-part matrices, too, with the accuracy of float32 (mma_two_part.cu).
+`mma` (mma.cu) and `hopper` (hopper.cu) on tensor cores with float16 or bfloat16. Both take two-part
+matrices, too, with the accuracy of float32 (mma_two_part.cu, hopper_two_part.cu).
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     HOPPER_THREADS,
     HOPPER_TILE,
+    HOPPER_TWO_PART_HEAD,
     MOST_BLOCKS,
     TENSOR_HEADS,
     heads_defines,
     hopper_geometry,
+    hopper_two_part_geometry,
     mma_geometry,
     mma_stage,
     online_geometry,
@@ -53,6 +55,7 @@ ONLINE = "attention/online.cu"
 MMA = "attention/mma.cu"
 MMA_TWO_PART = "attention/mma_two_part.cu"
 HOPPER = "attention/hopper.cu"
+HOPPER_TWO_PART = "attention/hopper_two_part.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
@@ -264,6 +267,30 @@ def _mma(c: Call) -> Launch:
 
 
 @variant(
+    "hopper_fp32",
+    HOPPER_TWO_PART,
+    "attention_fp32_hopper",
+    idea="the same by wgmma: two warpgroups take alternate keys of 64 queries, a cluster of two "
+    "blocks loads keys together (TMA)",
+    source="Ootomo and Yokota (2022), for two-part matrices",
+)
+def _hopper_two_part(c: Call) -> Launch:
+    unfit(
+        c.HS != HOPPER_TWO_PART_HEAD,
+        f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: use variant mma",
+    )
+    one_scale = c.qkv.one_scale is not None
+    sms = device_attribute("MultiProcessorCount")
+    geometry, together = hopper_two_part_geometry(
+        *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
+    )
+    boxes = tensor_map(c.qkv.parts, (1, HOPPER_TILE // 2, HOPPER_TWO_PART_HEAD))
+    parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
+    args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
+    return launch_at(HOPPER_TWO_PART, geometry, args, "float16")
+
+
+@variant(
     "hopper",
     HOPPER,
     "attention_hopper",
@@ -275,11 +302,13 @@ def _mma(c: Call) -> Launch:
 )
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
-    _fit_dtype(c, *SIXTEEN_BITS)
     unfit(
         compute_capability() != HOPPER_CAPABILITY,
         "needs a GPU of compute capability 9.0 (Hopper): use variant mma",
     )
+    if c.storage == TWO_PART:
+        launch: Launch = _hopper_two_part.launch(c)
+        return launch
     check_address("out", c.out)
     sms = device_attribute("MultiProcessorCount")
     geometry, together = hopper_geometry(c.B, c.T, c.n_head, c.causal, sms=sms, **c.heads)
@@ -427,7 +456,7 @@ OPERATION = Operation(
         "HS": "W//(3*n_head)",
     },
     dtypes=("float32", *SIXTEEN_BITS),
-    auxiliary=(_two_part,),
+    auxiliary=(_two_part, _hopper_two_part),
     binder=bind,
 )
 VARLEN = Operation(name="attention_varlen", variants=OPERATION.variants, binder=bind_varlen)
@@ -467,7 +496,7 @@ def attention(
 
     A TwoPartMatrix with heads of 64 or 128 channels, on the same GPUs as mma: the result has the
     accuracy of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it
-    sees.
+    sees. hopper, where it is the default, takes heads of 64 channels.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
     al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`; for

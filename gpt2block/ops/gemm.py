@@ -3,8 +3,8 @@
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
 weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
 weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N). Kernels:
-matmul/mma.cu, matmul/hopper.cu, for FP8 weights fp8/widen.cu, and for two-part matrices
-matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
+matmul/mma.cu, matmul/hopper.cu, for FP8 weights matmul/hopper_fp8.cu and fp8/widen.cu, and for
+two-part matrices matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
 """
 
 from __future__ import annotations
@@ -83,12 +83,17 @@ def _bind_widen(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     if size % WIDEN_WIDTH:
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
     if c.memory is not None:
-        check_apart("memory", c.memory, {"w": c.w})
-        if c.memory.size < size:
-            raise InputError(f"memory: expected at least {size:,} elements, got {c.memory.size:,}")
+        _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
     c.make("out")
     return WIDEN.bound_to(c)
+
+
+def _check_memory(c: Call) -> None:
+    """InputError unless `memory` has room for w."""
+    check_apart("memory", c.memory, {"w": c.w})
+    if c.memory.size < c.N * c.K:
+        raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
 
 
 WIDEN = Operation(
@@ -155,11 +160,12 @@ def _mma(c: Call) -> Any:
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
 
 
-def _hopper_geometry(c: Call) -> tuple[Geometry, Boxes]:
-    own = {"split_k": c.split_k, "fp8": not c.two_part and c.weights.dtype == "uint8"}
+def _hopper_geometry(c: Call, fp8: bool = False) -> tuple[Geometry, Boxes]:
+    """fp8: for gemm_fp8_hopper, whose tiles have rows of w and columns of a."""
+    own = {"split_k": c.split_k, "fp8": fp8}
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), **own)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
-    return geometry, (a, w, (1, 64, tile.chunk))
+    return geometry, (w, a, (1, tile.chunk, 64)) if fp8 else (a, w, (1, 64, tile.chunk))
 
 
 @variant(
@@ -177,6 +183,30 @@ def _hopper_two_part(c: Call) -> Launch:
     return launch_at(hopper.TWO_PART_FILE, geometry, args, "float16")
 
 
+def _hopper_launch(c: Call, fp8: bool = False) -> tuple[Geometry, tuple[Any, ...]]:
+    """The geometry and the arguments of gemm_hopper or gemm_fp8_hopper, which are the same."""
+    M, N, K = c.sizes
+    geometry, (a, w, written) = _hopper_geometry(c, fp8)
+    maps = tensor_map(c.a.reshape(1, M, K), a), tensor_map(c.weights.reshape(1, N, K), w)
+    outputs: tuple[Any, ...] = (c.residual, c.out)
+    if c.other_out:
+        ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
+    else:
+        own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
+        ends = (*own, c.scale, c.bias, None, None)
+    return geometry, (*maps, *ends, M, N, K)
+
+
+@variant(
+    "fp8 hopper",
+    hopper.FP8_FILE,
+    hopper.FP8_KERNEL,
+    idea="FP8 weights go through registers, which widen them, into wgmma's first operand",
+)
+def _hopper_fp8(c: Call) -> Launch:
+    return launch_at(hopper.FP8_FILE, *_hopper_launch(c, True), c.storage, c.w.dtype)
+
+
 @variant(
     "hopper",
     hopper.FILE,
@@ -190,18 +220,9 @@ def _hopper(c: Call) -> Any:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out)
     if c.two_part:
         return _hopper_two_part.launch(c)
-    M, N, K = c.sizes
-    geometry, (a, w, written) = _hopper_geometry(c)
-    maps = tensor_map(c.a.reshape(1, M, K), a), tensor_map(c.weights.reshape(1, N, K), w)
-    outputs: tuple[Any, ...] = (c.residual, c.out)
-    if c.other_out:
-        ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
-    else:
-        own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
-        ends = (*own, c.scale, c.bias, None, None)
-    args = (*maps, *ends, M, N, K)
-    fp8 = c.w.dtype if c.weights.dtype == "uint8" else None
-    return launch_at(hopper.FILE, geometry, args, c.storage, fp8)
+    if c.weights.dtype == "uint8":
+        return _hopper_fp8.launch(c)
+    return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
 def bind(
@@ -218,8 +239,9 @@ def bind(
 
     As `gemm`, and: residual may be out itself. dtype is by default that of out, or without one that
     of a, with two-part matrices float32. Two-part outputs have one scale for all rows. FP8 weights
-    are converted to float16, exactly, by a launch of their own, into `memory`, (S,) of at least as
-    many elements, or into new memory; a float32 `a` becomes two-part. Raises InputError.
+    that the product does not take are converted to float16, exactly, by a launch of their own, into
+    `memory`, (S,) of at least as many elements, or into new memory; a float32 `a` becomes two-part.
+    Raises InputError.
     """
     a, w, *_ = inputs
     two_part_a = isinstance(a, TwoPartMatrix)
@@ -326,7 +348,11 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
-    if c.w.dtype not in FP8 or _widens_itself(c):
+    if c.w.dtype not in FP8:
+        return ()
+    if _widens_itself(c):
+        if c.memory is not None:
+            _check_memory(c)
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
@@ -334,7 +360,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 
 
 def _widens_itself(c: Call) -> bool:
-    """Whether gemm_hopper takes the FP8 weights: its copy engine reads rows in 16 bytes."""
+    """Whether gemm_fp8_hopper takes the weights: the copy engine reads rows in 16 bytes."""
     chosen = c.variant in (None, "hopper") and compute_capability() == HOPPER_CAPABILITY
     return chosen and c.up is None and c.K % 16 == 0
 
@@ -375,6 +401,7 @@ OPERATION = Operation(
     auxiliary=(
         _mma_two_part,
         _hopper_two_part,
+        _hopper_fp8,
         *TO_TWO_PART.variants,
         *TAKE.variants,
         *WIDEN.variants,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
@@ -29,20 +30,21 @@ from gpt2block.cuda.arrays import (
     launch_at,
     row_alignment,
 )
-from gpt2block.cuda.kernels import Geometry, Launch, cache_dtype
+from gpt2block.cuda.kernels import TWO_PART, Geometry, Launch, cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._matrix import storage_of
+from gpt2block.ops._matrix import Parts, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import Terms, check_terms
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, checked
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
@@ -50,6 +52,15 @@ FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with
 # From here on variant hopper is faster, measured on an H200: N K for 17 rows or more; of a layer's
 # smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
 MEDIUM_MATRIX, LARGE_MATRIX, LARGE_PRODUCTS = 4_000_000, 12_000_000, 16_000_000
+# As the contracts of `reference.linear` and `linear_qkv`, with a TwoPartMatrix.
+TWO_PART_LINEAR = Contract.parse(
+    "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
+    "up? rows K N -> out~residual f32 ... N"
+)
+TWO_PART_QKV = Contract.parse(
+    "x f32 M K; w two_part N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
+    "-> q f32 M C; k v kv B P C"
+)
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
@@ -64,7 +75,7 @@ def terms_of(
     MORE_ROWS rows all products of a layer are of one kind: with two in turn, launches overlap less.
     """
     multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
+    if dtype in ("float32", TWO_PART) or compute_capability() < MMA_CAPABILITY:
         return {}
     wide = hopper.terms(dtype)
     smallest = min(K * N for K, N in shapes.values())
@@ -120,7 +131,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     for name in ("x", "gamma", "beta"):
         if getattr(c, name) is not None:
             check_address(name, getattr(c, name), 4 * gcd(4, c.K))
-    args = (c.x, c.gamma, c.beta, c.w.data, c.w.scale, c.bias, *args)
+    x_scale = (c.x_scale,) if module is mma else ()
+    args = (c.x, c.gamma, c.beta, c.w.data, c.w.scale, c.bias, *x_scale, *args)
     return launch_at(module.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 
 
@@ -133,6 +145,11 @@ def _on_tensor_cores(c: Call) -> None:
     multiple = mma.LOADED // c.w.data.itemsize
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
     unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
+
+
+def _on_cuda_cores(c: Call) -> None:
+    """Raise Unfit where a product needs tensor cores."""
+    unfit(c.w.dtype == TWO_PART, "takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
 
 
 def _check_sizes(c: Call) -> None:
@@ -164,7 +181,7 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     )
     ends = c.terms is not None, c.to_terms is not None
     geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
-    args = (c.x, c.w.data, c.w.scale, c.bias, *args)
+    args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
     return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 
 
@@ -199,6 +216,7 @@ def _tile_ends(c: Call) -> tuple[Any, ...]:
     idea="few rows: all weights requested before x; LayerNorm of x in each block",
 )
 def _matvec(c: Call) -> Launch:
+    _on_cuda_cores(c)
     return _few_rows(matvec, c, "linear_matvec", _ends(c))
 
 
@@ -241,6 +259,7 @@ def _hopper(c: Call) -> Launch:
     idea="many rows: register tiles in the order of k, narrow weights widened in shared memory",
 )
 def _tiles(c: Call) -> Launch:
+    _on_cuda_cores(c)
     unfit(c.gamma is not None, "takes no gamma and beta: use variant matvec")
     unfit(
         c.terms or c.to_terms or c.up,
@@ -273,6 +292,7 @@ def _cache_ends(c: Call, *sizes: Any) -> tuple[Any, ...]:
 
 @variant("qkv", matvec.FILE, "qkv_matvec", idea="matvec, with k and v into the KV cache")
 def _qkv_matvec(c: Call) -> Launch:
+    _on_cuda_cores(c)
     return _few_rows(matvec, c, "qkv_matvec", _cache_ends(c, c.eps, c.M))
 
 
@@ -340,25 +360,49 @@ def bind(
     decoding: bool = False,
     terms: Terms | None = None,
     to_terms: Terms | None = None,
+    x_bound: float | None = None,
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N), up), out (..., N).
 
-    w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out. decoding:
-    choose a variant as for few rows, so that a row has the same bits in any number of rows. terms:
-    what x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma;
-    to_terms: what out has, for another product with such weights. up: a second WeightMatrix, of
-    w's dtype and shape: out is silu(x w) (x up), by variant hopper.
+    w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. Later inputs may be
+    None or missing; residual may be out. decoding: choose a variant as for few rows, so that a row
+    has the same bits in any number of rows. x_bound: with a TwoPartMatrix, the largest magnitude
+    that x or its LayerNorm can have, by default 2^15: it gives x's terms their scale. terms: what
+    x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma; to_terms:
+    what out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
+    shape: out is silu(x w) (x up), by variant hopper.
     """
     options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
-    c = OPERATION.checked(inputs, out, T="float32", kv_dtype=None, **options)
-    c.M = c.rows
+    c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, x_bound, **options)
+    c.M, c.T, c.kv_dtype = c.rows, "float32", None
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
         raise InputError(
             f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and neither bias nor gelu"
         )
-    few = decoding or c.M <= FEW_ROWS or c.gamma is not None
+    few = decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype == TWO_PART
     return OPERATION.bound_to(c, _decoding(c, OPERATION) if few else (_tiles,))
+
+
+def _checked(
+    operation: Operation,
+    two_part: Contract,
+    inputs: tuple[Any, ...],
+    out: CudaArray | None,
+    x_bound: float | None,
+    **options: Any,
+) -> Call:
+    """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
+    if not isinstance(inputs[1], TwoPartMatrix):
+        if x_bound is not None:
+            raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
+        c = operation.checked(inputs, out, **options)
+        c.x_scale = 1.0
+        return c
+    c = checked(two_part, inputs, out, **options)
+    c.w = Parts(c.w.parts, c.w.scale)
+    c.x_scale = 1.0 if x_bound is None else scale_for(x_bound)
+    return c
 
 
 def _bind_qkv(
@@ -368,16 +412,18 @@ def _bind_qkv(
     eps: float = 1e-5,
     terms: Terms | None = None,
     kv_dtype: str | None = None,
+    x_bound: float | None = None,
 ) -> Bound:
     """inputs (x (M, K), w, bias, gamma, beta, k, v, row (M,), position (M,)), out q (M, C).
 
     LayerNorm(x) w + bias, or of x itself without gamma and beta: k and v of x[m] go to position[m]
     of row[m]. w is a WeightMatrix (3C, K); k and v (B, n_ctx, C) have the dtype of the weights,
     float16 with FP8 weights, or are uint8 of the FP8 format kv_dtype. No two of row and position
-    are alike; k and v of a token outside the cache are dropped. terms: as in `bind`.
+    are alike; k and v of a token outside the cache are dropped. A TwoPartMatrix, with k and v of
+    float32, terms and x_bound: as in `bind`.
     """
     options = {"eps": eps, "terms": terms, "to_terms": None, "up": None, "kv_dtype": kv_dtype}
-    c = LINEAR_QKV.checked(inputs, out, **options)
+    c = _checked(LINEAR_QKV, TWO_PART_QKV, inputs, out, x_bound, **options)
     c.T = cache_dtype(c.w.dtype)
     _check(c)
     if kv_dtype is None:
@@ -474,7 +520,7 @@ OPERATION = Operation(
 
 def linear(
     x: CudaArray,
-    w: WeightMatrix,
+    w: WeightMatrix | TwoPartMatrix,
     bias: CudaArray | None = None,
     gamma: CudaArray | None = None,
     beta: CudaArray | None = None,
@@ -482,13 +528,17 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
     variant: str | None = None,
+    x_bound: float | None = None,
 ) -> CudaArray:
     """`reference.linear` on CuPy arrays; raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
-    layout "NK", of any dtype. Without a variant: up to 16 rows and with gamma, mma, or matvec on
-    GPUs before compute capability 8.0 and where rows of w do not have a multiple of 16 bytes; else
-    tiles. A row's result has the same bits alone and among others for the same variant.
+    layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`, where
+    x_bound is the largest magnitude that x or its LayerNorm can have, by default 2^15. Without a
+    variant: up to 16 rows and with gamma, mma, or matvec on GPUs before compute capability 8.0 and
+    where rows of w do not have a multiple of 16 bytes; else tiles, or with a TwoPartMatrix
+    mma_tiles. A row's result has the same bits alone and among others for the same variant.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
-    return call(bind, inputs, gelu=gelu, eps=eps, variant=variant).out
+    options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}
+    return call(bind, inputs, **options).out

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2block.ops._terms import Terms
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.forward import Pass, Product, To
-from gpt2block.passes.machine import Machine, Value
+from gpt2block.passes.machine import Machine, Value, two_part_of
 
 
 class Rows(NamedTuple):
@@ -19,6 +20,7 @@ class Rows(NamedTuple):
     beta: str = ""
     terms: Terms | None = None
     narrow: bool = False  # of 16 bits, or two-part: rows of a prompt's attention
+    bound: float | None = None  # their largest magnitude, normalized, where it is known
 
 
 class DecodePass(Pass):
@@ -27,7 +29,8 @@ class DecodePass(Pass):
     norms: whether products normalize their rows (LayerNorm), as is fastest for few rows; else it
     has steps of its own, with the same bits. known: the terms that the x of a product can have, the
     preferred ones first, by the last part of the name of its weights; empty where they take floats.
-    kv_dtype: the FP8 format of the kv_cache, or None.
+    kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
+    name: where there is one, products read two-part weights in the place of float32 ones.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class DecodePass(Pass):
         norms: bool = True,
         known: Mapping[str, Sequence[Terms]] | None = None,
         kv_dtype: str | None = None,
+        bounds: Mapping[str, float] | None = None,
     ) -> None:
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
+        self._bounds = bounds or {}
         self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
         self.rotations: Value = None
 
@@ -49,7 +54,7 @@ class DecodePass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if beta and self.norms:
-            return Rows(x, gamma, beta)
+            return Rows(x, gamma, beta, bound=self._bounds.get(name))
         terms = self._terms(to)
         if beta:
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
@@ -57,22 +62,24 @@ class DecodePass(Pass):
         else:
             how = {"variant": "stream", **_to(terms)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
-        return Rows(y, terms=terms)
+        return Rows(y, terms=terms, bound=self._bounds.get(name))
 
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         terms = None if a.gamma else self._terms(p.to, a.terms.width if a.terms else 0)
-        options = {**self._given(a), **_to(terms), **p.options}
-        inputs = (a.x, p.w, p.bias, a.gamma, a.beta, p.residual)
+        w, how = self._weights(p.w, a)
+        options = {**self._given(a), **_to(terms), **p.options, **how}
+        inputs = (a.x, w, p.bias, a.gamma, a.beta, p.residual)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
-        return Rows(y, terms=terms) if p.to else y
+        return Rows(y, terms=terms, bound=self._bounds.get(p.result)) if p.to else y
 
     def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
         """Queries; keys and values are in the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
+            w, how = self._weights(w, x)
             inputs = (x.x, w, bias, x.gamma, x.beta, *cache)
-            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv)
+            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **how)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
         if x.terms and self._turns(x.terms):
             inputs = (x.x, w, bias, self.rotations, *cache)
@@ -85,7 +92,8 @@ class DecodePass(Pass):
         terms = self._terms(to)
         options = {"n_head": self.c.n_head, **_to(terms), **self.kv}
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
-        return Rows(y, terms=terms)
+        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
+        return Rows(y, terms=terms, bound=self._bounds.get(means_of))
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Rows:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
@@ -96,10 +104,21 @@ class DecodePass(Pass):
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
         up = self.product(f"{h}up", x, weights[1], biases[1])
-        return Rows(self.do(f"{h}ff", "silu_mul", (gate, up), into=up))
+        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
+        return Rows(y, bound=self._bounds.get(f"{h}ff"))
 
     def _cache(self, h: str) -> tuple[str, ...]:
         return f"{h}k", f"{h}v", "row", "positions"
+
+    def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
+        """The weights that a product of such rows reads, and what it is told of them.
+
+        Of a bound only its power of two counts: with that, launches of all layers are alike.
+        """
+        if a.bound is None or a.terms or not self.do.has(two_part_of(w)):
+            return w, {}
+        bound = 2.0 ** math.ceil(math.log2(a.bound)) if a.bound else 0.0
+        return two_part_of(w), {"x_bound": bound}
 
     def _given(self, a: Rows) -> dict[str, Any]:
         """What a product is told of its rows."""

@@ -14,6 +14,11 @@ Value = Any  # a result of a step: whatever its machine makes
 TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
 
 
+def two_part_of(matrix: str) -> str:
+    """The name of a two-part matrix."""
+    return f"{matrix}.parts"
+
+
 class Step(NamedTuple):
     """A step: `name` is that of its result, `op` its function in the reference.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Pass, Product, To
-from gpt2block.passes.machine import TWO_PART, Machine, Value
+from gpt2block.passes.machine import TWO_PART, Machine, Value, two_part_of
 
 ROWS_AT_ONCE = 1024  # rows of logits computed together
 Products = Literal["float32", "16_bits", "fp8", "two_part"]
@@ -66,6 +66,8 @@ class Prefill:
 
 class PrefillPass(Pass):
     """float32 activations and the kernels for many rows; also the parts that all kinds share."""
+
+    bounds: Mapping[str, float] = {}
 
     def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
@@ -213,7 +215,8 @@ class TwoPartPass(TensorCorePass):
 
     def _reads_two_part(self, to: To) -> bool:
         """Whether products with these weights read two-part operands; the head converts its own."""
-        return any(w == "attention" or self.do.has(two_part_of(w)) for w in to)
+        kept = [w for w in to if w != "lm_head"]
+        return any(w == "attention" or self.do.has(two_part_of(w)) for w in kept)
 
     def _converted(self, name: str, y: Value, to: To) -> Value:
         return self.do(two_part_of(name), "two_part", (y,)) if self._reads_two_part(to) else y
@@ -250,7 +253,7 @@ class LastRows(DecodePass):
     """Kernels of decoding, which are faster for few rows; attention may have 16 bits."""
 
     def __init__(self, prefill: PrefillPass) -> None:
-        super().__init__(prefill.do, prefill.c)
+        super().__init__(prefill.do, prefill.c, bounds=prefill.bounds)
         self.prefill = prefill
 
     def _product(self, p: Product) -> Value:
@@ -276,8 +279,3 @@ class TilesOfLastRows(DecodePass):
             return super()._product(p)
         y = self.prefill._product(p._replace(a=p.a.x))
         return Rows(y) if p.to else y
-
-
-def two_part_of(matrix: str) -> str:
-    """The name of a two-part matrix."""
-    return f"{matrix}.parts"

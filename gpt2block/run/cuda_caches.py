@@ -72,10 +72,13 @@ class DecodingCaches:
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
-            room = self._free() // 2 // self._row_bytes(n_ctx)
-            slots = max(1, min(slots, MOST_SLOTS, room))
+            slots = min(slots, MOST_SLOTS)
         self._forget(KEPT_CACHES)
         kept = self._kept(slots, n_ctx)
+        if fewer and kept is None:
+            room = self._free() // 2 // self._row_bytes(n_ctx)
+            slots = max(1, min(slots, room))
+            kept = self._kept(slots, n_ctx)
         while kept is None:
             try:
                 kept = self.new(slots, n_ctx)

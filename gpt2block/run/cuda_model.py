@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
+from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
@@ -32,8 +32,8 @@ from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.forward import Want, forward
-from gpt2block.passes.machine import Machine
-from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products, two_part_of
+from gpt2block.passes.machine import Machine, two_part_of
+from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -67,7 +67,7 @@ class CudaModel(StoredModel):
     the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
     FP8 matrices float16, and with float32 matrices operands are two-part. FP8 matrices are
     converted for each product, and activations that float16 cannot hold are divided (`divisors`);
-    of float32 matrices, the two-part ones are stored in addition.
+    of float32 matrices, the two-part ones are stored in addition, which decoding reads, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -112,7 +112,7 @@ class CudaModel(StoredModel):
                     self._two_part = {
                         two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
                         for name, matrix in self._matrices.items()
-                        if name.startswith("h.")
+                        if name.startswith("h.") or name == "lm_head"
                     }
                 if self.products == "fp8":
                     self._divisors = divisors(config, self._bounds)
@@ -262,15 +262,17 @@ class CudaModel(StoredModel):
         prefill = self.prefill(sequences, cache, "rows" if want == "logits" else want)
         if want == "last":
             nothing = np.empty(0, np.float32)
-            logits = prefill.out.get()
+            logits = np.empty(prefill.out.shape, np.float32)
+            to_host((prefill.out,), logits)
             return [
                 row if len(ids) else nothing for row, ids in zip(logits, sequences, strict=True)
             ]
         ends = prefill.ends[:-1]
         if want == "logits":
-            V = self.config.vocab_size
-            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out.copy())]
-            return np.split(np.concatenate(parts), ends)
+            hidden = prefill.out.copy()
+            logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
+            to_host(self._logits(hidden), logits)
+            return np.split(logits, ends)
         hidden = prefill.out.get()
         if want == "hidden":
             return np.split(hidden, ends)
@@ -349,11 +351,10 @@ class CudaModel(StoredModel):
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
-        shape = self._shape(cache, rows, longest)
         if self.on_tensor_cores:
-            before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
-            shape = replace(shape, longest=longest, continued=any(before))
+        before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
+        shape = self._shape(cache, rows, longest, any(before))
         prefill = self._prefill_programs(cache, shape)
         prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
@@ -372,23 +373,24 @@ class CudaModel(StoredModel):
         longest, ends = max(lengths), rounded_up(len(slots), 2)
         rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        shape = self._shape(cache, rows, longest, ends)
-        if self.on_tensor_cores:
-            shape = replace(shape, continued=bool(cached.any()))
+        shape = self._shape(cache, rows, longest, bool(cached.any()), ends)
         starts = np.zeros(cache.batch, np.int32)
         starts[slots] = cached
         prefill = self._prefill_programs(cache, shape)
         prefill.run(self, sequences, slots, starts, "last")
         return prefill.out
 
-    def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
-        """The Prefill of tokens that continue none; the other arguments are its fields."""
+    def _shape(
+        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
+    ) -> Prefill:
+        """The Prefill of such a batch; the arguments are its fields."""
         return Prefill(
             self.products,
             rows,
             cache.batch,
             longest,
             cached=bool(cache.layers),
+            continued=continued and self.on_tensor_cores,
             ends=ends,
             kv_dtype=self.fp8_cache,
             gated=self.products == "16_bits" and compute_capability() == HOPPER_CAPABILITY,
@@ -404,14 +406,14 @@ class CudaModel(StoredModel):
 
     def given(self) -> dict[str, Any]:
         """Weights by their names in a plan, as decoding uses them."""
-        return {**self._vectors, **self._matrices, **self._constants}
+        return {**self._vectors, **self._matrices, **self._constants, **self._two_part}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Weights as prefill uses them, with memory for converted ones.
 
         head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
         """
-        given: dict[str, Any] = {**self.given(), **self._two_part, **self._divided}
+        given: dict[str, Any] = {**self.given(), **self._divided}
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":
@@ -423,13 +425,14 @@ class CudaModel(StoredModel):
         return given
 
     def _head_of_all(self) -> dict[str, Any]:
-        """lm_head for the logits of all tokens; of float32, its parts are made on first use."""
+        """lm_head for the logits of all tokens; padded parts of float32 are made on first use."""
         matrix, bias = self._head or (self._matrices["lm_head"], None)
         head: Any = matrix
         if self.products == "two_part":
-            if "head" not in self._two_part:
-                self._two_part["head"] = TwoPartMatrix.from_float32(matrix.data)
-            head = self._two_part["head"]
+            name = "lm_head" if bias is None else "head"
+            if two_part_of(name) not in self._two_part:
+                self._two_part[two_part_of(name)] = TwoPartMatrix.from_float32(matrix.data)
+            head = self._two_part[two_part_of(name)]
         return {"head": head, "head_bias": bias}
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
@@ -458,7 +461,8 @@ class CudaModel(StoredModel):
 
     def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
         """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them."""
-        step = DecodePass(do, self._settings, rows <= MORE_ROWS, terms, self.fp8_cache)
+        norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
+        step = DecodePass(do, self._settings, norms, terms, self.fp8_cache, bounds)
         return forward(step, self._architecture, self.config, "logits")
 
 

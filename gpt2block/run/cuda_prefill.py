@@ -47,10 +47,10 @@ class PrefillPrograms:
         self.states: list[Floats] = []
         self.out: CudaArray = None
         self._numbers = cupy.empty(4 * N + 2 * B + L + 1, "int32")
-        sizes = {"tokens": N, "targets": N, "positions": N, "row": N}
-        sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
-        ends = np.cumsum(list(sizes.values()))[:-1].tolist()
-        batch = dict(zip(sizes, cupy.split(self._numbers, ends), strict=True))
+        self._sizes = {"tokens": N, "targets": N, "positions": N, "row": N}
+        self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
+        ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
+        batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache.layers, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # the steps of the first one: most are in all
@@ -88,7 +88,7 @@ class PrefillPrograms:
         rows: of the cache, one for each sequence, in ascending order. starts (B,): tokens in each
         row of the cache.
         """
-        self._send(self._numbers_of(sequences, rows, starts))
+        self._send(sequences, rows, starts)
         recording = self.recording(model, "hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(model.config.n_layer))]
@@ -97,39 +97,47 @@ class PrefillPrograms:
             recording.repeat(model.stream)
         self.out = self._scores if want == "log_likelihood" else recording.out
 
-    def _numbers_of(
+    def _send(
         self,
         sequences: Sequence[Ids],
         rows: NDArray[np.integer[Any]],
         starts: NDArray[np.integer[Any]],
-    ) -> Ids:
-        shape = self.shape
+    ) -> None:
+        """Copy through pinned memory, after the previous call's copy from it has finished."""
+        self._sent.synchronize()
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         self.ends = ends.tolist()
-        of_row = np.zeros(shape.batch, np.int32)
+        of, N = self._on_host, self.ends[-1]
+        np.concatenate(sequences, out=of["tokens"][:N])
+        of["tokens"][N:] = 0
+        of["targets"][: N - 1] = of["tokens"][1:N]
+        of["targets"][N - 1] = of["tokens"][0]
+        of["targets"][N:] = 0
+        first = ends - lengths - starts[rows]  # each sequence's row of position 0
+        of["positions"][:N] = np.arange(N) - np.repeat(first, lengths)
+        of["positions"][N:] = 0
+        of["row"][:N] = np.repeat(rows, lengths)
+        of["row"][N:] = -1
+        of_row = np.zeros(self.shape.batch, np.int32)
         of_row[rows] = lengths
-        N = self.ends[-1]
-        tokens, targets, positions = np.zeros((3, shape.rows), np.int32)
-        row, last = np.full(shape.rows, -1, np.int32), np.zeros(self._ends, np.int32)
-        tokens[:N] = np.concatenate(sequences)
-        targets[:N] = np.roll(tokens[:N], -1)
-        positions[:N] = np.arange(N) - np.repeat(ends - lengths - starts[rows], lengths)
-        row[:N] = np.repeat(rows, lengths)
-        last[: len(ends)] = np.maximum(ends - 1, 0)
-        parts = (tokens, targets, positions, row, [0], np.cumsum(of_row), starts, last)
-        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
-
-    def _send(self, numbers: Ids) -> None:
-        """Copy through pinned memory, after the previous call's copy from it has finished."""
-        self._sent.synchronize()
-        self._pinned[...] = numbers
+        of["cu_seqlens"][0] = 0
+        np.cumsum(of_row, out=of["cu_seqlens"][1:])
+        of["start"][...] = starts
+        of["last"][: len(ends)] = np.maximum(ends - 1, 0)
+        of["last"][len(ends) :] = 0
         self._numbers.set(self._pinned)
         self._sent.record()
 
     @cached_property
     def _pinned(self) -> Ids:
         return pinned(self._numbers.shape)
+
+    @cached_property
+    def _on_host(self) -> dict[str, Ids]:
+        """The parts of the pinned memory by their names."""
+        parts = np.split(self._pinned, np.cumsum(list(self._sizes.values()))[:-1])
+        return dict(zip(self._sizes, parts, strict=True))
 
     @cached_property
     def _sent(self) -> Any:

@@ -75,7 +75,7 @@ def choose_products(
     found = possible_products(config, dtype)
     if found in ("float32", "16_bits"):
         return found, {}
-    parts = sum(4 * matrix.K * matrix.N for matrix in blocks)
+    parts = sum(4 * matrix.K * matrix.N for matrix in (*blocks, matrices["lm_head"]))
     if found == "two_part" and 2 * parts > free_bytes():
         return "float32", {}
 

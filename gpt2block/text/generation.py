@@ -133,7 +133,8 @@ class Run:
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
-        replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
+        if samples > 1:
+            replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
         starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"

@@ -41,7 +41,6 @@
 #include "lib/fast.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
-#include "attention/hopper_work.cuh"
 #include "lib/sm90_wgmma.cuh"
 
 #ifndef ATT_CAUSAL
@@ -54,7 +53,8 @@
 #define ATT_TURNS 1
 #endif
 
-constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2;
+constexpr int QUERIES = 128, KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2;
+#include "attention/hopper_work.cuh"
 constexpr int GROUP = 128, CONSUMERS = GROUPS * GROUP;
 constexpr bool TIGHT = SIZE > 64;  // registers
 constexpr int THREADS = CONSUMERS + (TIGHT ? GROUP : 32);
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     }
     __syncthreads();
     wait_before_copies();
-    Work work{cu_seqlens, B, seq_len, n_head, together};
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     if (uniform(threadIdx.x / 32) >= CONSUMERS / 32) {
         if constexpr (TIGHT) give_registers<40>();
         if (uniform(threadIdx.x / 32) == CONSUMERS / 32 && elect_one()) produce(shared, map, work);

@@ -1,4 +1,5 @@
-// The tiles of 128 queries that a block of attention/hopper.cu processes, one after the other.
+// The tiles of QUERIES queries that a block of attention/hopper.cu, or a cluster of attention/hopper_two_part.cu,
+// processes, one after the other. The including file defines QUERIES.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
 // seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
@@ -7,11 +8,10 @@
 //   within these, the last tile of every head comes first    with a causal mask it has the most work
 #pragma once
 
-constexpr int QUERIES = 128;
-
 struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
+    const int own, blocks;  // which block, or cluster, of how many
     int round = 0;
     // Of the tile: the first row of its sequence in out and in the map; the length of the sequence; its first query.
     long long row;
@@ -20,7 +20,7 @@ struct Work {
     __device__ __forceinline__ bool next() {
         const int tiles = (seq_len - 1) / QUERIES + 1, heads = n_head * B;
         for (;;) {
-            const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            const int index = round * blocks + (round & 1 ? blocks - 1 - own : own);
             if (index >= heads * tiles) return false;
             ++round;
             const int band = index / (together * tiles), rest = index - band * together * tiles;

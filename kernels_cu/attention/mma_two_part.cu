@@ -54,26 +54,14 @@
 
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "attention/mma_tile.cuh"
+#include "attention/two_part_rows.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // K hi, K lo, V hi, V lo; keys of a tile that a warp takes
-constexpr int COLUMNS = SIZE / 8, SUMS = 4 * COLUMNS;  // results and sums of a thread
+constexpr int SUMS = 4 * COLUMNS;  // of a thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
-// Two floats, each as hi + lo / 2048.
-struct Split {
-    unsigned hi, lo;
-
-    __device__ __forceinline__ Split(float a, float b) {
-        float near[2];
-        hi = pack2(a, b);
-        Vec<T, 2>{hi}.unpack(near);
-        lo = pack2((a - near[0]) * 2048.0f, (b - near[1]) * 2048.0f);
-    }
-};
-
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8.
 struct Queries {
-    static constexpr float CROSS = 1.0f / 2048;
 #if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
     static constexpr bool ALL_MASKED = true;  // then only this variant fits into registers
 #else
@@ -289,37 +277,6 @@ struct Queries {
             o = fmaf(o, own[i % 4 / 2], from[i * HALF] * others[i % 4 / 2]);
         }
     }
-
-    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null;
-    // with ATT_ONE_SCALE they are `one`.
-    __device__ __forceinline__ void store(T* to, float* scale, float one, long long part, long long stride,
-                                          int left) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float factor = 1.0f / lanes_sum<4>(sum[r]);
-            const int row = 8 * r + g;
-            if (scale && t == 0 && row < left) scale[row] = ATT_ONE_SCALE ? one : top[r];
-#pragma unroll
-            for (int piece = 0; piece < SIZE / 32; ++piece) {
-                unsigned v[4], w[4];
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const float(&c)[4] = out[4 * piece + n];
-                    const Split both(c[2 * r] * factor, c[2 * r + 1] * factor);
-                    v[n] = both.hi;
-                    w[n] = both.lo;
-                }
-                turn(v, t);
-                turn(w, t);
-                T* at = to + row * stride + 32 * piece + 8 * t;
-                if (row < left) {
-                    *reinterpret_cast<uint4*>(at) = {v[0], v[1], v[2], v[3]};
-                    *reinterpret_cast<uint4*>(at + part) = {w[0], w[1], w[2], w[3]};
-                }
-            }
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32_mma(
@@ -393,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     queries.add(passed);
     const long long row = job.row + first;
     float* top = job.head == 0 ? out_scale + row : nullptr;
-    queries.store(out_parts + row * C + SIZE * job.head, top, __ldcg(scale), rows * C, C, job.length - first);
+    store_scales(queries.top, top, __ldcg(scale), job.length - first);
+    store_rows(queries.out, queries.sum, out_parts + row * C + SIZE * job.head, rows * C, C, job.length - first);
 #else
     asm("trap;");
 #endif

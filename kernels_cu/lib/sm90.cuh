@@ -255,3 +255,17 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
                  : "r"(row)
                  : "memory");
 }
+
+// The same of matrices that are transposed in shared memory: lane 4 g + t holds rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ void store_transposed(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, int row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+                 : "r"(row)
+                 : "memory");
+}

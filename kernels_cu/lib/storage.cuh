@@ -1,7 +1,8 @@
 // Storage types: what the arrays of a kernel hold and how it is converted. Arithmetic is always float.
 //
 //   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN
+//   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN, or with WEIGHT_TWO_PART
+//                     the parts of two-part numbers (lib/two_part.cuh), all high ones before the low ones
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
 // W and KV can be different FP8 formats (lib/fp8.cuh). What is stored as KV is rounded to nearest even, and magnitudes
@@ -39,6 +40,9 @@ __device__ __forceinline__ T narrow(float value) { return value; }
 typedef E5M2 W;
 #elif defined(WEIGHT_E4M3)
 typedef FiniteE4M3 W;
+#elif defined(WEIGHT_TWO_PART)
+struct Part { unsigned short bits; };  // a float16
+typedef Part W;
 #else
 typedef T W;
 #endif

@@ -115,7 +115,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         });
         return;
     }
-    take_registers<GROUP_REGISTERS>();
+    take_registers<240>();
     const Group group;
     Pair* const frequencies = rest.frequencies[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};

@@ -56,7 +56,7 @@ constexpr int MATRICES = FF_GATED ? 2 : 1;
 constexpr int OF_WARP = (WIDTH + 7) / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
-constexpr int VECTORS = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
+constexpr int SENT = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
 static_assert(!order::FLOATS, "of 16 bits or FP8");
 static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0 && OWN % LM_GROUPS == 0, "blocks are alike");
 static_assert(OWN % 8 == 0 && (WIDTH % 8 == 0 || LM_GROUPS == 1), "and send whole vectors");
@@ -193,12 +193,12 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
 // Sends them to all blocks of the cluster.
 __device__ __forceinline__ void send_row(char* shared, int r, int rank) {
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < VECTORS * FF_CLUSTER; i += 32) {
-        const int vector = i % VECTORS, low = vector >= VECTORS / 2, at = vector - low * (VECTORS / 2);
+    for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {
+        const int vector = i % SENT, low = vector >= SENT / 2, at = vector - low * (SENT / 2);
         const float4 v = *reinterpret_cast<const float4*>(shared + STAGED + r * 4 * OWN + 16 * vector);
         char* to = shared + HIDDEN + r * H_PITCH + low * H_TERM + 2 * OWN * rank + 16 * at;
 #if defined(__CUDA_ARCH__)
-        store_at(i / VECTORS, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
+        store_at(i / SENT, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
 #else
         *reinterpret_cast<float4*>(to) = v;
 #endif
@@ -219,7 +219,7 @@ __device__ __forceinline__ void open_cluster(char* shared) {
     if (threadIdx.x == 0) {
         Barrier& arrived = *reinterpret_cast<Barrier*>(shared + ARRIVED);
         init(arrived, 1);
-        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * VECTORS * 16);
+        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * SENT * 16);
         fence_inits();
     }
     __syncwarp();
@@ -279,7 +279,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
             if (FF_GATED) ends.of[MATRICES - 1][i] = Matrix{up, up_scale, nullptr}.ends(n);
         }
     }
-    Input input{x, gamma, beta, eps, M, 0, shared, {parts, part_scale, part_bias, sum}, {}};
+    Input input{x, gamma, beta, eps, M, 0, shared, 1.0f, {parts, part_scale, part_bias, sum}, {}};
     input.prefetch();
     let_next_start();
     wait_for_previous();

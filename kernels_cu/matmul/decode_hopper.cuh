@@ -171,7 +171,7 @@ struct Consumer {
 #pragma unroll
             for (int s = 0; s < order::STEPS; ++s) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.high[s][i];
+                for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.value[s][i];
             }
         }
         piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0));

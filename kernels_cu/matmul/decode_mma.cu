@@ -12,8 +12,9 @@
 //   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
 //   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
 //
-// A tile of an mma is 16 columns by 4 rows, of both terms. Any number of columns is possible: a last eight without a
-// partner, and lanes without a column, multiply zeros. Whole eights are faster: an mma of fewer takes as long.
+// A tile of an mma is 16 columns by 4 rows of both terms, or 8 columns if weights have two terms. Any number of columns
+// is possible: a last eight without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an
+// mma of fewer takes as long.
 //
 // With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
 // until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
@@ -28,11 +29,11 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-typedef float Totals[TILES][ROW_TILES][2];  // of columns g and g + 8 of a tile, and row t of TILE_ROWS
+typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS];  // of column g of each eight, and row t of TILE_ROWS
 
 // The sums of a split of a lane: of both terms of these rows.
 struct Sums {
-    float of[TILES][ROW_TILES][4];
+    float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
     // Adds the split to the totals.
     __device__ __forceinline__ void add_to(Totals& totals) const {
@@ -40,8 +41,10 @@ struct Sums {
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
-                const float(&sum)[4] = of[tile][r];
-                totals[tile][r][0] += sum[0] + sum[1], totals[tile][r][1] += sum[2] + sum[3];
+#pragma unroll
+                for (int i = 0; i < order::TILE_OCTETS; ++i) {
+                    totals[tile][r][i] += order::joined(of[tile][r][2 * i], of[tile][r][2 * i + 1]);
+                }
             }
         }
     }
@@ -55,14 +58,15 @@ __device__ __forceinline__ void each(const Totals& totals, Use use) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             const int column = 8 * octet + threadIdx.x % 32 / 4, row = order::TILE_ROWS * r + threadIdx.x % 4;
-            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, totals[octet / 2][r][octet % 2]);
+            const float total = totals[octet / order::TILE_OCTETS][r][octet % order::TILE_OCTETS];
+            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
         }
     }
 }
 
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
-    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][2 * TILES];
+    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
     const int N;
 
@@ -72,17 +76,18 @@ struct Weights {
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
-        for (int octet = 0; octet < 2 * TILES; ++octet) {
-            const W* from = w + (long long)min(n + 8 * octet + g, N - 1) * LM_K + k;
+        for (int i = 0; i < VECTORS; ++i) {
+            const int octet = i / order::PARTS, part = i % order::PARTS;
+            const W* from = w + ((long long)part * N + min(n + 8 * octet + g, N - 1)) * LM_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
-                raw[slot][chunk][octet] = {};
+                raw[slot][chunk][i] = {};
                 if (octet >= OCTETS) continue;
                 if (8 * octet + 7 >= LM_COLUMNS && 8 * octet + g >= LM_COLUMNS) continue;
                 if (LM_K % order::UNIT && k + chunk * order::CHUNK >= LM_K) continue;
                 if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) continue;
                 typedef Vec<W, order::WIDTH> Vector;
-                raw[slot][chunk][octet] = stream_in<Vector>(from + chunk * order::CHUNK).raw;
+                raw[slot][chunk][i] = stream_in<Vector>(from + chunk * order::CHUNK).raw;
             }
         }
     }
@@ -96,7 +101,8 @@ struct Weights {
             for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const order::Columns columns(raw[slot][chunk][2 * tile], raw[slot][chunk][2 * tile + 1]);
+                const uint4* const first = raw[slot][chunk] + tile * order::TILE_VECTORS;
+                const order::Columns columns(first[0], first[order::TILE_VECTORS - 1]);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums.of[tile][r], columns, x[r]);
             }
@@ -106,7 +112,7 @@ struct Weights {
 
 // A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
 template <typename End>
-__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Input& input,
+__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
                                          const End& end, float* totals, int N) {
     constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
     const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
@@ -158,15 +164,15 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         float total = 0.0f;
 #pragma unroll
         for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + i * THREADS + threadIdx.x];
-        const float v = end.value(fmaf(total, last[i].scale, last[i].bias), last[i].late);
+        const float v = end.value(order::finished(total, last[i].scale, x_scale, last[i].bias), last[i].late);
         end.store(last[i].m, last[i].n, v, last[i].late);
     }
 }
 
 // Warps that take LM_COLUMNS columns after the other, with all splits.
 template <typename End>
-__device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, Input& input,
-                                             const End& end, int N) {
+__device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
+                                             Input& input, const End& end, int N) {
     constexpr int ALL = order::units(LM_K);
     static_assert(!LM_LOOP || ALL % LM_FLIGHT == 0, "the units in flight are the next ones, also of the next columns");
     int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * LM_COLUMNS;
@@ -199,7 +205,7 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
         each(totals, [&](int column, int row, float sum) {
             const int n = start + column, m = input.first + row;
             if (n >= N || m >= input.M) return;
-            const float v = fmaf(sum, scale ? scale[n] : 1.0f, bias ? bias[n] : 0.0f);
+            const float v = order::finished(sum, scale ? scale[n] : 1.0f, x_scale, bias ? bias[n] : 0.0f);
             const typename End::Late late = end.late(m, n);
             end.store(m, n, end.value(v, late), late);
         });
@@ -209,14 +215,15 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
-                                    const float* scale, const float* bias, const End& end, int N,
+                                    const float* scale, const float* bias, float x_scale, const End& end, int N,
                                     const Parts& parts = {}) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), parts, {}};
+    char* const rows = reinterpret_cast<char*>(shared);
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), parts, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    if constexpr (LM_LOOP) multiply_all(w, scale, bias, input, end, N);
-    else multiply(w, scale, bias, input, end, totals, N);
+    if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
+    else multiply(w, scale, bias, x_scale, input, end, totals, N);
 #else
     asm("trap;");
 #endif
@@ -226,13 +233,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (N, K)
+    const W* __restrict__ w,          // (N, K), or both parts
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
+    float x_scale,                    // of x, with two-part weights
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N)
     float eps, int M, int N, int gelu) {
-    run(x, gamma, beta, eps, M, w, scale, bias, Add{residual, out, N, gelu}, N);
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
 }
 
 // As linear_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
@@ -249,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_p
     const float* __restrict__ bias,        // (N) or null
     float* out,                            // (M, N)
     float eps, int M, int N) {
-    run(x, gamma, beta, eps, M, w, scale, bias, Add{nullptr, out, N, 0}, N, Parts{parts, part_scale, part_bias, sum});
+    const Add end{nullptr, out, N, 0};
+    run(x, gamma, beta, eps, M, w, scale, bias, 1.0f, end, N, Parts{parts, part_scale, part_bias, sum});
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
@@ -257,16 +266,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K)
+    const W* __restrict__ w,          // (3C, K), or both parts
     const float* __restrict__ scale,  // (3C) or null
     const float* __restrict__ bias,   // (3C) or null
+    float x_scale,                    // of x, with two-part weights
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
     KV* k_cache,                      // (B, n_ctx, C)
     KV* v_cache,                      // (B, n_ctx, C)
     float eps, int M, int C, int B, int n_ctx) {
-    run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C);
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, 3 * C);
 }
 
 // As qkv_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
@@ -287,6 +298,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_part
     KV* k_cache,                           // (B, n_ctx, C)
     KV* v_cache,                           // (B, n_ctx, C)
     float eps, int M, int C, int B, int n_ctx) {
-    run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C,
-        Parts{parts, part_scale, part_bias, sum});
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, gamma, beta, eps, M, w, scale, bias, 1.0f, end, 3 * C, Parts{parts, part_scale, part_bias, sum});
 }

@@ -43,7 +43,8 @@ constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  /
 constexpr int LENGTH = order::split_length(LM_K);                              // of a split
 constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS * LM_GROUPS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
-constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + 1) / 2;  // of columns
+constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
+constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
@@ -55,11 +56,11 @@ constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
 // Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
 constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
 constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
-constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
+constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
-static_assert(!LM_TERMS || (!LM_NORM && !order::FLOATS), "terms are of 16 bits, and of no LayerNorm");
+static_assert(!LM_TERMS || (!LM_NORM && order::TILE_OCTETS == 2), "w has one term of 16 bits, and x no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
 static_assert(!LM_PARTS || LM_NORM, "parts are added before a norm");
@@ -108,7 +109,8 @@ struct Input {
     const float* beta;
     float eps;
     int M, first;
-    char* shared;  // LM_ROWS rows, then their statistics
+    char* shared;   // LM_ROWS rows, then their statistics
+    float inverse;  // of the scale of x, with two-part weights
     Parts parts;
     Four early[2][EARLY ? UNITS : 1];
 
@@ -288,8 +290,8 @@ struct Input {
                 if constexpr (LM_TERMS) {
                     high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
                 } else {
-                    split_pair<order::BRAIN>(from[0], from[1], high.x, low.x);
-                    split_pair<order::BRAIN>(from[2], from[3], high.y, low.y);
+                    order::split_x(from[0], from[1], inverse, high.x, low.x);
+                    order::split_x(from[2], from[3], inverse, high.y, low.y);
                 }
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;

@@ -4,32 +4,35 @@
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
-//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. In an mma they are
-//           two rows of x, whose products with w have separate sums
+//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. With two-part
+//           weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms are two
+//           rows of x, whose products with w have separate sums
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
-//           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float weights, which
-//           also have two terms: 16 of K are added there, from 0 on, of w_low and of w_high by themselves, and such
-//           parts, low + high, outside of them. The split is the sum of x_high plus that of x_low
+//           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float and two-part
+//           weights, which also have two terms: a chunk of K is added there, from 0 on, of w_low and of w_high by
+//           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
 // change a sum.
 //
-// Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns: a tile is 16 columns of w
-// by 4 rows of x, or 8 rows of x by 8 columns of w. Neither that nor the place of an output in its tile changes its
-// bits. Lane 4 g + t has the values at t of rows g and g + 8 of A and of column g of B, and the sums
+// Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns. As A, w has 16 columns in a
+// tile, or 8 with both of their terms; x has 8 rows with both of theirs. As B, w has 8 columns, and x 4 rows with both
+// terms. Neither that nor the place of an output in its tile changes its bits. Lane 4 g + t has the values at t of rows
+// g and g + 8 of A and of column g of B, and the sums
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
 //
-// A chunk is 64 bytes of each column of w. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step
-// are neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
-// Neither operand needs ldmatrix.
+// A chunk is 64 bytes of each column of w, or of each part of it. A lane loads 16 of them, at 16 t, and x at the same
+// k. The values of a step are neighbours in these vectors: along K an mma may take values in any order, provided that A
+// and B use the same one. Neither operand needs ldmatrix.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/terms.cuh"
+#include "lib/two_part.cuh"
 
 namespace order {
 
@@ -39,6 +42,12 @@ constexpr bool BRAIN = true;                // of the mma
 #else
 constexpr bool BRAIN = false;
 #endif
+#if defined(WEIGHT_TWO_PART)
+constexpr bool TWO_PART = true;
+#else
+constexpr bool TWO_PART = false;
+#endif
+constexpr int PARTS = TWO_PART ? 2 : 1;     // of w in memory
 constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane loads
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
@@ -71,41 +80,58 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #endif
 }
 
-// A lane's part of a chunk of 16 columns of w: its vectors of columns g and g + 8, converted.
-struct Columns {
-    unsigned high[STEPS][4], low[STEPS][4];  // low: of float weights
+// The terms of two values of x, with two-part weights in units of the scale that `inverse` is the inverse of.
+__device__ __forceinline__ void split_x(float first, float second, float inverse, unsigned& high, unsigned& low) {
+    if constexpr (TWO_PART) {
+        first *= inverse, second *= inverse;
+        float rounded[2];
+        high = pack2_fp16(first, second);
+        unpack2_fp16(high, rounded);
+        low = pack2_fp16((first - rounded[0]) * LOW, (second - rounded[1]) * LOW);
+    } else {
+        split_pair<BRAIN>(first, second, high, low);
+    }
+}
 
-    __device__ __forceinline__ Columns(const uint4& lower, const uint4& upper) {
-        const unsigned words[2][4] = {{lower.x, lower.y, lower.z, lower.w}, {upper.x, upper.y, upper.z, upper.w}};
+// The sum of what was computed with a high and with a low term.
+__device__ __forceinline__ float joined(float high, float low) {
+    return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
+}
+
+// A sum with the scale of its column, its bias, and with two-part weights the scale of x.
+__device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
+    if constexpr (TWO_PART) {  // the smaller one first, as in lib/two_part.cuh
+        sum *= fminf(scale, x_scale), scale = fmaxf(scale, x_scale);
+    }
+    return fmaf(sum, scale, bias);
+}
+
+constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // eights of columns in a tile in which w is A
+constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // of a lane, of a chunk of such a tile
+
+// A lane's part of a chunk of a tile of w, as A: rows g and g + 8 are two columns, or the terms of column g.
+struct Columns {
+    unsigned value[STEPS][4];
+
+    // From the vectors of columns g and g + 8, or of the parts of column g. Of float weights, `first` is column g.
+    __device__ __forceinline__ Columns(const uint4& first, const uint4& last) {
+        const unsigned words[2][4] = {{first.x, first.y, first.z, first.w}, {last.x, last.y, last.z, last.w}};
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if constexpr (FLOATS) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float value = __int_as_float((int)words[half][2 * s + e]);
-                        split_tf32(value, high[s][half + 2 * e], low[s][half + 2 * e]);
-                    }
+                    const float weight = __int_as_float((int)words[0][2 * s + half]);
+                    split_tf32(weight, value[s][2 * half], value[s][2 * half + 1]);
                 } else if constexpr (sizeof(W) == 1) {
-                    convert_fp8(words[half][s], high[s][half], high[s][half + 2]);
+                    convert_fp8(words[half][s], value[s][half], value[s][half + 2]);
                 } else {
-                    high[s][half] = words[half][2 * s], high[s][half + 2] = words[half][2 * s + 1];
+                    value[s][half] = words[half][2 * s], value[s][half + 2] = words[half][2 * s + 1];
                 }
             }
         }
     }
 };
-
-// The steps of a chunk. w is A here, and x B.
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&w)[STEPS][4], const unsigned (&x)[STEPS][2]) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        if constexpr (FLOATS) mma_tf32(c, w[s], x[s]);
-        else if constexpr (BRAIN) mma_bf16(c, w[s], x[s]);
-        else mma_fp16(c, w[s], x[s]);
-    }
-}
 
 constexpr int TILE_ROWS = 8 / TERMS;  // of x, where it is B
 
@@ -137,17 +163,25 @@ struct Rows {
     }
 };
 
-// Adds a chunk to the sums of its split, of a tile in which x is B: of columns g and g + 8, and both terms of row t.
-__device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) {
-    if constexpr (FLOATS) {
-        float low[4] = {}, high[4] = {};
-        multiply(low, w.low, x.value);
-        multiply(high, w.high, x.value);
+// The steps of a chunk.
+__device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const Rows& x) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += low[i] + high[i];
-    } else {
-        multiply(sum, w.high, x.value);
+    for (int s = 0; s < STEPS; ++s) {
+        if constexpr (FLOATS) mma_tf32(c, w.value[s], x.value[s]);
+        else if constexpr (BRAIN) mma_bf16(c, w.value[s], x.value[s]);
+        else mma_fp16(c, w.value[s], x.value[s]);
     }
+}
+
+// Adds a chunk to the sums of its split, of a tile in which x is B: of both terms of row t, for columns g and g + 8.
+__device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) { multiply(sum, w, x); }
+
+// The same for column g, of weights with two terms.
+__device__ __forceinline__ void add_chunk(float (&sum)[2], const Columns& w, const Rows& x) {
+    float part[4] = {};
+    multiply(part, w, x);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum[i] += joined(part[i], part[2 + i]);
 }
 
 }  // namespace order

@@ -14,7 +14,8 @@
 //
 //   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
 //       at once; with DT_TERMS x has them already. With float weights, a warp computes the terms in registers
-//   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
+//   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers. Of two-part weights
+//       the parts of a column are neighbours in shared memory
 //
 // At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
 //
@@ -107,8 +108,9 @@ struct Total {
 #pragma unroll
             for (int n = 0; n < TILES_N; n += 2) {
                 const float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
-                add4(split, row, warp.column + 8 * n + 4 * warp.t, left[0] + left[2], left[1] + left[3],
-                     right[0] + right[2], right[1] + right[3]);
+                add4(split, row, warp.column + 8 * n + 4 * warp.t, order::joined(left[0], left[2]),
+                     order::joined(left[1], left[3]), order::joined(right[0], right[2]),
+                     order::joined(right[1], right[3]));
             }
         }
     }
@@ -118,7 +120,7 @@ struct Total {
 // these have arrived.
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
-                                      const End& end, int own, int splits, int N) {
+                                      float x_scale, const End& end, int own, int splits, int N) {
     constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;  // rows of a warp at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
@@ -147,7 +149,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
             for (int j = 0; j < ACROSS; ++j) {
                 if (slot >= own) continue;
                 const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
-                float v = end.value(fmaf(sum, scales[j], biases[j]), late[i][j]);
+                float v = end.value(order::finished(sum, scales[j], x_scale, biases[j]), late[i][j]);
                 if constexpr (DT_OUT_TERMS) v = term_of<order::BRAIN>(v);
                 if (32 * j < left) end.store(m, share.column + lane + 32 * j, v, late[i][j]);
             }
@@ -158,7 +160,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
 
 template <typename End>
 __device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
-                                             const End& end, int M, int N, int K) {
+                                             float x_scale, const End& end, int M, int N, int K) {
     extern __shared__ __align__(128) char shared[];
     const Share share(M, N, K);
     CopiesOfX copies_of_x(x, share, M, K);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         Sums sums = {};
         for (const int end = min(slice + each, slices); slice < end; ++slice) {
             wait_for_groups<DT_STAGES - 2>();
-            copies_of_x.convert(stage);
+            copies_of_x.convert(stage, inverse_of(x_scale));
             __syncthreads();
             if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
@@ -202,19 +204,20 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         total.add(split, sums, warp, rows);
     }
 
-    store(total, share, scale, bias, end, own, splits, N);
+    store(total, share, scale, bias, x_scale, end, own, splits, N);
 }
 
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
     const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (N, K)
+    const W* __restrict__ w,          // (N, K), or both parts
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
+    float x_scale,                    // of x, with two-part weights
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N), with DT_OUT_TERMS terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    multiply_all(x, w, scale, bias, Add{residual, out, N, gelu}, M, N, K);
+    multiply_all(x, w, scale, bias, x_scale, Add{residual, out, N, gelu}, M, N, K);
 #else
     asm("trap;");
 #endif
@@ -223,9 +226,10 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) qkv_decode_tiles(
     const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (3C, K)
+    const W* __restrict__ w,          // (3C, K), or both parts
     const float* __restrict__ scale,  // (3C) or null
     const float* __restrict__ bias,   // (3C) or null
+    float x_scale,                    // of x, with two-part weights
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
@@ -233,7 +237,8 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     KV* v_cache,                      // (B, n_ctx, C)
     int M, int K, int C, int B, int n_ctx) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    multiply_all(x, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C, K);
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    multiply_all(x, w, scale, bias, x_scale, end, M, 3 * C, K);
 #else
     asm("trap;");
 #endif

@@ -36,7 +36,8 @@ constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
 constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of x and w
 constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // of K
-constexpr int X_UNITS = SLICE / 4, W_UNITS = SLICE * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
+constexpr int X_UNITS = SLICE / 4;                                     // of 16 bytes, in a row of a slice
+constexpr int PART_UNITS = SLICE * sizeof(W) / 16, W_UNITS = order::PARTS * PART_UNITS;
 constexpr int X_EACH = order::WIDTH / 4;                               // units of x that a lane has in a chunk
 constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes
 constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
@@ -48,7 +49,7 @@ static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a war
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
-static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms are of 16 bits");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || order::TILE_OCTETS == 2, "weights have one term of 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -88,6 +89,7 @@ struct Share {
 // A thread's share of the slices of x: a unit of several rows.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
+    static constexpr int CONVERTED = order::TWO_PART ? 2 : PASSES;  // at a time: more need too many registers
     const float* from;  // of the next slice
     int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
 
@@ -114,23 +116,23 @@ struct CopiesOfX {
     }
 
     // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
-    __device__ __forceinline__ void convert(char* stage) const {
+    __device__ __forceinline__ void convert(char* stage, float inverse) const {
         if constexpr (!DT_TERMS && !order::FLOATS) {
-#pragma unroll
+#pragma unroll CONVERTED
             for (int pass = 0; pass < PASSES; ++pass) {
                 if (!has(pass)) continue;
                 char* unit = stage + at + pass * STEP * X_PITCH;
                 const float4 v = *reinterpret_cast<float4*>(unit);
                 uint4 terms;
-                split_pair<order::BRAIN>(v.x, v.y, terms.x, terms.y);
-                split_pair<order::BRAIN>(v.z, v.w, terms.z, terms.w);
+                order::split_x(v.x, v.y, inverse, terms.x, terms.y);
+                order::split_x(v.z, v.w, inverse, terms.z, terms.w);
                 *reinterpret_cast<uint4*>(unit) = terms;
             }
         }
     }
 };
 
-// A thread's share of the slices of w: a unit of several rows of w.
+// A thread's share of the slices of w: a unit of several rows of w. High parts are before the low ones of a row.
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // of the next slice
@@ -140,9 +142,9 @@ struct CopiesOfW {
         const int unit = threadIdx.x % W_UNITS;
         row = threadIdx.x / W_UNITS;
         const int n = share.column + row / 16 * 16 + column_at(row % 16);
-        k = share.k + WIDE * unit, K = share.K, left = N - n;
+        k = share.k + WIDE * (unit % PART_UNITS), K = share.K, left = N - n;
         at = X_BYTES + row * W_PITCH + w_unit(row, unit);
-        from = w + (long long)n * K_ + k;
+        from = w + ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
         stride = K_;
     }
 
@@ -171,14 +173,15 @@ struct Warp {
 // Of row g and columns 2t, 2t + 1 of each tile: the sums of the high terms, then those of the low ones.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a step of 8 rows of x, as A: both terms.
+// A lane's part of a step of 8 rows of x, as A: both terms. With weights of two terms, of all steps of a chunk.
 struct RowTile {
-    unsigned value[order::FLOATS ? order::STEPS : 1][4];  // of floats two steps, which are a unit
+    static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
+    unsigned value[STEPS][4];
 
-    // unit: the lane's in a stage.
-    __device__ __forceinline__ explicit RowTile(const char* unit) {
-        const uint4 v = *reinterpret_cast<const uint4*>(unit);
+    // row: of a stage; unit: the lane's first one. Two steps of floats are one unit.
+    __device__ __forceinline__ RowTile(const char* row, int unit, int g) {
         if constexpr (order::FLOATS) {
+            const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit));
             const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -186,17 +189,27 @@ struct RowTile {
                 order::split_tf32(__int_as_float((int)words[i]), to[0], to[1]);
             }
         } else {
-            value[0][0] = v.x, value[0][1] = v.y, value[0][2] = v.z, value[0][3] = v.w;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit + s));
+                value[s][0] = v.x, value[s][1] = v.y, value[s][2] = v.z, value[s][3] = v.w;
+            }
         }
     }
 };
 
 // A lane's part of a chunk of 8 columns of w.
 struct ColumnTile {
-    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: of float weights
+    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: of float and two-part weights
 
-    __device__ __forceinline__ void take(const uint4& v) {
+    // unit: the lane's; of two-part weights, that of the high parts.
+    __device__ __forceinline__ void take(const char* row, int unit, int g) {
+        const uint4 v = *reinterpret_cast<const uint4*>(row + w_unit(g, unit));
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
+        if constexpr (order::TWO_PART) {
+            const uint4 second = *reinterpret_cast<const uint4*>(row + w_unit(g, unit + PART_UNITS));
+            low[0][0] = second.x, low[0][1] = second.y, low[1][0] = second.z, low[1][1] = second.w;
+        }
 #pragma unroll
         for (int s = 0; s < order::STEPS; ++s) {
             if constexpr (order::FLOATS) {
@@ -217,12 +230,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], 
     else mma_fp16(c, x, w);
 }
 
-// Adds a chunk of 8 rows: in the tensor cores to the sums of the split, or with float weights to a part of them. The
-// mma of a step follow each other: none waits for the one before it.
+// Adds a chunk of 8 rows: in the tensor cores to the sums of the split, or with weights of two terms to a part of them.
+// The mma of a step follow each other: none waits for the one before it.
 __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
                                           const ColumnTile* columns) {
-    if constexpr (order::FLOATS) {
-        const RowTile rows(x + x_unit(g, unit));
+    if constexpr (order::TILE_OCTETS == 1) {
+        const RowTile rows(x, unit, g);
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
             float low[4] = {}, high[4] = {};
@@ -232,12 +245,12 @@ __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char*
                 multiply(high, rows.value[s], columns[n].high[s]);
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[n][e] += low[e] + high[e];
+            for (int e = 0; e < 4; ++e) sums[n][e] += order::joined(high[e], low[e]);
         }
     } else {
 #pragma unroll
         for (int s = 0; s < order::STEPS; ++s) {
-            const RowTile rows(x + x_unit(g, unit + s));
+            const RowTile rows(x, unit + s, g);
 #pragma unroll
             for (int n = 0; n < TILES_N; ++n) multiply(sums[n], rows.value[0], columns[n].high[s]);
         }
@@ -254,7 +267,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Wa
         ColumnTile columns[TILES_N];
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
-            columns[n].take(*reinterpret_cast<const uint4*>(w + 8 * n * W_PITCH + w_unit(warp.g, unit)));
+            columns[n].take(w + 8 * n * W_PITCH, unit, warp.g);
         }
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {

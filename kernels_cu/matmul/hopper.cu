@@ -2,8 +2,7 @@
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-// a and w are __half or __nv_bfloat16, or w is FP8 and a __half; sums are float, out has the type of a or is float.
-// w_scale: with GEMM_SCALED.
+// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED.
 // matmul/hopper.cuh describes the organisation of a block. The products along K are added in the same order for every
 // tile, so a row has the same bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the
 // blocks of a cluster share a tile's K, exchange their sums through shared memory, and each block finishes a part of
@@ -120,14 +119,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
-#if GEMM_FP8
-        run_producer([&] { produce(ring, barriers, a, w, at); }, [&] { widen_slices(ring, barriers, at); });
-#else
         run_producer([&] { produce(ring, barriers, a, w, at); });
-#endif
         return;
     }
-    take_registers<GROUP_REGISTERS>();
+    take_registers<240>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};

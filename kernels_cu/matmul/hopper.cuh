@@ -1,6 +1,6 @@
 // The common parts of the Hopper products: tiles, the ring in shared memory, the roles of the warpgroups. Included by
-// matmul/hopper.cu, matmul/hopper_two_part.cu and llama/rmsnorm_matmul_hopper.cu, which set the constants below if
-// other values suit them better.
+// matmul/hopper.cu, matmul/hopper_fp8.cu, matmul/hopper_two_part.cu and llama/rmsnorm_matmul_hopper.cu, which set the
+// constants below if other values suit them better.
 //
 // A block has three warpgroups. One thread of the first requests slices from the copy engine, 64 along K, of a tile's
 // rows of a and w, into a ring in shared memory. The other two multiply:
@@ -14,9 +14,6 @@
 // tiles below each other, which use the same rows of w: each block loads a part of these rows for all (GEMM_SHARES),
 // which reduces the load on the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in
 // matmul/hopper_two_part.cu).
-//
-// FP8 weights are widened to 16 bits in shared memory: three warps beside the loading thread write them where the copy
-// engine would otherwise have put them.
 //
 // a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
 // GEMM_A_ROWS, 64) of a, (1, GEMM_N / GEMM_SHARES, 64) of w, and (1, 64, GEMM_CHUNK) of the output.
@@ -35,6 +32,9 @@
 #endif
 #ifndef GEMM_A_ROWS  // rows of a tile that are loaded, if a has fewer
 #define GEMM_A_ROWS GEMM_M
+#endif
+#ifndef GEMM_A_ITEM  // bytes of an element of a
+#define GEMM_A_ITEM 2
 #endif
 #ifndef GEMM_N
 #define GEMM_N 192
@@ -70,31 +70,19 @@
 #define GEMM_RESIDUAL 0
 #endif
 
-#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)  // w is FP8
-#define GEMM_FP8 1
-#else
-#define GEMM_FP8 0
-#endif
-
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
 constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to the ring
 constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
-constexpr int A_BYTES = GEMM_M * ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
-constexpr int FP8_BYTES = GEMM_FP8 ? GEMM_N * SLICE : 0;
-constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES) + FP8_BYTES;  // a's parts, then w's, then w as it was
-constexpr int LOADED_BYTES = GEMM_PARTS * (GEMM_A_ROWS * ROW_BYTES + (GEMM_FP8 ? 0 : W_BYTES)) + FP8_BYTES;
-constexpr int WIDENERS = 3;  // warps that widen FP8: those of the loading warpgroup which do not load
-constexpr int LOADER_REGISTERS = GEMM_FP8 ? 40 : 24, GROUP_REGISTERS = GEMM_FP8 ? 232 : 240;  // of a thread
+constexpr int A_ROW_BYTES = SLICE * GEMM_A_ITEM, A_BYTES = GEMM_M * A_ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
+constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, then w's
 constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
 constexpr int BUFFERS = 2;  // chunks of a group in flight
 constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums of the other splits
 
-static_assert(LOADER_REGISTERS + CONSUMERS * GROUP_REGISTERS <= (1 + CONSUMERS) * (65536 / THREADS / 8 * 8),
-              "a group would wait for registers that the block does not have");
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
 static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
 static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
@@ -104,20 +92,13 @@ static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
-#if GEMM_FP8
-    Barrier raw[GEMM_STAGES];  // a, and w before it is widened
-    __device__ Barrier& loaded(int stage) { return raw[stage]; }
-#else
-    __device__ Barrier& loaded(int stage) { return full[stage]; }
-#endif
     Barrier residual[CONSUMERS][BUFFERS];
     Barrier turn[CONSUMERS];  // of a group, to multiply
     Barrier sums[CONSUMERS];  // from the other splits
 
     __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
-            init(full[i], GEMM_FP8 ? WIDENERS : 1);
-            if (GEMM_FP8) init(loaded(i), 1);
+            init(full[i], 1);
             init(empty[i], GEMM_SHARES * GROUPS * (GROUP / 32));
         }
         for (int i = 0; i < CONSUMERS; ++i) {
@@ -164,22 +145,24 @@ __device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier
     }
 }
 
-// Requests all slices of the block's tiles as stages of the ring become free. Called by one thread; load_w(slice,
-// column, to, full) requests a slice of w. The loop over slices is time-critical for this thread: with a division in
-// it, a slice took 250 ns, longer than small tiles take to multiply.
-template <typename LoadW>
-__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
-                                        const LoadW& load_w) {
-    const auto load_slice = [&](int slice, int column, int stage) {
-        arrive_and_expect(barriers.loaded(stage), LOADED_BYTES);
-        char* to = ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES + (GEMM_FP8 ? W_BYTES : 0);
-        load_w(slice, column, to, barriers.loaded(stage));
+// Requests all slices of the block's tiles as stages of the ring become free. Called by one thread; early(slice, row,
+// column, stage) requests what does not depend on the previous kernel, and later(slice, row, column, stage) the rest.
+// The loop over slices is time-critical for this thread: with a division in it, a slice took 250 ns, longer than small
+// tiles take to multiply.
+template <typename Early, typename Later>
+__device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& work, const Early& early,
+                                               const Later& later) {
+    const auto begin_slice = [&](int slice, int row, int column, int stage) {
+        arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * A_ROW_BYTES);
+        early(slice, row, column, stage);
     };
     if (!GEMM_EARLY) wait_before_copies();
-    int stage = 0;  // weights do not depend on the previous kernel, so load_slice() is called before the wait
+    int stage = 0;
     for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
-        const int column = at.column();
-        for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) load_slice(slice, column, stage++);
+        const int row = at.row(), column = at.column();
+        for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) {
+            begin_slice(slice, row, column, stage++);
+        }
     }
     int row = work.row(), column = work.column();
     wait_before_copies();
@@ -188,12 +171,9 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
         for (int slice = at.first; slice < at.last; ++slice) {
             if (round > 0) {
                 wait(barriers.empty[stage], (round - 1) & 1, "empty");
-                load_slice(slice, column, stage);
+                begin_slice(slice, row, column, stage);
             }
-            for (int part = 0; part < GEMM_PARTS; ++part) {
-                char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
-                load_box(to, a, barriers.loaded(stage), slice * SLICE, row, part);
-            }
+            later(slice, row, column, stage);
             if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
     }
@@ -205,13 +185,27 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     }
 }
 
+// The same where w does not depend on the previous kernel; load_w(slice, column, to, full) requests a slice of it.
+template <typename LoadW>
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
+                                        const LoadW& load_w) {
+    const auto early = [&](int slice, int, int column, int stage) {
+        load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
+    };
+    produce_slices(barriers, work, early, [&](int slice, int row, int, int stage) {
+        for (int part = 0; part < GEMM_PARTS; ++part) {
+            char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
+            load_box(to, a, barriers.full[stage], slice * SLICE, row, part);
+        }
+    });
+}
+
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
                                         const Work& work) {
     produce(ring, barriers, a, work, [&](int slice, int column, char* to, Barrier& full) {
         const int first = GEMM_SHARES > 1 ? work.rank * (GEMM_N / GEMM_SHARES) : 0;
         for (int part = 0; part < GEMM_PARTS; ++part) {
-            char* at = to + part * W_BYTES + first * (GEMM_FP8 ? SLICE : ROW_BYTES);
-            load_w_box(at, w, full, slice * SLICE, column + first, part);
+            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, slice * SLICE, column + first, part);
         }
     });
 }
@@ -223,20 +217,13 @@ __device__ __forceinline__ void start_block() {
     if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, the wait follows when there are sums to send
 }
 
-// The body of the loading warpgroup: its first warp loads, the others may widen. It leaves its registers to the
-// warpgroups that multiply.
-template <typename Produce, typename Widen>
-__device__ __forceinline__ void run_producer(const Produce& produce, const Widen& widen) {
-    give_registers<LOADER_REGISTERS>();
-    if (threadIdx.x / 32 > 0) widen();
-    else if (elect_one()) produce();
-    __syncwarp();
-    if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
-}
-
+// The body of the loading warpgroup. It leaves its registers to the warpgroups that multiply.
 template <typename Produce>
 __device__ __forceinline__ void run_producer(const Produce& produce) {
-    run_producer(produce, [] {});
+    give_registers<24>();
+    if (threadIdx.x / 32 == 0 && elect_one()) produce();
+    __syncwarp();
+    if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
 }
 
 struct Group {  // a consumer warpgroup
@@ -250,9 +237,8 @@ struct Group {  // a consumer warpgroup
 };
 
 // Waits for slice number `count` of all slices of the block, and returns the address of a in it; w follows.
-__device__ __forceinline__ const char* arrived(const char* ring, Barriers& barriers, unsigned count) {
+__device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
     const int stage = count % GEMM_STAGES;
-    if (GEMM_FP8) wait<SHARED_RING>(barriers.loaded(stage), count / GEMM_STAGES & 1, "loaded");
     wait<SHARED_RING>(barriers.full[stage], count / GEMM_STAGES & 1, "full");
     return ring + stage * STAGE_BYTES;
 }

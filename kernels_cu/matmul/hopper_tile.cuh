@@ -12,39 +12,6 @@ static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both
 typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
 typedef float Finals[BLOCKS_M][PART_N / 2];      // of a thread, for the columns that its group finishes
 
-#if GEMM_FP8
-// Widens the slices of w, in the order in which they arrive; called by the warps 1 to WIDENERS. A lane has 16 numbers
-// of a row at a time. The copy engine has swizzled rows of 64 bytes, wgmma reads rows of 128.
-__device__ __forceinline__ void widen_slices(char* ring, Barriers& barriers, const Work& work) {
-    const int lane = threadIdx.x % 32, first = (uniform(threadIdx.x / 32) - 1) * 8 + lane / 4, part = lane % 4;
-    int stage = 0;
-    unsigned phase = 0;
-    for (Work at = work; at.left(); at.next()) {
-        for (int slice = at.first; slice < at.last; ++slice) {
-            wait<SHARED_RING>(barriers.loaded(stage), phase, "FP8");
-            char* const to = ring + stage * STAGE_BYTES + A_BYTES;
-            const char* const from = to + W_BYTES;
-#pragma unroll 2
-            for (int row = first; row < GEMM_N; row += 8 * WIDENERS) {
-                const uint4 bytes = *reinterpret_cast<const uint4*>(from + row * SLICE + (part ^ row / 2 % 4) * 16);
-                char* const line = to + row * ROW_BYTES;
-                uint4 low, high;
-                low.x = W::halves(bytes.x, 0), low.y = W::halves(bytes.x, 2);
-                low.z = W::halves(bytes.y, 0), low.w = W::halves(bytes.y, 2);
-                high.x = W::halves(bytes.z, 0), high.y = W::halves(bytes.z, 2);
-                high.z = W::halves(bytes.w, 0), high.w = W::halves(bytes.w, 2);
-                *reinterpret_cast<uint4*>(line + (2 * part ^ row % 8) * 16) = low;
-                *reinterpret_cast<uint4*>(line + ((2 * part + 1) ^ row % 8) * 16) = high;
-            }
-            show_writes();
-            __syncwarp();
-            if (lane == 0) arrive(barriers.full[stage]);
-            if (++stage == GEMM_STAGES) stage = 0, phase ^= 1;
-        }
-    }
-}
-#endif
-
 // Computes the sums of a tile from the ring's slices, from `count` on. ACROSS: w is (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,

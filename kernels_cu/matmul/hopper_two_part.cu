@@ -233,7 +233,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         run_producer([&] { produce(ring, barriers, a, w, at); });
         return;
     }
-    take_registers<GROUP_REGISTERS>();
+    take_registers<240>();
     const Group group;
     float *const own_bias = rest.bias[group.index], *const own_scale = rest.scale[group.index];
     const Output to = {own_scale, own_bias, residual, out, per_scale, M, N};

@@ -3,7 +3,8 @@
 // A row belongs to the blocks of a cluster, each with a part of its columns. Candidates are found by histograms of
 // (max l - l) / temperature, which spreads tokens evenly over the bins:
 //
-//   top-k   tokens not below the bin of the k-th largest of the threads' own maxima
+//   top-k   tokens not below the k-th largest of two maxima of each warp; for larger k, not below the bin of the k-th
+//           largest of the threads' own maxima
 //   top-p   tokens in the bin at which the running sum of masses reaches p
 //
 // If there is one for each thread at most, every block sorts all of them. Otherwise the search goes on digit by digit
@@ -44,7 +45,10 @@ constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73
+constexpr float NEAR = 8.0f;          // most of the mass is nearer than this: three quarters of the bins are for it
+constexpr float FINE = BINS / 4 * 3, COARSE = (BINS - FINE) / FINE * NEAR / (REACH - NEAR);
 constexpr float ALIVE = BINS - 1;     // positions from here on have no mass
+constexpr int PASS_WARPS = 32;        // of PASS threads
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
 static_assert(LIST <= THREADS, "a thread sorts one candidate");
@@ -55,9 +59,10 @@ struct Shared {
     u64 totals[RANKS];               // of the blocks
     float list[LIST];                // candidates of the row
     float own[RANKS > 1 ? LIST : 1];  // and those of this block
-    float l[32];                     // the best of each warp of a pass
-    int id[32];
-    Online online[32];
+    float l[PASS_WARPS];             // the best of each warp of a pass
+    int id[PASS_WARPS];
+    float second[PASS_WARPS];        // the next one in another lane; for top-k
+    Online online[PASS_WARPS];
     int counts[RANKS];               // of the blocks' candidates
     int count, digit, token, bad;
     float cut;
@@ -69,12 +74,15 @@ struct Row {
     const unsigned char* seen;  // (V), null if the penalty is 1
     int V;
     float penalty, less;        // the penalty and its reciprocal
-    float max, inverse, scale;  // maximum of l; 1 / temperature; bins per unit of l
+    float max, inverse, scale;  // maximum of l; 1 / temperature; fine bins per unit of l
     int first, end;             // the columns of this block
     float* stored;              // and their l
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
-    __device__ __forceinline__ float position(float l) const { return below(l) * scale; }
+    __device__ __forceinline__ float position(float l) const {
+        const float fine = below(l) * scale;
+        return fine < FINE ? fine : FINE + (fine - FINE) * COARSE;
+    }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
     __device__ __forceinline__ float penalised(float x, bool seen) const {

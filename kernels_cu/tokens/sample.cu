@@ -96,8 +96,8 @@ __device__ void receive(const Row& row, bool greedy) {
 
 // Finds the best l of a row, and maximum and sum of its logits. The order of additions depends only on V: each warp of
 // a block stands for one of a block of PASS threads, or for several in turn, and every block gets the results of all.
-// Returns the largest l that this thread has seen, -inf if none.
-__device__ float first_pass(const Row& row, Shared& s, Best& best, Online& all) {
+// Returns the largest l that this thread has seen, -inf if none. top_k: whether s.second is needed.
+__device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
     const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
     constexpr int STEP = FIRST_STORED ? SHARE : PASS;
@@ -128,9 +128,14 @@ __device__ float first_pass(const Row& row, Shared& s, Best& best, Online& all) 
             }
         }
         largest = fmaxf(largest, own.l);
+        const Best of_lane = own;
         own = own.of_warp();
         online = online.of_warp();
         const int warp = (start + thread) / 32;
+        if (top_k) {
+            const float second = lanes_max<32>(of_lane.id == own.id ? -INFINITY : of_lane.l);
+            if (lane < RANKS) *in_block(&s.second[warp], lane) = second;
+        }
         if (lane < RANKS) {
             *in_block(&s.l[warp], lane) = own.l;
             *in_block(&s.id[warp], lane) = own.id;
@@ -157,20 +162,45 @@ __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
     return s.bad;
 }
 
+// The k-th largest of the two maxima of each warp, which are different tokens; k is at most their number.
+__device__ float kth_of_warps(Shared& s, int k) {
+    if (threadIdx.x < 32) {
+        const float one = s.l[threadIdx.x], two = s.second[threadIdx.x];
+        int above_one = 0, above_two = 0;
+#pragma unroll 8
+        for (int i = 0; i < PASS_WARPS; ++i) {
+            const float first = s.l[i], second = s.second[i];
+            above_one += (first > one) + (second > one);
+            above_two += (first > two) + (second > two);
+        }
+        const float least = fminf(above_one < k ? one : INFINITY, above_two < k ? two : INFINITY);
+        const float all = -lanes_max<32>(-least);
+        if (threadIdx.x == 0) s.cut = all;
+    }
+    __syncthreads();
+    return s.cut;
+}
+
 // filter() and draw() are not inlined: with them, the kernel would spill registers.
 
 // Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen, if any.
 __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
     Candidates among = {-INFINITY, 0.0f, ALIVE};
     if (0 < k && k < row.V) {
-        const float at = row.position(largest);
+        Candidates largest_ones = among;
         u64 need = k;
         int digit, listed = LIST + 1;
-        if (at < ALIVE) count(s, (int)at);
-        if (find(-1.0f, s, need, digit)) {
-            const Candidates largest_ones = {-INFINITY, 0.0f, digit + 1.0f};
-            listed = largest_ones.gather(row, s);
+        bool enough;
+        if (k <= 2 * PASS_WARPS) {
+            largest_ones.cut = kth_of_warps(s, k);
+            enough = row.position(largest_ones.cut) < ALIVE;
+        } else {
+            const float at = row.position(largest);
+            if (at < ALIVE) count(s, (int)at);
+            enough = find(-1.0f, s, need, digit);
+            largest_ones.limit = digit + 1.0f;
         }
+        if (enough) listed = largest_ones.gather(row, s);
         among.cut = listed <= LIST ? select(false, row, s, listed, k) : least_kept(row, s, among, k, -1.0f);
         // -inf with fewer than k: then all tokens that have a mass stay
     }
@@ -267,14 +297,14 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
 
     Best best;
     Online online;
-    const float largest = first_pass(values, s, best, online);
+    const float largest = first_pass(values, s, k > 0, best, online);
     if (STORED && !FIRST_STORED) receive(values, heat == 0.0f);
     values.max = best.l;
     const bool none = hopeless(values, s, online);
     int id = rank == 0 ? best.id : -1;
     if (heat != 0.0f && !none) {
         values.inverse = 1.0f / heat;
-        values.scale = fminf(values.inverse * (BINS / REACH), 1e38f);
+        values.scale = fminf(values.inverse * (FINE / NEAR), 1e38f);
         const float cut = filter(values, s, k, p, largest);
         id = draw(values, s, cut, (u64)(part * UNIT));
     }

@@ -1,0 +1,118 @@
+// The constants, the shared memory and the copies of attention/hopper_two_part.cu, which describes them, and the search
+// for values that are not finite. The including file defines ATT_CAUSAL and includes attention/two_part_rows.cuh.
+#pragma once
+
+#include "lib/sm90.cuh"
+
+#ifndef ATT_SHARES  // blocks of a cluster: 1 or 2
+#define ATT_SHARES 2
+#endif
+#ifndef ATT_SLOTS  // of a warpgroup's ring
+#define ATT_SLOTS 5
+#endif
+
+constexpr int KEYS = 64, OWN_QUERIES = 64, QUERIES = ATT_SHARES * OWN_QUERIES;  // of a tile, a block, a cluster
+#include "attention/hopper_work.cuh"
+
+constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
+constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes of a row, of hi or lo of a tile, of both
+constexpr int PASSED = 4 * COLUMNS + 6;  // floats of a thread
+static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
+static_assert(ATT_SHARES == 1 || ATT_SHARES == 2, "a block loads both parts, or one of them");
+static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
+
+// The tiles of a warpgroup, a slot for K or for V: K, then in turn K V, then V; of all its tiles of queries.
+struct Ring {
+    char slots[ATT_SLOTS][SLOT];
+};
+
+struct Shared {
+    Ring rings[2];
+    char queries[2][SLOT];
+    float passed[PASSED][GROUP];
+    Barrier full[2][ATT_SLOTS], empty[2][ATT_SLOTS];
+    Barrier asked[2], answered[2];  // asked: the queries have arrived; answered: they are no longer needed
+
+    __device__ __forceinline__ void start() {  // called by one thread
+        for (int i = 0; i < 2; ++i) {
+            for (int j = 0; j < ATT_SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], ATT_SHARES * WARPS);
+            init(asked[i], 1), init(answered[i], CONSUMERS / 32);
+        }
+        fence_inits();
+    }
+};
+
+// Barriers of some threads of a block.
+enum { CHECK = 1, TURN = CHECK + 2, PASS = TURN + 2, TAKEN };
+
+// The number of tiles of keys that a cluster's queries see.
+__device__ __forceinline__ int tiles_of(const Work& work) {
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work, int rank) {
+    const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
+    const auto wait_for_slot = [&](int group, unsigned number) {  // returns at once for a new slot
+        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");
+    };
+    const auto load = [&](int group, unsigned number, int column, int row) {
+        wait_for_slot(group, number);
+        char* const to = shared.rings[group].slots[number % ATT_SLOTS];
+        Barrier& full = shared.full[group][number % ATT_SLOTS];
+        arrive_and_expect(full, SLOT);
+        if constexpr (ATT_SHARES == 2) {
+            load_box_for(3, to + rank * PART, map, full, column, row, rank);
+        } else {
+            load_box(to, map, full, column, row, 0);
+            load_box(to + PART, map, full, column, row, 1);
+        }
+    };
+    unsigned count = 0, others = 0;  // slots so far, of the ring in use and of the other one
+    for (int tile = 0; work.next(); ++tile) {
+        const int tiles = tiles_of(work), row = (int)work.row, column = C + SIZE * (work.head / ATT_SERVES);
+        wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
+        arrive_and_expect(shared.asked[tile % 2], SLOT);
+        for (int part = 0; part < 2; ++part) {
+            char* const to = shared.queries[tile % 2] + part * PART;
+            const int first = row + work.first + rank * OWN_QUERIES;
+            load_box(to, map, shared.asked[tile % 2], SIZE * work.head, first, part);
+        }
+        int group = 0, first = row + (tiles - 1) * KEYS;
+#pragma unroll 1
+        for (int i = 0; i < tiles + 2; ++i, first -= KEYS) {  // keys of tile i, values of the tile of 2 before
+            if (i < tiles) load(group, count++, column, first);
+            if (i >= 2) load(group, count++, column + KV, first + 2 * KEYS);
+            const unsigned next = others;
+            others = count, count = next, group ^= 1;
+        }
+        if (group > 0) {
+            const unsigned next = others;
+            others = count, count = next;
+        }
+    }
+    // The other block arrives at these barriers: this one must not exit before the last arrivals.
+    for (int i = 0; ATT_SHARES > 1 && i < ATT_SLOTS; ++i) {
+        wait_for_slot(0, count + i);
+        wait_for_slot(1, others + i);
+    }
+}
+
+// Whether all values in a slot are finite. All threads of a warpgroup call this, with a barrier of their own.
+__device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
+    unsigned found = 0;
+    const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;
+#pragma unroll
+    for (int i = 0; i < SLOT / 16; i += GROUP) {
+        const uint4 unit = units[i];
+        found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
+    }
+    return !any_of_threads(barrier, GROUP, found != 0);
+}
+
+// Replaces those that are not by 0.
+__device__ __forceinline__ void make_finite(char* slot, int barrier) {
+    unsigned* pairs = reinterpret_cast<unsigned*>(slot);
+    for (int i = threadIdx.x % GROUP; i < SLOT / 4; i += GROUP) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
+    show_writes();
+    sync_threads(barrier, GROUP);
+}

@@ -1,0 +1,20 @@
+// The transposition of a warp's outputs before the store, for the tensor-core attention kernels.
+#pragma once
+
+// Transposes over four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Pairs of columns that are 8 apart
+// thus become 8 contiguous columns, which a lane stores at once.
+__device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            if (n & bit) continue;
+            const unsigned got = __shfl_xor_sync(0xffffffffu, t & bit ? v[n] : v[n + bit], bit);
+            if (t & bit) {
+                v[n] = got;
+            } else {
+                v[n + bit] = got;
+            }
+        }
+    }
+}
