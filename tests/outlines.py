@@ -12,8 +12,8 @@ from gpt2block.passes import architecture_of, names_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.forward import forward
-from gpt2block.passes.machine import Outline, Step
-from gpt2block.passes.prefill import Prefill, two_part_of
+from gpt2block.passes.machine import Outline, Step, two_part_of
+from gpt2block.passes.prefill import Prefill
 
 
 def outline(config: ModelConfig) -> Outline:
