@@ -690,6 +690,79 @@ def rmsnorm_ffn(
     return out if residual is None else (out, h)
 
 
+@takes("x f32 M C; gamma f32 C; w_gate w_up rows C H; w_down rows H C -> sums f32 1*splits M C")
+def gated_sums(
+    x: Array,
+    gamma: Array,
+    w_gate: Array | WeightMatrix,
+    w_up: Array | WeightMatrix,
+    w_down: Array | WeightMatrix,
+    splits: int,
+    eps: float = 1e-6,
+) -> Array:
+    """The products of equal parts of h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), with w_down.
+
+    x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). FP8 numbers of w_down
+    are not multiplied by their scales: that is done with the sum of the results (`linear_sums`).
+    """
+    n = rmsnorm(x, gamma, eps)
+    h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x))
+    if splits < 1 or h.shape[1] % splits:
+        raise InputError(f"splits: expected a divisor of {h.shape[1]:,} channels, got {splits}")
+    parts = zip(np.split(h, splits, 1), np.split(_matrix(w_down, x), splits), strict=True)
+    sums: Array = np.stack([part @ w for part, w in parts]) / _scales(w_down, x)
+    return sums
+
+
+@takes(
+    "x f32 M K; w rows K N; gamma? f32 K; residual? f32 M N; sums? f32 S M C; w_down? rows H C "
+    "-> out~residual f32 M N"
+)
+def linear_sums(
+    x: Array,
+    w: Array | WeightMatrix,
+    gamma: Array | None = None,
+    residual: Array | None = None,
+    sums: Array | None = None,
+    w_down: Array | WeightMatrix | None = None,
+    eps: float = 1e-6,
+) -> Array:
+    """rmsnorm(x) · w with gamma, or residual + x · w, one of which is given.
+
+    sums (splits, M, C) of `gated_sums` with w_down (H, C), added up, complete x in the first case,
+    or the residual. x (M, K), w (K, N), gamma (K,), residual (M, N) → (M, N).
+    """
+    if (gamma is None) == (residual is None) or (sums is None) != (w_down is None):
+        raise InputError("expected gamma or residual, and both sums and w_down, or neither")
+    if gamma is not None:
+        return matmul_bias(rmsnorm(_completed(x, sums, w_down), gamma, eps), _matrix(w, x))
+    out: Array = _completed(residual, sums, w_down) + x @ _matrix(w, x)
+    return out
+
+
+@takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")
+def rmsnorm_sums(
+    x: Array, weight: Array, sums: Array, w_down: Array | WeightMatrix, eps: float = 1e-6
+) -> Array:
+    """`rmsnorm` of x + the sums of `gated_sums` with w_down (H, C), (splits, M, C), added up."""
+    return rmsnorm(_completed(x, sums, w_down), weight, eps)
+
+
+def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
+    """The array x with the sums of `gated_sums`, if there are any."""
+    if sums is None or w_down is None:
+        return x
+    if sums.shape[1:] != x.shape:
+        raise InputError(f"sums: expected shape (splits, {x.shape}), got {sums.shape}")
+    return x + sums.sum(axis=0) * _scales(w_down, x)
+
+
+def _scales(w: Array | WeightMatrix, like: Array) -> Any:
+    """The scales of the outputs of FP8 weights, or 1."""
+    scale = None if isinstance(w, np.ndarray) else w.scale
+    return 1 if scale is None else np.asarray(scale, like.dtype)
+
+
 @takes("gate up any ... -> out~gate~up any ...")
 def silu_mul(gate: Array, up: Array) -> Array:
     """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), for arrays of the same shape."""

@@ -148,7 +148,7 @@ class StagedPass(DecodePass):
         options: dict[str, Any] = {"n_head": self.c.n_head, "longest": 1}
         return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
 
-    def gated(self, h: str, x: Rows, to: To = ()) -> Rows:
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         if not (self.gates and x.gamma):
             return super().gated(h, x, to)
         inputs = (x.x, x.gamma, f"{h}w_gate", f"{h}w_up")

@@ -61,6 +61,7 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e5m2": (("CACHE_E5M2", 1),),
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
+_LARGE_CLUSTERS = 14  # CUfunction_attribute: whether clusters may have more than 8 blocks
 TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
 WEIGHTS: Mapping[str, Defines] = {**FP8, TWO_PART: (("WEIGHT_TWO_PART", 1),)}  # that are not T
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
@@ -333,7 +334,10 @@ def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(compile_message(file, error.get_message())) from error
-    return module.get_function(name)
+    function = module.get_function(name)
+    if architecture(file) == "sm_90a":
+        cupy.cuda.driver.funcSetAttribute(function.kernel.ptr, _LARGE_CLUSTERS, 1)
+    return function
 
 
 def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:

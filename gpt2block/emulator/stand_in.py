@@ -435,6 +435,7 @@ cuda = SimpleNamespace(
     alloc_pinned_memory=lambda size: empty(size, "uint8"),
     memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     nvtx=SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None),
+    driver=SimpleNamespace(funcSetAttribute=lambda function, attribute, value: None),
     runtime=SimpleNamespace(
         getDevice=lambda: Device.id,
         driverGetVersion=lambda: 12000,

@@ -131,7 +131,7 @@ def geometry(
     K: int,
     dtype: str,
     *,
-    norm: bool = False,
+    norm: int = 0,
     sms: int = 132,
     most_shared: int = 232_448,
     terms: bool = False,
@@ -139,8 +139,8 @@ def geometry(
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
-    dtype: of the weights. terms: x has terms in the place of floats. cut: a layout instead of the
-    one that `layout` chooses.
+    dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
+    place of floats. cut: a layout instead of the one that `layout` chooses.
     """
     cut = cut or layout(M, N, K, dtype, sms)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
@@ -163,7 +163,7 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
-def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
+def shared_bytes(cut: Layout, K: int, dtype: str, norm: int) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 64 if dtype in BYTES else 16
@@ -171,4 +171,4 @@ def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
     split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
-    return cut.rows * (row + 8 * norm) + sums
+    return cut.rows * (row + (0, 8, FLOAT * parts)[norm]) + sums

@@ -41,6 +41,7 @@ from gpt2block.ops._matrix import Parts, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import Terms, check_terms
 from gpt2block.ops.call import Call, checked
+from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
@@ -502,7 +503,12 @@ OPERATION = Operation(
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
     variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),
-    auxiliary=(*LINEAR_QKV.variants, *LINEAR_ROPE.variants),
+    auxiliary=(
+        *LINEAR_QKV.variants,
+        *LINEAR_ROPE.variants,
+        *LINEAR_SUMS.variants,
+        *GATED_SUMS.variants,
+    ),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],

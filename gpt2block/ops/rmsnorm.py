@@ -118,6 +118,22 @@ def _stream(c: Call) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.out, c.eps), storage=c.out_dtype)
 
 
+@variant(
+    "sums",
+    STREAM,
+    "rmsnorm_sums",
+    idea="stream, of x with the split sums of a feed-forward (gated_sums)",
+    dtypes=("float32",),
+)
+def _sums(c: Call) -> Launch:
+    for name in ("x", "weight", "sums", "out"):
+        check_address(name, getattr(c, name), 4 * gcd(4, c.C))
+    geometry = stream_geometry(c.M, c.C)
+    defines = (*geometry.defines, ("RS_SUMS", c.S))
+    geometry = geometry._replace(kernel="rmsnorm_sums", defines=defines)
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
+
+
 def bind(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
@@ -161,12 +177,15 @@ def bind(
     return OPERATION.bound_to(c)
 
 
+RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps": 1e-6})
+
 OPERATION = Operation(
     name="rmsnorm",
     document="kernl's Llama kernels",
     idea="x / sqrt(mean(x²) + eps) · weight over each row",
     sizes={"M": 16, "C": 4096},
     variants=(_rows, _stream),
+    auxiliary=RMSNORM_SUMS.variants,
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
     flops=lambda s: 4 * s["M"] * s["C"],
     attrs={"eps": 1e-6},

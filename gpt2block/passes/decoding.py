@@ -95,7 +95,7 @@ class DecodePass(Pass):
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
         return Rows(y, terms=terms, bound=self._bounds.get(means_of))
 
-    def gated(self, h: str, x: Rows, to: To = ()) -> Rows:
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         if x.terms and x.terms.width and not any(map(self.do.has, biases)):
             terms = self._terms(to, x.terms.width)
@@ -136,6 +136,63 @@ class DecodePass(Pass):
             if all(terms in each for each in others) and width in (None, terms.width):
                 return terms
         return None
+
+
+class Sums(NamedTuple):
+    """The residual stream after a feed-forward: x, and what is left to add to it.
+
+    sums: of the splits of a product with w_down, a result of `gated_sums`.
+    """
+
+    x: Value
+    sums: Value
+    w_down: str
+
+
+class Gated(NamedTuple):
+    """What `gated_sums` takes, but the last weights."""
+
+    x: Value
+    gamma: str
+    gate: str
+    up: str
+
+
+class SumsPass(DecodePass):
+    """Llama without biases for a few rows: five kernels a layer in the place of ten.
+
+    Products normalize their rows, and the feed-forward is one kernel, whose result the next
+    kernels complete. splits: those of `gated_sums`. All rows have floats.
+    """
+
+    def __init__(
+        self, do: Machine, settings: Settings, splits: int, kv_dtype: str | None = None
+    ) -> None:
+        super().__init__(do, settings, kv_dtype=kv_dtype)
+        self.splits = splits
+        self.eps: dict[str, Any] = {"eps": settings.eps}
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if to != ("lm_head",):
+            return Rows(x, gamma)
+        return Rows(self.do(name, "rmsnorm_sums", (x.x, gamma, x.sums, x.w_down), **self.eps))
+
+    def _product(self, p: Product) -> Value:
+        if p.w == "lm_head":
+            return super()._product(p)
+        if isinstance(p.a, Gated):
+            inputs = (*p.a, p.w)
+            made = self.do(p.name, "gated_sums", inputs, splits=self.splits, **self.eps)
+            return Sums(p.residual, made, p.w)
+        a: Rows = p.a
+        stream = a.x if a.gamma else p.residual
+        x, *sums = stream if isinstance(stream, Sums) else (stream, "", "")
+        if a.gamma:
+            return self.do(p.name, "linear_sums", (x, p.w, a.gamma, "", *sums), **self.eps)
+        return self.do(p.result, "linear_sums", (a.x, p.w, "", x, *sums), into=x)
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
+        return Gated(x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
 
 
 def _to(terms: Terms | None) -> dict[str, Any]:

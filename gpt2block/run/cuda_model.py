@@ -27,10 +27,11 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
+from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.linear import MORE_ROWS, terms_of
 from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
-from gpt2block.passes.decoding import DecodePass
+from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine, two_part_of
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
@@ -460,9 +461,17 @@ class CudaModel(StoredModel):
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
 
     def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
-        """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them."""
+        """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them.
+
+        None: all results can be read, so no layer has fewer of them either.
+        """
         norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
-        step = DecodePass(do, self._settings, norms, terms, self.fp8_cache, bounds)
+        splits = splits_of(self.dtype, rows, self.config.block_shapes()) if terms == {} else 0
+        step: DecodePass
+        if splits:
+            step = SumsPass(do, self._settings, splits, self.fp8_cache)
+        else:
+            step = DecodePass(do, self._settings, norms, terms, self.fp8_cache, bounds)
         return forward(step, self._architecture, self.config, "logits")
 
 

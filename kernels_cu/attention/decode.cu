@@ -234,10 +234,10 @@ struct Softmax {
         }
     }
 
-    // Writes the split's results, to the first block of a team: that one of its cluster.
-    __device__ __forceinline__ void store(Shared& shared, int slot, int place, int first = 0) {
+    // Writes the split's results, to the first block of a cluster.
+    __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
-        Shared& to = AS_CLUSTER > 1 ? *in_block_of_cluster(&shared, first) : shared;
+        Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
         l = across_groups<Sum>(l);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {

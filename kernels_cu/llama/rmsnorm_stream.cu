@@ -3,6 +3,8 @@
 //   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores; or
 //   with RS_TERMS its terms (lib/terms.cuh), for the products of decoding
 //
+// rmsnorm_sums has in the place of x the sum of x and what matmul/decode_ffn.cu has left of a product.
+//
 // Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone
 // and in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded
 // before the previous kernel has ended.
@@ -16,6 +18,7 @@
 #include "lib/rows.cuh"
 #include "lib/sm80.cuh"
 #include "lib/terms.cuh"
+#include "matmul/decode_sums.cuh"
 
 #ifndef RS_C
 #define RS_C 4096
@@ -28,6 +31,9 @@
 #endif
 #ifndef RS_TERMS  // of out, which is float: 1 float16, 2 bfloat16
 #define RS_TERMS 0
+#endif
+#ifndef RS_SUMS  // of rmsnorm_sums: the splits of the product
+#define RS_SUMS 1
 #endif
 #ifndef RS_HELD  // loads of a row that a thread keeps
 #define RS_HELD 8
@@ -49,23 +55,20 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
-    const float* x,                    // (M, C)
-    const float* __restrict__ weight,  // (C)
-    T* out,                            // (M, C)
-    float eps) {
+// read(c) gives the values of the block's row from c on.
+template <typename Read>
+__device__ __forceinline__ void normalize(const float* weight, T* out, float eps, Read read) {
     __shared__ float scratch[RS_THREADS / 32];
     Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
     if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
     let_next_start();
     wait_for_previous();
-    const float* from = x + (long long)blockIdx.x * RS_C;
-    if (HELD) each_load([&](int i, int c) { rows[i] = load_fresh<float, RS_WIDTH>(from + c); });
+    if (HELD) each_load([&](int i, int c) { rows[i] = read(c); });
 
     float square = 0.0f;
     each_load([&](int i, int c) {
         float v[RS_WIDTH];
-        (HELD ? rows[i] : load_fresh<float, RS_WIDTH>(from + c)).unpack(v);
+        (HELD ? rows[i] : read(c)).unpack(v);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) square += v[e] * v[e];
     });
@@ -73,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
 
     each_load([&](int i, int c) {
         float v[RS_WIDTH], w[RS_WIDTH];
-        (HELD ? rows[i] : load_fresh<float, RS_WIDTH>(from + c)).unpack(v);
+        (HELD ? rows[i] : read(c)).unpack(v);
         (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
@@ -88,5 +91,33 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
         } else {
             Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
         }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    T* out,                            // (M, C)
+    float eps) {
+    const float* from = x + (long long)blockIdx.x * RS_C;
+    normalize(weight, out, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
+    const float* x,                       // (M, C)
+    const float* __restrict__ weight,     // (C)
+    const float* sums,                    // (RS_SUMS, M, C)
+    const float* __restrict__ sum_scale,  // (C) or null
+    T* out,                               // (M, C)
+    float eps) {
+    const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;
+    normalize(weight, out, eps, [&](int c) {
+        SplitSums<RS_SUMS, RS_WIDTH> added;
+        float v[RS_WIDTH];
+        load_fresh<float, RS_WIDTH>(x + row + c).unpack(v);
+        added.load(sums + row + c, values, sum_scale ? sum_scale + c : nullptr);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) v[e] = added.added_to(v[e], e);
+        return Values::pack(v);
     });
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
+#include "matmul/decode_sums.cuh"
 
 // Loads a constant. Inline assembly, because the compiler would move the load after the wait for the previous kernel.
 __device__ __forceinline__ float constant(const float* from) {
@@ -29,6 +30,34 @@ struct Add {
     }
 
     __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
+};
+
+// As Add, with a residual to which the sums of COUNT splits belong.
+template <int COUNT>
+struct AddSums {
+    struct Late {
+        float residual;
+        SplitSums<COUNT, 1> sums;
+    };
+    const float* residual;  // (M, N); may be out
+    const float* sums;      // (COUNT, M, N)
+    const float* scale;     // (N) or null
+    float* out;             // (M, N)
+    int M, N;
+
+    __device__ Late late(int m, int n) const {
+        const long long at = (long long)m * N + n;
+        Late found;
+        found.residual = __ldcg(residual + at);
+        found.sums.load(sums + at, (long long)M * N, scale ? scale + n : nullptr);
+        return found;
+    }
+
+    __device__ float value(float v, const Late& before) const {
+        return before.sums.added_to(before.residual, 0) + v;
+    }
+
+    __device__ void store(int m, int n, float v, const Late&) const { out[(long long)m * N + n] = v; }
 };
 
 struct Append {

@@ -1,29 +1,29 @@
 // architecture: sm_90a
-// The feed-forward part of a layer for one to four rows of decoding, in one kernel instead of two, or of five with a
-// gate: a step of one row is a chain of kernels, each of which waits for the one before.
+// The feed-forward part of a Llama layer for one to four rows of decoding, in one kernel instead of five: a step of one
+// row is a chain of kernels, each of which waits for the one before.
 //
-//   h = gelu(LayerNorm(x) W^T * scale + bias)                              W (H, C), V (C, H)
-//   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           FF_GATED
-//   splits[s] = split s of h V^T
+//   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
+//   sums[s] = split s of h V^T
 //
 // The order of additions is that of matmul/decode_order.cuh, so a row has the bits that it has in any batch. A split of
 // H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.
-// The next kernel adds the splits to x in their order, as it loads x anyway (Parts in matmul/decode_mma.cuh).
+// The next kernels add the sums to x in their order, as they load x anyway (matmul/decode_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
 //                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
-//                 splits[s] block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
+//                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
-//   a warp        first a split of C, of a block's columns of h, or with LM_GROUPS of some; then some outputs
+//   a warp        first a split of C, of a block's columns of h; then some outputs
 //
-// Both matrices are requested before the wait for the previous kernel. W waits in registers, V with FF_COPIED in shared
+// All matrices are requested before the wait for the previous kernel. W and U wait in registers, V with FF_COPIED in shared
 // memory, where each lane has what it will multiply itself, so that other kernels have registers at the same time.
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
-#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
 #define STORAGE_FP16
 #endif
+#define LM_NORM 2
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
@@ -36,7 +36,7 @@
 #endif
 
 #ifndef FF_H  // of x: LM_K
-#define FF_H 3072
+#define FF_H 2048
 #endif
 #ifndef FF_CLUSTER  // blocks of a split of H
 #define FF_CLUSTER 16
@@ -44,22 +44,18 @@
 #ifndef FF_COPIED  // whether V waits in shared memory instead of registers
 #define FF_COPIED 1
 #endif
-#ifndef FF_GATED
-#define FF_GATED 0
-#endif
 
 constexpr int H_LENGTH = order::split_length(FF_H);
 constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
-constexpr int WIDTH = OWN / LM_GROUPS;      // of a warp
 constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
-constexpr int MATRICES = FF_GATED ? 2 : 1;
-constexpr int OF_WARP = (WIDTH + 7) / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
+constexpr int MATRICES = 2;  // W and U
+constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
-constexpr int SENT = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
+constexpr int VECTORS_SENT = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
 static_assert(!order::FLOATS, "of 16 bits or FP8");
-static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0 && OWN % LM_GROUPS == 0, "blocks are alike");
-static_assert(OWN % 8 == 0 && (WIDTH % 8 == 0 || LM_GROUPS == 1), "and send whole vectors");
+static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0, "blocks are alike");
+static_assert(OWN % 8 == 0, "and send whole vectors");
 static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
 
 // The layout of shared memory.
@@ -145,22 +141,12 @@ struct Panel {
     }
 };
 
-struct Matrix {
-    const W* w;          // (N, K)
-    const float* scale;  // (N) or null
-    const float* bias;   // (N) or null
-
-    __device__ __forceinline__ float2 ends(int n) const {
-        return {scale ? constant(scale + n) : 1.0f, bias ? constant(bias + n) : 0.0f};
-    }
-};
-
 typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
 typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP, FF_COPIED> Second;
 constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes, of a row
 
 struct Ends {
-    float2 of[MATRICES][LANES_OWN];  // scale and bias
+    float scale[MATRICES][LANES_OWN];
 };
 
 // The block's columns of h of a row, by a warp: sums the splits of C, and stores terms.
@@ -178,9 +164,9 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
             for (int split = 0; split < SPLITS; ++split) {
                 total += totals[((split * LM_ROWS + r) * MATRICES + m) * OWN + min(column, OWN - 1)];
             }
-            v[m] = fmaf(total, ends.of[m][i].x, ends.of[m][i].y);
+            v[m] = fmaf(total, ends.scale[m][i], 0.0f);
         }
-        const float h = FF_GATED ? v[0] / (1.0f + expf(-v[0])) * v[MATRICES - 1] : gelu(v[0]);
+        const float h = v[0] / (1.0f + expf(-v[0])) * v[1];
         const float term = term_of<order::BRAIN>(h);
         if (column < OWN) {
             char* to = shared + STAGED + r * 4 * OWN + column % 2 * 2 * OWN + column / 2 * 4;
@@ -193,12 +179,12 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
 // Sends them to all blocks of the cluster.
 __device__ __forceinline__ void send_row(char* shared, int r, int rank) {
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {
-        const int vector = i % SENT, low = vector >= SENT / 2, at = vector - low * (SENT / 2);
+    for (int i = threadIdx.x % 32; i < VECTORS_SENT * FF_CLUSTER; i += 32) {
+        const int vector = i % VECTORS_SENT, low = vector >= VECTORS_SENT / 2, at = vector - low * (VECTORS_SENT / 2);
         const float4 v = *reinterpret_cast<const float4*>(shared + STAGED + r * 4 * OWN + 16 * vector);
         char* to = shared + HIDDEN + r * H_PITCH + low * H_TERM + 2 * OWN * rank + 16 * at;
 #if defined(__CUDA_ARCH__)
-        store_at(i / SENT, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
+        store_at(i / VECTORS_SENT, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
 #else
         *reinterpret_cast<float4*>(to) = v;
 #endif
@@ -219,7 +205,7 @@ __device__ __forceinline__ void open_cluster(char* shared) {
     if (threadIdx.x == 0) {
         Barrier& arrived = *reinterpret_cast<Barrier*>(shared + ARRIVED);
         init(arrived, 1);
-        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * SENT * 16);
+        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * VECTORS_SENT * 16);
         fence_inits();
     }
     __syncwarp();
@@ -228,27 +214,20 @@ __device__ __forceinline__ void open_cluster(char* shared) {
 }
 
 extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
-    const float* x,                        // (M, C), M up to LM_ROWS
-    const float* parts,                    // (LM_PARTS, M, C), added to x
-    const float* __restrict__ part_scale,  // (C) or null
-    const float* __restrict__ part_bias,   // (C) or null
-    float* sum,                            // (M, C): x with the parts; not x
-    const float* __restrict__ gamma,       // (C)
-    const float* __restrict__ beta,        // (C), of a LayerNorm
-    const W* __restrict__ w,               // (H, C)
-    const float* __restrict__ scale,       // (H) or null
-    const float* __restrict__ bias,        // (H) or null
-    const W* __restrict__ up,              // (H, C), with FF_GATED
-    const float* __restrict__ up_scale,    // (H) or null
-    const W* __restrict__ v,               // (C, H)
-    float* splits,                         // (splits of H, M, C)
+    const float* x,                       // (M, C), M up to LM_ROWS
+    const float* __restrict__ gamma,      // (C)
+    const W* __restrict__ w,              // (H, C)
+    const float* __restrict__ scale,      // (H) or null
+    const W* __restrict__ up,             // (H, C)
+    const float* __restrict__ up_scale,   // (H) or null
+    const W* __restrict__ v,              // (C, H)
+    float* sums,                          // (splits of H, M, C)
     float eps, int M) {
     extern __shared__ float4 memory[];
     char* shared = reinterpret_cast<char*>(memory);
     open_cluster(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int rank = blockIdx.x % FF_CLUSTER, h_split = blockIdx.x / FF_CLUSTER;
-    const int split = warp % SPLITS, group = warp / SPLITS;
     const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
 
     First first = {};
@@ -256,9 +235,9 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     for (int m = 0; m < MATRICES; ++m) {
 #pragma unroll
         for (int octet = 0; octet < OF_WARP; ++octet) {
-            const long long n = own + group * WIDTH + 8 * octet + g;
-            const W* column = (m ? up : w) + n * LM_K + split * LENGTH;
-            first.fetch(m * OF_WARP + octet, column, 8 * octet + g < WIDTH, LM_K - split * LENGTH);
+            const long long n = own + 8 * octet + g;
+            const W* column = (m ? up : w) + n * LM_K + warp * LENGTH;
+            first.fetch(m * OF_WARP + octet, column, true, LM_K - warp * LENGTH);
         }
     }
     Second second = {};
@@ -275,24 +254,23 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll
         for (int i = 0; i < LANES_OWN; ++i) {
             const int n = own + min(i * 32 + lane, OWN - 1);
-            ends.of[0][i] = Matrix{w, scale, bias}.ends(n);
-            if (FF_GATED) ends.of[MATRICES - 1][i] = Matrix{up, up_scale, nullptr}.ends(n);
+            ends.scale[0][i] = scale ? constant(scale + n) : 1.0f;
+            ends.scale[1][i] = up_scale ? constant(up_scale + n) : 1.0f;
         }
     }
-    Input input{x, gamma, beta, eps, M, 0, shared, 1.0f, {parts, part_scale, part_bias, sum}, {}};
+    Input input{x, gamma, nullptr, eps, M, 0, shared, 1.0f, nullptr, nullptr, {}};
     input.prefetch();
     let_next_start();
     wait_for_previous();
     input.bring();
-    if (LM_GROUPS > 1) __syncthreads();
 
     first.multiply([&](order::Rows& to, int i, int chunk) {
-        input.get(to, i, split * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
+        input.get(to, i, warp * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
     });
     float* totals = reinterpret_cast<float*>(shared + TOTALS);
     first.each([&](int octet, int row, float sum) {
         const int m = octet / OF_WARP, column = 8 * (octet % OF_WARP) + g;
-        if (column < WIDTH) totals[((split * LM_ROWS + row) * MATRICES + m) * OWN + group * WIDTH + column] = sum;
+        totals[((warp * LM_ROWS + row) * MATRICES + m) * OWN + column] = sum;
     });
     __syncthreads();
 #if defined(__CUDA_ARCH__)
@@ -313,6 +291,6 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     second.each([&](int octet, int row, float sum) {
         const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
         if (column >= OWN_OUT || row >= M) return;
-        splits[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
+        sums[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
     });
 }

@@ -2,6 +2,7 @@
 //
 //   linear_decode_mma   out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
 //   qkv_decode_mma      the same product without residual and GELU: q goes to an array, k and v to the KV cache
+//   linear_decode_sums  a product of RMSNorm(x), or a residual + one of x, with the sums of matmul/decode_ffn.cu
 //
 // matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
 // issued before the wait for the previous kernel, and little work is left for the time after it:
@@ -216,11 +217,11 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, float x_scale, const End& end, int N,
-                                    const Parts& parts = {}) {
+                                    const float* sums = nullptr, const float* sum_scale = nullptr) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), parts, {}};
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
     else multiply(w, scale, bias, x_scale, input, end, totals, N);
@@ -243,22 +244,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
 }
 
-// As linear_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_parts(
-    const float* x,                        // (M, K)
-    const float* parts,                    // (LM_PARTS, M, K)
-    const float* __restrict__ part_scale,  // (K) or null
-    const float* __restrict__ part_bias,   // (K) or null
-    float* sum,                            // (M, K): x with the parts; not x
-    const float* __restrict__ gamma,       // (K)
-    const float* __restrict__ beta,        // (K), of a LayerNorm
-    const W* __restrict__ w,               // (N, K)
-    const float* __restrict__ scale,       // (N) or null
-    const float* __restrict__ bias,        // (N) or null
-    float* out,                            // (M, N)
+// The product of RMSNorm(x), with LM_NORM 2, or of x and added to the residual. LM_SUMS are added to x, or to the
+// residual.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
+    const float* x,                       // (M, K)
+    const float* __restrict__ gamma,      // (K), with LM_NORM
+    const W* __restrict__ w,              // (N, K)
+    const float* __restrict__ scale,      // (N) or null
+    const float* sums,                    // (LM_SUMS, M, K), or without LM_NORM (LM_SUMS, M, N)
+    const float* __restrict__ sum_scale,  // (K), or without LM_NORM (N), or null
+    const float* residual,                // (M, N), without LM_NORM; may be out
+    float* out,                           // (M, N)
     float eps, int M, int N) {
-    const Add end{nullptr, out, N, 0};
-    run(x, gamma, beta, eps, M, w, scale, bias, 1.0f, end, N, Parts{parts, part_scale, part_bias, sum});
+    if constexpr (LM_NORM) {
+        run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, Add{nullptr, out, N, 0}, N, sums, sum_scale);
+    } else {
+        const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
+        run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N);
+    }
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
@@ -278,26 +281,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     float eps, int M, int C, int B, int n_ctx) {
     const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, 3 * C);
-}
-
-// As qkv_decode_mma, of x with the parts that matmul/decode_ffn.cu has left.
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_parts(
-    const float* x,                        // (M, K)
-    const float* parts,                    // (LM_PARTS, M, K)
-    const float* __restrict__ part_scale,  // (K) or null
-    const float* __restrict__ part_bias,   // (K) or null
-    float* sum,                            // (M, K): x with the parts; not x
-    const float* __restrict__ gamma,       // (K)
-    const float* __restrict__ beta,        // (K), of a LayerNorm
-    const W* __restrict__ w,               // (3C, K)
-    const float* __restrict__ scale,       // (3C) or null
-    const float* __restrict__ bias,        // (3C) or null
-    const int* row,                        // (M)
-    const int* position,                   // (M)
-    float* q,                              // (M, C)
-    KV* k_cache,                           // (B, n_ctx, C)
-    KV* v_cache,                           // (B, n_ctx, C)
-    float eps, int M, int C, int B, int n_ctx) {
-    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
-    run(x, gamma, beta, eps, M, w, scale, bias, 1.0f, end, 3 * C, Parts{parts, part_scale, part_bias, sum});
 }

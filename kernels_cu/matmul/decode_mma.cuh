@@ -4,6 +4,7 @@
 #include "lib/fresh.cuh"
 #include "matmul/decode_norm.cuh"
 #include "matmul/decode_order.cuh"
+#include "matmul/decode_sums.cuh"
 
 #ifndef LM_K
 #define LM_K 768
@@ -11,11 +12,8 @@
 #ifndef LM_NORM  // of x: 0 none, 1 LayerNorm, 2 RMSNorm with the bits of llama/rmsnorm_stream.cu
 #define LM_NORM 1
 #endif
-#ifndef LM_PARTS  // splits of a product that are added to x; 0: x is complete
-#define LM_PARTS 0
-#endif
-#ifndef LM_GROUPS  // warps that share the columns of a block, for each split; only matmul/decode_ffn.cu
-#define LM_GROUPS 1
+#ifndef LM_SUMS  // splits of which sums are added to x, or without LM_NORM to the residual; 0: these are complete
+#define LM_SUMS 0
 #endif
 #ifndef LM_ROWS  // a power of two, up to 16
 #define LM_ROWS 1
@@ -41,7 +39,7 @@
 
 constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
 constexpr int LENGTH = order::split_length(LM_K);                              // of a split
-constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS * LM_GROUPS, THREADS = 32 * WARPS;
+constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
@@ -63,42 +61,9 @@ typedef Vec<float, 4> Four;
 static_assert(!LM_TERMS || (!LM_NORM && order::TILE_OCTETS == 2), "w has one term of 16 bits, and x no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
-static_assert(!LM_PARTS || LM_NORM, "parts are added before a norm");
+static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
-
-// What is added to x, with LM_PARTS: a product of which an earlier kernel has left the sums of the splits.
-struct Parts {
-    const float* sums;   // (LM_PARTS, M, K)
-    const float* scale;  // (K) or null
-    const float* bias;   // (K) or null
-    float* to;           // (M, K): x with the product, for later kernels; not x itself, which other blocks still read
-
-    // Four values of row m, complete. As decode_ends.cuh: the splits in order, scale and bias, then x.
-    __device__ __forceinline__ float4 add(const float* x, int m, int k, int M) const {
-        float own[4], v[LM_PARTS ? LM_PARTS : 1][4], factor[4] = {1.0f, 1.0f, 1.0f, 1.0f}, offset[4] = {};
-        const float* from = sums + (long long)m * LM_K + k;
-        load_fresh<float, 4>(x + k).unpack(own);
-#pragma unroll
-        for (int p = 0; p < LM_PARTS; ++p) load_fresh<float, 4>(from + (long long)p * M * LM_K).unpack(v[p]);
-        if (scale) Four::load(scale + k).unpack(factor);
-        if (bias) Four::load(bias + k).unpack(offset);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            float total = 0.0f;
-#pragma unroll
-            for (int p = 0; p < LM_PARTS; ++p) total += v[p][e];
-            own[e] += fmaf(total, factor[e], offset[e]);
-        }
-        return {own[0], own[1], own[2], own[3]};
-    }
-
-    // The blocks of a row share its stores.
-    __device__ __forceinline__ void keep(int m, int k, float4 v) const {
-        if (k / 4 % (int)gridDim.x != (int)blockIdx.x) return;
-        *reinterpret_cast<float4*>(to + (long long)m * LM_K + k) = v;
-    }
-};
 
 // A block's rows of x (M, K), or with LM_NORM their norm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
 // each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
@@ -111,7 +76,8 @@ struct Input {
     int M, first;
     char* shared;   // LM_ROWS rows, then their statistics
     float inverse;  // of the scale of x, with two-part weights
-    Parts parts;
+    const float* sums;       // (LM_SUMS, M, K), added to x by an RMSNorm
+    const float* sum_scale;  // (K) or null
     Four early[2][EARLY ? UNITS : 1];
 
     // Of statistics a row has two floats, of an RMSNorm a sum for each split.
@@ -147,15 +113,6 @@ struct Input {
     __device__ __forceinline__ void bring() {
         const int warp = threadIdx.x / 32;
         if constexpr (LM_NORM == 2) return bring_rms();
-        if constexpr (LM_PARTS) {
-            constexpr int FOURS = LM_K / 4;
-#pragma unroll 1
-            for (int i = threadIdx.x; i < LM_ROWS * FOURS; i += THREADS) {
-                const int r = i / FOURS, k = i % FOURS * 4;
-                *floats(r, k) = complete(r, k);
-            }
-            __syncthreads();
-        }
         if constexpr (LM_NORM) {
 #pragma unroll 1
             for (int r = warp; r < LM_ROWS; r += WARPS * MEASURED) measure(r);
@@ -169,18 +126,17 @@ struct Input {
         __syncwarp();
     }
 
-    // Four values of a row, with the parts that are added to them.
+    // Four values of a row, with the sums that are added to them.
     __device__ __forceinline__ float4 complete(int r, int k) const {
-        const int m = min(first + r, M - 1);
-        if constexpr (LM_PARTS) {
-            const float4 v = parts.add(row(r), m, k, M);
-            parts.keep(m, k, v);  // of copies of the last row: the same values
-            return v;
-        } else {
-            float v[4];
-            load_fresh<float, 4>(row(r) + k).unpack(v);
-            return {v[0], v[1], v[2], v[3]};
+        float v[4];
+        load_fresh<float, 4>(row(r) + k).unpack(v);
+        if constexpr (LM_SUMS) {
+            SplitSums<LM_SUMS, 4> added;
+            added.load(sums + (row(r) - x) + k, (long long)M * LM_K, sum_scale ? sum_scale + k : nullptr);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[e] = added.added_to(v[e], e);
         }
+        return {v[0], v[1], v[2], v[3]};
     }
 
     // The RMSNorm of all rows. As in llama/rmsnorm_stream.cu with as many threads as values / 4, in whole warps: a
@@ -188,8 +144,8 @@ struct Input {
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
         const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
-        const bool there = k < LM_K && split < SPLITS;
-        float* sums = reinterpret_cast<float*>(shared + LM_ROWS * PITCH);  // (LM_ROWS, SPLITS)
+        const bool there = k < LM_K;
+        float* squares = reinterpret_cast<float*>(shared + LM_ROWS * PITCH);  // (LM_ROWS, SPLITS)
         float4 v[LM_ROWS];
 #pragma unroll
         for (int r = 0; r < LM_ROWS; ++r) v[r] = there ? complete(r, k) : float4{};
@@ -199,7 +155,7 @@ struct Input {
             square += v[r].x * v[r].x, square += v[r].y * v[r].y;
             square += v[r].z * v[r].z, square += v[r].w * v[r].w;
             square = lanes_sum<32>(square);
-            if (lane == 0 && split < SPLITS) sums[r * SPLITS + split] = square;
+            if (lane == 0) squares[r * SPLITS + split] = square;
         }
         __syncthreads();
         float g[4] = {};
@@ -207,12 +163,12 @@ struct Input {
 #pragma unroll
         for (int r = 0; r < LM_ROWS; ++r) {
             const int part = lane % SUMS;
-            const float sum = lanes_sum<SUMS>(part < SPLITS ? sums[r * SPLITS + part] : 0.0f);
+            const float sum = lanes_sum<SUMS>(part < SPLITS ? squares[r * SPLITS + part] : 0.0f);
             const float factor = rsqrtf(sum * (1.0f / LM_K) + eps);
             float n[UNITS][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
 #pragma unroll
             for (int e = 0; e < 4; ++e) n[0][e] *= factor * g[e];
-            if (split < SPLITS) store(n, r, split);
+            store(n, r, split);
         }
         __syncwarp();
     }
@@ -224,16 +180,10 @@ struct Input {
 #pragma unroll
         for (int i = 0; i < MEASURED; ++i) {
             const float* from = row(first + i * WARPS);
-            if (LM_PARTS && !IN_REGISTERS) break;  // they are there
             each_of_lane<LM_K, 4>([&](int load, int k) {
                 float (&to)[4] = v[i][IN_REGISTERS ? load : 0];
-                if constexpr (LM_PARTS) {
-                    const float4 kept = *floats(min(first + i * WARPS, LM_ROWS - 1), k);
-                    to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;
-                } else {
-                    load_fresh<float, 4>(from + k).unpack(to);
-                    if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
-                }
+                load_fresh<float, 4>(from + k).unpack(to);
+                if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
             });
         }
 #pragma unroll
@@ -246,7 +196,7 @@ struct Input {
                 to[2] = IN_REGISTERS ? v[i][load][2] : kept.z, to[3] = IN_REGISTERS ? v[i][load][3] : kept.w;
             });
             if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
-            if (IN_REGISTERS && !LM_PARTS) {
+            if (IN_REGISTERS) {
                 each_of_lane<LM_K, 4>([&](int load, int k) {
                     const float (&from)[4] = v[i][load];
                     *floats(r, k) = {from[0], from[1], from[2], from[3]};

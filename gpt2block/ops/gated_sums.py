@@ -1,0 +1,210 @@
+"""The feed-forward part of a Llama layer for up to four rows in one kernel, and what reads it.
+
+The kernel, matmul/decode_ffn.cu, leaves the sum of each split of its last product, because a split
+is what one cluster computes. `linear_sums`, and `rmsnorm_sums` of `gpt2block.ops.rmsnorm`, add them
+to the residual stream as they load it. A row has the bits that `rmsnorm` (variant stream), `linear`
+(variant mma) and `silu_mul` give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.arrays import (
+    check_address,
+    compute_capability,
+    device_attribute,
+    launch_at,
+)
+from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.errors import InputError
+from gpt2block.ops import _linear_mma as mma
+from gpt2block.ops._matrix import storage_of
+from gpt2block.ops._rows import WARP, power_of_two
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, unfit, variant
+from gpt2block.weights.matrix import WeightMatrix
+
+FILE = "matmul/decode_ffn.cu"
+MOST_ROWS = 4  # with more, the kernels that it replaces are faster
+MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # of an RMSNorm in a product: a split is one unit
+MULTIPLE = 16  # of channels: rows of FP8 weights have whole loads, and blocks as many outputs
+MOST_REGISTERS = 144  # of a lane, for weights
+MOST_SHARED = 227 * 1024
+DTYPES = ("float16", "bfloat16", *FP8)  # of weights: those of which a value is one term
+
+
+class Cluster(NamedTuple):
+    """How a split is computed: results do not depend on it."""
+
+    blocks: int
+    copied: bool  # whether the last product's weights wait in shared memory instead of registers
+
+
+# Large clusters have fewer weights in a block, small ones less to send. Measured on an H200.
+ONE_ROW = Cluster(16, False), Cluster(8, True)
+MORE_ROWS = Cluster(8, True), Cluster(16, False)
+
+
+@lru_cache(maxsize=1024)
+def geometry(M: int, C: int, H: int, dtype: str) -> Geometry | None:
+    """The launch for x (M, C) and H channels between the products; None where it does not fit.
+
+    dtype: of the weights.
+    """
+    if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
+        return None
+    parts, each = mma.splits(H)
+    if parts * each * mma.UNIT != H:
+        return None
+    rows = power_of_two(M)
+    for cluster in ONE_ROW if M == 1 else MORE_ROWS:
+        shared = shared_bytes(rows, C, H, dtype, cluster)
+        if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
+            return geometry_of(rows, C, H, cluster, shared)
+    return None
+
+
+def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
+    """The launch with such clusters."""
+    defines = (
+        ("LM_K", C),
+        ("LM_ROWS", rows),
+        ("FF_H", H),
+        ("FF_CLUSTER", cluster.blocks),
+        ("FF_COPIED", int(cluster.copied)),
+    )
+    grid, block = (cluster.blocks * mma.splits(H)[0],), (WARP * mma.splits(C)[0],)
+    return Geometry("ffn_decode", grid, block, shared, defines)
+
+
+def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int:
+    """BYTES of matmul/decode_ffn.cu: x, then h from all blocks and of this one, sums, weights."""
+    parts, own, length = mma.splits(C)[0], *_split(H, cluster)
+    padding, weight = (64, 2) if dtype in mma.BYTES else (16, 1)
+    x = mma.shared_bytes(mma.Layout(0, 1, True, parts, 1, rows), C, dtype, 2)
+    hidden = ceil(2 * (2 * length + padding) / 128) * 128 + padding
+    arrived = ceil(x / 16) * 16 + rows * (hidden + 4 * own + parts * 2 * own * 4)
+    copied = _columns(C, cluster) * length * weight * 8 * parts if cluster.copied else 0
+    return ceil((arrived + 8) / 16) * 16 + copied
+
+
+def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
+    """Those of a lane for the weights in flight."""
+    own, length = _split(H, cluster)
+    weight = mma.BYTES.get(dtype, 1)
+    last = 0 if cluster.copied else _columns(C, cluster) * length
+    return (2 * own * mma.UNIT // mma.OCTET + last) * mma.OCTET * weight // (4 * WARP)
+
+
+def _split(H: int, cluster: Cluster) -> tuple[int, int]:
+    """Channels of a split of a block, and of all blocks."""
+    length = mma.splits(H)[1] * mma.UNIT
+    return length // cluster.blocks, length
+
+
+def _columns(C: int, cluster: Cluster) -> int:
+    """Eights of outputs of a warp."""
+    return ceil(ceil(C / cluster.blocks / mma.OCTET) / mma.splits(C)[0])
+
+
+def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The splits of `gated_sums` for M rows of a layer; 0 where the layer cannot have it.
+
+    dtype: of the weights. shapes: of the layer's tensors, which are Llama's without biases.
+    """
+    biased = any(name.startswith("b_") for name in shapes)
+    if compute_capability() != HOPPER_CAPABILITY or biased or "w_gate" not in shapes:
+        return 0
+    narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
+    C, H = shapes["w_gate"]
+    return mma.splits(H)[0] if narrow and geometry(M, C, H, dtype) else 0
+
+
+def _check_addresses(c: Call, *names: str) -> None:
+    """InputError unless these arrays and matrices are aligned to 16 bytes, as they are loaded."""
+    for name in names:
+        array = getattr(c, name)
+        if array is not None:
+            check_address(name, array.data if isinstance(array, WeightMatrix) else array)
+
+
+@variant(
+    "gated_sums",
+    FILE,
+    "ffn_decode",
+    idea="RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h",
+)
+def _gated_sums(c: Call) -> Launch:
+    unfit(
+        compute_capability() != HOPPER_CAPABILITY,
+        "needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul",
+    )
+    dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
+    unfit(len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
+    found = geometry(c.M, c.C, c.H, c.w_gate.dtype)
+    unfit(
+        found is None,
+        f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows of up "
+        f"to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the channels "
+        f"between the products, and weights of {', '.join(DTYPES)}: use linear and silu_mul",
+    )
+    assert found is not None
+    unfit(c.splits != mma.splits(c.H)[0], f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+    _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
+    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
+    return launch_at(FILE, found, args, *storage_of(c.w_gate))
+
+
+@variant(
+    "sums",
+    mma.FILE,
+    "linear_decode_sums",
+    idea="mma, with RMSNorm of x, and the split sums of a feed-forward added to x or the residual",
+)
+def _linear_sums(c: Call) -> Launch:
+    multiple = mma.LOADED // c.w.data.itemsize
+    unfit(c.K % multiple, f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
+    norm = 0 if c.gamma is None else 2
+    unfit(
+        norm and (c.K > MOST_CHANNELS or c.N >= mma.MANY_COLUMNS),
+        f"w of {c.K:,} inputs, {c.N:,} outputs: expected up to {MOST_CHANNELS:,} with gamma, and "
+        f"less than {mma.MANY_COLUMNS:,}: use rmsnorm and linear",
+    )
+    found = mma.geometry(
+        "linear_decode_sums",
+        *(c.M, c.N, c.K, c.w.dtype),
+        norm=norm,
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
+    )
+    unfit(found is None, f"K {c.K:,}: a row does not fit in shared memory")
+    assert found is not None
+    _check_addresses(c, "x", "gamma", "w", "residual", "sums", "out")
+    defines = (*found.defines, ("LM_SUMS", 0 if c.sums is None else c.S))
+    scale = None if c.w_down is None else c.w_down.scale
+    args = (c.x, c.gamma, c.w.data, c.w.scale, c.sums, scale, c.residual, c.out, c.eps, c.M, c.N)
+    return launch_at(mma.FILE, found._replace(defines=defines), args, *storage_of(c.w))
+
+
+def _prepare(c: Call) -> None:
+    """Raise InputError unless the arrays belong together."""
+    if (c.gamma is None) == (c.residual is None) or (c.sums is None) != (c.w_down is None):
+        raise InputError("expected gamma or residual, and both sums and w_down, or neither")
+    of = c.N if c.gamma is None else c.K
+    if c.sums is not None and of != c.C:
+        raise InputError(f"sums: expected {of:,} channels, got {c.C:,}")
+
+
+GATED_SUMS = Operation(
+    name="gated_sums", variants=(_gated_sums,), options={"splits": 1, "eps": 1e-6}
+)
+
+LINEAR_SUMS = Operation(
+    name="linear_sums", variants=(_linear_sums,), options={"eps": 1e-6}, prepare=_prepare
+)
