@@ -753,7 +753,8 @@ def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) 
     if sums is None or w_down is None:
         return x
     if sums.shape[1:] != x.shape:
-        raise InputError(f"sums: expected shape (splits, {x.shape}), got {sums.shape}")
+        sizes = ", ".join(map(str, x.shape))
+        raise InputError(f"sums: expected shape (splits, {sizes}), got {sums.shape}")
     return x + sums.sum(axis=0) * _scales(w_down, x)
 
 

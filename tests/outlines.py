@@ -10,7 +10,7 @@ from gpt2block.config import ModelConfig
 from gpt2block.ops._terms import Terms
 from gpt2block.passes import architecture_of, names_of
 from gpt2block.passes.blocks import Settings
-from gpt2block.passes.decoding import DecodePass
+from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import forward
 from gpt2block.passes.machine import Outline, Step, two_part_of
 from gpt2block.passes.prefill import Prefill
@@ -42,4 +42,11 @@ def decode(
     do = outline(config)
     step = DecodePass(do, Settings.of(config), norms, known, kv_dtype)
     forward(step, architecture_of(config), config, "logits")
+    return do.steps
+
+
+def decode_sums(config: ModelConfig, splits: int) -> list[Step]:
+    """The same for few rows of a Llama."""
+    do = outline(config)
+    forward(SumsPass(do, Settings.of(config), splits), architecture_of(config), config, "logits")
     return do.steps

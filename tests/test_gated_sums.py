@@ -1,0 +1,282 @@
+"""Llama's few rows of decoding in five kernels a layer: the bits of the ten that they replace."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import Llama, LlamaConfig, LlamaWeights, WeightMatrix, cuda, reference
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.kernels import FP8, stored_as
+from gpt2block.errors import InputError
+from gpt2block.ops import gated_sums
+from gpt2block.ops._linear_mma import geometry as product_geometry
+from gpt2block.ops._linear_mma import splits
+from gpt2block.ops.gated_sums import Cluster, geometry, splits_of
+from gpt2block.ops.registry import STEPS, bind
+from gpt2block.ops.rmsnorm import STREAM, stream_geometry
+from gpt2block.run import cuda_model
+from tests import devices, gpus, outlines, plain
+from tests.compiling import assert_clean
+from tests.devices import GPU, assert_same_bits, on_gpu, one_order
+
+Array = NDArray[Any]
+device = devices.device
+DTYPES = gated_sums.DTYPES
+EPS = 1e-5
+SMOLLM2 = LlamaConfig(
+    n_layer=2, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, vocab_size=515, n_ctx=64,
+    theta=10000.0, tie_word_embeddings=True,
+)  # fmt: skip
+NARROW = LlamaConfig(
+    n_layer=3, n_head=4, n_kv_head=1, n_embd=96, n_ff=384, vocab_size=101, n_ctx=64, head_size=32
+)
+SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 128))
+
+
+@pytest.fixture
+def possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulator a cluster is one block, and a split of any size fits in its registers."""
+    if not cuda.replaced():
+        gpus.cupy_with(90)
+        return
+    monkeypatch.setattr(kernels, "architecture", lambda file: None)
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
+    monkeypatch.setattr(gated_sums, "ONE_ROW", (Cluster(1, False),))
+    monkeypatch.setattr(gated_sums, "MORE_ROWS", (Cluster(1, True),))
+    monkeypatch.setattr(gated_sums, "MOST_REGISTERS", 10_000)
+    monkeypatch.setattr(gated_sums, "geometry", geometry.__wrapped__)
+
+
+def matrix(seed: int, N: int, K: int, dtype: str) -> WeightMatrix:
+    w = (plain.normal(seed, N, K) - np.float32(0.5)) / np.float32(K**0.5)
+    made = WeightMatrix.quantize(w, dtype, "NK")
+    scale = None if made.scale is None else cupy.asarray(made.scale)
+    return WeightMatrix(cupy.asarray(made.data), dtype, scale, "NK")
+
+
+def run(op: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+    return bind(op, inputs, out, **options).run()
+
+
+class Half:
+    """The second half of a layer, and what follows it: x after attention, and weights."""
+
+    def __init__(self, M: int, C: int, H: int, dtype: str) -> None:
+        self.x, self.a = plain.normal(0, M, C), plain.normal(7, M, C)
+        self.gammas = [cupy.asarray(plain.normal(seed, C)) for seed in (2, 3, 4)]
+        self.gate, self.up = matrix(5, H, C, dtype), matrix(6, H, C, dtype)
+        self.down, self.qkv = matrix(8, C, H, dtype), matrix(9, C + 40, C, dtype)
+        self.o = matrix(10, C, C, dtype)
+
+    def apart(self) -> list[Array]:
+        """Queries, keys and values; the stream after o; the final norm: by today's kernels."""
+
+        def norm(x: Any, gamma: Any) -> Any:
+            return run("rmsnorm", x, gamma, eps=EPS, variant="stream")
+
+        def of(*inputs: Any) -> Any:
+            return run("linear", *inputs, decoding=True)
+
+        x, (gamma, *after) = cupy.asarray(self.x), self.gammas
+        n = norm(x, gamma)
+        h = run("silu_mul", of(n, self.gate), of(n, self.up))
+        x = of(h, self.down, None, None, None, x)
+        o = of(cupy.asarray(self.a), self.o, None, None, None, x)
+        return [each.get() for each in (of(norm(x, after[0]), self.qkv), o, norm(x, after[1]))]
+
+    def together(self) -> list[Array]:
+        """The same by the kernels for few rows."""
+        x, (gamma, *after) = cupy.asarray(self.x), self.gammas
+        count = splits(self.gate.N)[0]
+        given = (x, gamma, self.gate, self.up, self.down)
+        left = (run("gated_sums", *given, splits=count, eps=EPS), self.down)
+        qkv = run("linear_sums", x, self.qkv, after[0], None, *left, eps=EPS)
+        last = run("rmsnorm_sums", x, after[1], *left, eps=EPS)
+        a = cupy.asarray(self.a)
+        assert run("linear_sums", a, self.o, None, x, *left, out=x) is x
+        return [each.get() for each in (qkv, x, last)]
+
+    def exact(self) -> list[Array]:
+        """By the reference."""
+        x, a, gamma, *after = (
+            each.astype(np.float64) for each in (self.x, self.a, *(g.get() for g in self.gammas))
+        )
+        gate, up, down, qkv, o = (self.gate, self.up, self.down, self.qkv, self.o)
+        count = splits(gate.N)[0]
+        sums = reference.gated_sums(x, gamma, *map(on_host, (gate, up, down)), count, EPS)
+        left = (sums, on_host(down))
+        return [
+            reference.linear_sums(x, on_host(qkv), after[0], None, *left, eps=EPS),
+            reference.linear_sums(a, on_host(o), None, x, *left),
+            reference.rmsnorm_sums(x, after[1], *left, eps=EPS),
+        ]
+
+
+def on_host(w: Any) -> Any:
+    scale = None if w.scale is None else w.scale.get()
+    return type(w)(w.data.get(), w.dtype, scale, w.layout)
+
+
+CASES = [("shuffled", *case) for case in (
+    (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
+    (2, 96, 384, "float8_e5m2"),
+)]  # fmt: skip
+CASES += [
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    for M, sizes, dtype in product((1, 2, 3, 4), SIZES, DTYPES)
+]
+
+
+@pytest.mark.parametrize(("device", "M", "C", "H", "dtype"), CASES, indirect=["device"])
+def test_the_bits_are_those_of_kernels_apart(
+    device: Any, possible: None, M: int, C: int, H: int, dtype: str
+) -> None:
+    half = Half(M, C, H, dtype)
+    for ours, theirs, exact in zip(half.together(), half.apart(), half.exact(), strict=True):
+        assert_same_bits(ours, theirs)
+        assert np.abs(ours - exact).max() <= 1e-4 * np.abs(exact).max() * (1 + 100 * (
+            dtype == "bfloat16"))  # fmt: skip
+
+
+@one_order
+def test_without_sums(device: Any, possible: None) -> None:
+    """The first layer's products; a residual of -0 stays."""
+    x, gamma = (
+        cupy.asarray(plain.normal(seed, *shape)) for seed, *shape in ((0, 3, 128), (2, 128))
+    )
+    w = matrix(1, 24, 128, "bfloat16")
+    n = run("rmsnorm", x, gamma, eps=EPS, variant="stream")
+    ours = run("linear_sums", x, w, gamma, eps=EPS)
+    assert_same_bits(ours.get(), run("linear", n, w, decoding=True).get())
+    minus = cupy.asarray(np.full((3, 24), -0.0, np.float32))
+    x = cupy.asarray(np.full((3, 128), -0.0, np.float32))
+    ours = run("linear_sums", x, w, None, minus)
+    theirs = run("linear", x, w, None, None, None, minus, decoding=True)
+    assert_same_bits(ours.get(), theirs.get())
+
+
+@one_order
+def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(2, 128, 256, "bfloat16")
+    x, (gamma, *_) = cupy.asarray(half.x), half.gammas
+    weights = (half.gate, half.up, half.down)
+    sums = cupy.zeros((2, 2, 128), "float32")
+
+    def refused(op: str, message: str, *inputs: Any, **options: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            STEPS[op].bind(inputs, **options)
+
+    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *weights, splits=3)
+    five = cupy.zeros((5, 128), "float32")
+    refused("gated_sums", "expected up to 4 rows", five, gamma, *weights, splits=2)
+    floats = [matrix(1, *each.data.shape, "float32") for each in weights]
+    refused("gated_sums", "float32: expected up to 4 rows", x, gamma, *floats, splits=2)
+    mixed = (half.gate, half.up, floats[2])
+    refused("gated_sums", "bfloat16, float32: expected one dtype", x, gamma, *mixed, splits=2)
+    wrong = "expected gamma or residual, and both sums and w_down, or neither"
+    residual = cupy.zeros((2, 168), "float32")
+    refused("linear_sums", wrong, x, half.qkv, gamma, residual)
+    refused("linear_sums", wrong, x, half.qkv)
+    refused("linear_sums", wrong, x, half.qkv, gamma, None, sums)
+    inputs = (x, half.qkv, None, residual, sums, half.down)
+    refused("linear_sums", "sums: expected 168 channels, got 128", *inputs)
+    wide = matrix(1, 8, 1032, "bfloat16")
+    inputs = (cupy.zeros((1, 1032), "float32"), wide, cupy.zeros(1032, "float32"))
+    refused("linear_sums", "expected up to 1,024 with gamma", *inputs)
+    moved = devices.moved(half.x, 1)
+    refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
+    refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 80)
+    refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
+    assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
+
+
+def test_what_the_reference_refuses() -> None:
+    x, gamma, w = plain.normal(0, 2, 8), plain.normal(1, 8), plain.normal(2, 8, 8)
+    with pytest.raises(InputError, match="splits: expected a divisor of 8 channels, got 3"):
+        reference.gated_sums(x, gamma, w, w, w, 3)
+    with pytest.raises(InputError, match="expected gamma or residual"):
+        reference.linear_sums(x, w)
+    sums = reference.gated_sums(x, gamma, w, w, w, 2)
+    assert sums.shape == (2, 2, 8)
+    with pytest.raises(InputError, match=r"sums: expected shape \(splits, 2, 4\), got \(2, 2, 8\)"):
+        reference.linear_sums(x, w[:, :4], None, x[:, :4], sums, w)
+
+
+def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
+    shapes = SMOLLM2.block_shapes()
+    assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]
+    assert splits_of("float32", 1, shapes) == 0
+    assert splits_of("bfloat16", 1, {**shapes, "b_qkv": (960,)}) == 0
+    assert splits_of("float8_e4m3fn", 4, NARROW.block_shapes()) == 3
+    for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
+        assert geometry(1, C, H, "bfloat16") is None
+    blocks = [geometry(M, 576, 1536, "bfloat16").grid for M in (1, 2)]  # type: ignore[union-attr]
+    assert blocks == [(96,), (48,)]
+
+
+def test_the_plan_of_a_step() -> None:
+    """Five kernels a layer, and one for the final norm; attention is that of other plans."""
+    steps = outlines.decode_sums(NARROW, 3)
+    ops = [step.op for step in steps]
+    layer = ["linear_sums", "rope_append", "attention_split", "linear_sums", "gated_sums"]
+    assert ops == ["encoder_rows", *layer * 3, "rmsnorm_sums", "linear"]
+    last = {step.name: step.inputs for step in steps}
+    assert last["h.0.qkv"][4:] == ("", "")
+    assert last["h.0.x1"][3:] == ("embedding", "", "")
+    assert last["h.1.qkv"][::4] == ("h.0.x1", "h.0.down")
+    assert last["h.1.x1"][3:] == ("h.0.x1", "h.0.down", "h.0.w_down")
+    assert last["rms_f"] == ("h.2.x1", "gamma_f", "h.2.down", "h.2.w_down")
+
+
+@pytest.mark.parametrize("config", [SMOLLM2, NARROW], ids=["9/3x64", "4/1x32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_gpu
+def test_a_model_has_the_bits_of_the_other_plan(
+    device: Any, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in batches of up to five rows, of which the last one has the other plan."""
+    gpus.cupy_with(90)
+    weights = LlamaWeights.random(0, config)
+    prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "stop_ids": ()}
+    found = []
+    for fused in (True, False):
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(cuda_model, "splits_of", lambda *_: 0)
+            model = Llama(weights, device="cuda:0", dtype=dtype)
+            for rows in (1, 2, 3, 4, 5):
+                found.append(model.generate(prompts[:rows], **options))
+            names = {row.name for row in model.compare(prompts[4], cached=True)}
+            assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts]
+    for texts in found:
+        for one, among in zip(alone, texts, strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
+def test_the_chosen_kernels_compile_without_spills() -> None:
+    jobs, only = [], []
+    for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
+        made = geometry(M, C, H, dtype)
+        assert made is not None
+        stored = ("float32", dtype) if dtype in FP8 else (dtype,)
+        jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
+        only.append("ffn_decode")
+        if i % 5 == 0:
+            for norm, N, count in ((2, C + 384, splits(H)[0]), (2, C + 384, 0), (0, C, 6)):
+                cut = product_geometry("", M, N, C, dtype, norm=norm)
+                assert cut is not None
+                constants = (*stored_as(*stored), *cut.defines, ("LM_SUMS", count))
+                jobs.append(("matmul/decode_mma.cu", "sm_90a", constants))
+                only.append("linear_decode_sums")
+    stream = stream_geometry(1, 576).defines
+    assert_clean([*jobs, (STREAM, "sm_90a", (*stream, ("RS_SUMS", 6)))], only)
