@@ -15,8 +15,9 @@
 //
 //   a warp        first a split of C, of a block's columns of h; then some outputs
 //
-// All matrices are requested before the wait for the previous kernel. W and U wait in registers, V with FF_COPIED in shared
-// memory, where each lane has what it will multiply itself, so that other kernels have registers at the same time.
+// All matrices are requested before the wait for the previous kernel. W and U wait in registers, V with FF_COPIED in
+// shared memory, where each lane has what it will multiply itself, so that other kernels have registers at the same
+// time.
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
