@@ -715,29 +715,47 @@ def gated_sums(
 
 
 @takes(
-    "x f32 M K; w rows K N; gamma? f32 K; residual? f32 M N; sums? f32 S M C; w_down? rows H C "
+    "x f32 M K; w rows K N; residual f32 M N; sums? f32 S M N; w_down? rows H N "
     "-> out~residual f32 M N"
 )
 def linear_sums(
     x: Array,
     w: Array | WeightMatrix,
-    gamma: Array | None = None,
-    residual: Array | None = None,
+    residual: Array,
     sums: Array | None = None,
     w_down: Array | WeightMatrix | None = None,
+) -> Array:
+    """residual + x · w, where the sums of `gated_sums` with w_down (H, N) belong to the residual.
+
+    x (M, K), w (K, N), residual (M, N), sums (splits, M, N) → (M, N).
+    """
+    return linear(x, w, residual=_completed(residual, sums, w_down))
+
+
+@takes(
+    "x f32 M K; gamma f32 K; w rows K N; sums? f32 S M K; w_down? rows H K; by f32 M P 2; "
+    "k v kv B T C; row position i32 M -> out f32 M 2*P*n_head; k v kv B T C"
+)
+def rope_sums(
+    x: Array,
+    gamma: Array,
+    w: Array | WeightMatrix,
+    sums: Array | None,
+    w_down: Array | WeightMatrix | None,
+    by: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """rmsnorm(x) · w with gamma, or residual + x · w, one of which is given.
+    """`linear_rope` of rmsnorm(x), where the sums of `gated_sums` with w_down (H, K) belong to x.
 
-    sums (splits, M, C) of `gated_sums` with w_down (H, C), added up, complete x in the first case,
-    or the residual. x (M, K), w (K, N), gamma (K,), residual (M, N) → (M, N).
+    x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K); the others as in `linear_rope`.
     """
-    if (gamma is None) == (residual is None) or (sums is None) != (w_down is None):
-        raise InputError("expected gamma or residual, and both sums and w_down, or neither")
-    if gamma is not None:
-        return matmul_bias(rmsnorm(_completed(x, sums, w_down), gamma, eps), _matrix(w, x))
-    out: Array = _completed(residual, sums, w_down) + x @ _matrix(w, x)
-    return out
+    n = rmsnorm(_completed(x, sums, w_down), gamma, eps)
+    return linear_rope(n, w, None, by, k, v, row, position, n_head)
 
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")
@@ -750,11 +768,10 @@ def rmsnorm_sums(
 
 def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
     """The array x with the sums of `gated_sums`, if there are any."""
+    if (sums is None) != (w_down is None):
+        raise InputError("expected sums and w_down, or neither")
     if sums is None or w_down is None:
         return x
-    if sums.shape[1:] != x.shape:
-        sizes = ", ".join(map(str, x.shape))
-        raise InputError(f"sums: expected shape (splits, {sizes}), got {sums.shape}")
     return x + sums.sum(axis=0) * _scales(w_down, x)
 
 

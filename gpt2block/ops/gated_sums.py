@@ -1,9 +1,9 @@
 """The feed-forward part of a Llama layer for up to four rows in one kernel, and what reads it.
 
 The kernel, matmul/decode_ffn.cu, leaves the sum of each split of its last product, because a split
-is what one cluster computes. `linear_sums`, and `rmsnorm_sums` of `gpt2block.ops.rmsnorm`, add them
-to the residual stream as they load it. A row has the bits that `rmsnorm` (variant stream), `linear`
-(variant mma) and `silu_mul` give it.
+is what one cluster computes. `linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`,
+`rmsnorm_sums` add them to the residual stream as they load it. A row has the bits that `rmsnorm`
+(variant stream), `linear` (variant mma), `rope_append` and `silu_mul` give it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.arrays import (
+    CudaArray,
+    check,
     check_address,
     compute_capability,
     device_attribute,
     launch_at,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._matrix import storage_of
@@ -161,50 +163,84 @@ def _gated_sums(c: Call) -> Launch:
     return launch_at(FILE, found, args, *storage_of(c.w_gate))
 
 
-@variant(
-    "sums",
-    mma.FILE,
-    "linear_decode_sums",
-    idea="mma, with RMSNorm of x, and the split sums of a feed-forward added to x or the residual",
-)
-def _linear_sums(c: Call) -> Launch:
+def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
+    """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels."""
+    if (c.sums is None) != (c.w_down is None):
+        raise InputError("expected sums and w_down, or neither")
     multiple = mma.LOADED // c.w.data.itemsize
     unfit(c.K % multiple, f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
-    norm = 0 if c.gamma is None else 2
-    unfit(
-        norm and (c.K > MOST_CHANNELS or c.N >= mma.MANY_COLUMNS),
-        f"w of {c.K:,} inputs, {c.N:,} outputs: expected up to {MOST_CHANNELS:,} with gamma, and "
-        f"less than {mma.MANY_COLUMNS:,}: use rmsnorm and linear",
-    )
+    unfit(c.N >= mma.MANY_COLUMNS, f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     found = mma.geometry(
-        "linear_decode_sums",
+        kernel,
         *(c.M, c.N, c.K, c.w.dtype),
-        norm=norm,
+        norm=2 if rope else 0,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
     )
     unfit(found is None, f"K {c.K:,}: a row does not fit in shared memory")
     assert found is not None
-    _check_addresses(c, "x", "gamma", "w", "residual", "sums", "out")
-    defines = (*found.defines, ("LM_SUMS", 0 if c.sums is None else c.S))
-    scale = None if c.w_down is None else c.w_down.scale
-    args = (c.x, c.gamma, c.w.data, c.w.scale, c.sums, scale, c.residual, c.out, c.eps, c.M, c.N)
-    return launch_at(mma.FILE, found._replace(defines=defines), args, *storage_of(c.w))
+    defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
+    return found._replace(defines=(*found.defines, *defines))
 
 
-def _prepare(c: Call) -> None:
-    """Raise InputError unless the arrays belong together."""
-    if (c.gamma is None) == (c.residual is None) or (c.sums is None) != (c.w_down is None):
-        raise InputError("expected gamma or residual, and both sums and w_down, or neither")
-    of = c.N if c.gamma is None else c.K
-    if c.sums is not None and of != c.C:
-        raise InputError(f"sums: expected {of:,} channels, got {c.C:,}")
+def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
+    """The sums, and the scales of their outputs."""
+    return c.sums, None if c.w_down is None else c.w_down.scale
+
+
+@variant(
+    "linear_sums",
+    mma.FILE,
+    "linear_decode_sums",
+    idea="mma, with split sums of gated_sums added to the residual",
+)
+def _linear_sums(c: Call) -> Launch:
+    found = _product(c, "linear_decode_sums")
+    _check_addresses(c, "x", "w")
+    args = (c.x, c.w.data, c.w.scale, *_left(c), c.residual, c.out, c.M, c.N)
+    return launch_at(mma.FILE, found, args, *storage_of(c.w))
+
+
+@variant(
+    "rope_sums",
+    mma.FILE,
+    "rope_decode_sums",
+    idea="mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV cache",
+)
+def _rope_sums(c: Call) -> Launch:
+    D = 2 * c.P
+    unfit(c.K > MOST_CHANNELS, f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
+    found = _product(c, "rope_decode_sums", D)
+    _check_addresses(c, "x", "gamma", "w", "sums")
+    check_address("by", c.by, 8)
+    cache = (c.by, c.row, c.position, c.out, c.k, c.v)
+    sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
+    args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, *sizes)
+    return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
+
+
+def _check_heads(c: Call) -> None:
+    """Raise InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
+    if c.kv_dtype is None:
+        check("k", c.k, dtype=cache_dtype(c.w.dtype))
+    D = 2 * c.P
+    N = c.n_head * D + 2 * c.C
+    if c.C % D or c.N != N:
+        raise InputError(
+            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
+            f"heads of q and whole heads of k and v, of {D} channels as by has"
+        )
 
 
 GATED_SUMS = Operation(
     name="gated_sums", variants=(_gated_sums,), options={"splits": 1, "eps": 1e-6}
 )
 
-LINEAR_SUMS = Operation(
-    name="linear_sums", variants=(_linear_sums,), options={"eps": 1e-6}, prepare=_prepare
+LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,))
+
+ROPE_SUMS = Operation(
+    name="rope_sums",
+    variants=(_rope_sums,),
+    options={"n_head": None, "eps": 1e-6, "kv_dtype": None},
+    prepare=_check_heads,
 )

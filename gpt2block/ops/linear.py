@@ -41,7 +41,7 @@ from gpt2block.ops._matrix import Parts, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import Terms, check_terms
 from gpt2block.ops.call import Call, checked
-from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS
+from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
@@ -507,6 +507,7 @@ OPERATION = Operation(
         *LINEAR_QKV.variants,
         *LINEAR_ROPE.variants,
         *LINEAR_SUMS.variants,
+        *ROPE_SUMS.variants,
         *GATED_SUMS.variants,
     ),
     draw=_make,

@@ -19,7 +19,7 @@ from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
 from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import ENCODER_ROWS
 from gpt2block.ops.encoder import OPERATION as ENCODER
-from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS
+from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
@@ -79,7 +79,7 @@ STEPS: Mapping[str, Operation] = {
     for operation in (
         *(VARLEN, ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
         *(LINEAR_QKV, LINEAR_ROPE, ROPE_APPEND, ROTATE, TWO_PART, TAKE),
-        *(GATED_SUMS, LINEAR_SUMS, RMSNORM_SUMS),
+        *(GATED_SUMS, LINEAR_SUMS, ROPE_SUMS, RMSNORM_SUMS),
         *(STORE, WIDEN, ROW_NORMS, MARK_SEEN, PLACE_ROWS),
     )
 }

@@ -159,10 +159,11 @@ class Gated(NamedTuple):
 
 
 class SumsPass(DecodePass):
-    """Llama without biases for a few rows: five kernels a layer in the place of ten.
+    """Llama without biases for a few rows: four kernels a layer in the place of ten.
 
-    Products normalize their rows, and the feed-forward is one kernel, whose result the next
-    kernels complete. splits: those of `gated_sums`. All rows have floats.
+    Products normalize their rows, that of q, k and v applies RoPE, and the feed-forward is one
+    kernel, whose result the next kernels complete. splits: those of `gated_sums`. All rows have
+    floats.
     """
 
     def __init__(
@@ -177,6 +178,12 @@ class SumsPass(DecodePass):
             return Rows(x, gamma)
         return Rows(self.do(name, "rmsnorm_sums", (x.x, gamma, x.sums, x.w_down), **self.eps))
 
+    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+        stream, *sums = _completed(x.x)
+        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, self.rotations, *self._cache(h))
+        options: dict[str, Any] = {"n_head": self.c.n_head, **self.eps, **self.kv}
+        return self.do(f"{h}q", "rope_sums", inputs, **options)
+
     def _product(self, p: Product) -> Value:
         if p.w == "lm_head":
             return super()._product(p)
@@ -184,15 +191,19 @@ class SumsPass(DecodePass):
             inputs = (*p.a, p.w)
             made = self.do(p.name, "gated_sums", inputs, splits=self.splits, **self.eps)
             return Sums(p.residual, made, p.w)
-        a: Rows = p.a
-        stream = a.x if a.gamma else p.residual
-        x, *sums = stream if isinstance(stream, Sums) else (stream, "", "")
-        if a.gamma:
-            return self.do(p.name, "linear_sums", (x, p.w, a.gamma, "", *sums), **self.eps)
-        return self.do(p.result, "linear_sums", (a.x, p.w, "", x, *sums), into=x)
+        x, *sums = _completed(p.residual)
+        return self.do(p.result, "linear_sums", (p.a.x, p.w, x, *sums), into=x)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         return Gated(x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
+
+    def _turns(self, terms: Terms | None) -> bool:
+        return True
+
+
+def _completed(x: Value) -> Sums:
+    """A residual stream with what is left to add, which may be nothing."""
+    return x if isinstance(x, Sums) else Sums(x, "", "")
 
 
 def _to(terms: Terms | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 // The epilogues of the products of decoding. late(m, n) loads what an output needs before its sum is complete; value()
-// then receives the sum, scaled and with its bias, and store() what that returns.
+// then receives the sum, scaled and with its bias, and store() what that returns. TURNED: of pairs of channels, see
+// matmul/decode_turned.cuh.
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
@@ -17,6 +18,7 @@ __device__ __forceinline__ float constant(const float* from) {
 }
 
 struct Add {
+    static constexpr bool TURNED = false;
     typedef float Late;
     const float* residual;  // (M, N) or null; may be out
     float* out;             // (M, N)
@@ -35,6 +37,7 @@ struct Add {
 // As Add, with a residual to which the sums of COUNT splits belong.
 template <int COUNT>
 struct AddSums {
+    static constexpr bool TURNED = false;
     struct Late {
         float residual;
         SplitSums<COUNT, 1> sums;
@@ -61,6 +64,7 @@ struct AddSums {
 };
 
 struct Append {
+    static constexpr bool TURNED = false;
     typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
     float* q;     // (M, C)
     KV* k_cache;  // (B, n_ctx, C)

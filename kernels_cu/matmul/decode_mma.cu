@@ -2,7 +2,8 @@
 //
 //   linear_decode_mma   out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
 //   qkv_decode_mma      the same product without residual and GELU: q goes to an array, k and v to the KV cache
-//   linear_decode_sums  a product of RMSNorm(x), or a residual + one of x, with the sums of matmul/decode_ffn.cu
+//   linear_decode_sums  residual + x W^T * scale, where sums of matmul/decode_ffn.cu belong to the residual
+//   rope_decode_sums    RMSNorm(x) W^T * scale, where they belong to x, and RoPE: of Llama, as qkv_decode_mma
 //
 // matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
 // issued before the wait for the previous kernel, and little work is left for the time after it:
@@ -27,6 +28,7 @@
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
 #include "matmul/decode_ends.cuh"
+#include "matmul/decode_turned.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
@@ -65,6 +67,21 @@ __device__ __forceinline__ void each(const Totals& totals, Use use) {
     }
 }
 
+// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
+struct Column {
+    int n;
+    bool there;
+
+    __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
+        if constexpr (LM_ROPE) {
+            constexpr int D = LM_ROPE ? LM_ROPE : 2;
+            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
+            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
+            there = pair < N / 2;
+        }
+    }
+};
+
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
@@ -79,7 +96,7 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int octet = i / order::PARTS, part = i % order::PARTS;
-            const W* from = w + ((long long)part * N + min(n + 8 * octet + g, N - 1)) * LM_K + k;
+            const W* from = w + ((long long)part * N + Column(n + 8 * octet + g, N).n) * LM_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 raw[slot][chunk][i] = {};
@@ -124,16 +141,18 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     struct {
         int m, n;
         bool there;
-        float scale, bias;
+        float scale, bias, partner_scale;
         typename End::Late late;
     } last[ENDS];
 #pragma unroll
     for (int i = 0; i < ENDS; ++i) {
-        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS, n = start + flat % LM_COLUMNS;
-        last[i].there = flat < OUTPUTS && m < input.M && n < N;
-        last[i].m = min(m, input.M - 1), last[i].n = min(n, N - 1);
+        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS;
+        const Column column(start + flat % LM_COLUMNS, N);
+        last[i].there = flat < OUTPUTS && m < input.M && column.there;
+        last[i].m = min(m, input.M - 1), last[i].n = column.n;
         last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
         last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
+        if constexpr (End::TURNED) last[i].partner_scale = scale ? constant(scale + end.partner(last[i].n)) : 1.0f;
     }
     input.prefetch();
     let_next_start();
@@ -162,10 +181,21 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
 #pragma unroll
     for (int i = 0; i < ENDS; ++i) {
         if (!last[i].there) continue;
-        float total = 0.0f;
+        const auto total = [&](int flat) {
+            float total = 0.0f;
 #pragma unroll
-        for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + i * THREADS + threadIdx.x];
-        const float v = end.value(order::finished(total, last[i].scale, x_scale, last[i].bias), last[i].late);
+            for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + flat];
+            return total;
+        };
+        const int flat = i * THREADS + threadIdx.x;
+        float v = order::finished(total(flat), last[i].scale, x_scale, last[i].bias);
+        if constexpr (End::TURNED) {
+            const int partner = flat % LM_COLUMNS < HALF ? flat + HALF : flat - HALF;
+            const float other = order::finished(total(partner), last[i].partner_scale, x_scale, 0.0f);
+            v = end.turned(last[i].n, v, other, last[i].late);
+        } else {
+            v = end.value(v, last[i].late);
+        }
         end.store(last[i].m, last[i].n, v, last[i].late);
     }
 }
@@ -244,24 +274,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
 }
 
-// The product of RMSNorm(x), with LM_NORM 2, or of x and added to the residual. LM_SUMS are added to x, or to the
-// residual.
+// The residual, to which LM_SUMS of splits belong, + x W^T * scale.
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
     const float* x,                       // (M, K)
-    const float* __restrict__ gamma,      // (K), with LM_NORM
     const W* __restrict__ w,              // (N, K)
     const float* __restrict__ scale,      // (N) or null
-    const float* sums,                    // (LM_SUMS, M, K), or without LM_NORM (LM_SUMS, M, N)
-    const float* __restrict__ sum_scale,  // (K), or without LM_NORM (N), or null
-    const float* residual,                // (M, N), without LM_NORM; may be out
+    const float* sums,                    // (LM_SUMS, M, N)
+    const float* __restrict__ sum_scale,  // (N) or null
+    const float* residual,                // (M, N); may be out
     float* out,                           // (M, N)
-    float eps, int M, int N) {
-    if constexpr (LM_NORM) {
-        run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, Add{nullptr, out, N, 0}, N, sums, sum_scale);
-    } else {
-        const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
-        run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N);
-    }
+    int M, int N) {
+    const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
+    run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
+}
+
+// RMSNorm(x) W^T * scale, with LM_NORM 2, where LM_SUMS of splits belong to x. RoPE turns q and k, with LM_ROPE. Row m
+// is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
+    const float* x,                       // (M, K)
+    const float* __restrict__ gamma,      // (K)
+    const W* __restrict__ w,              // (N, K), N = (n_head + 2 n_kv_head) LM_ROPE
+    const float* __restrict__ scale,      // (N) or null
+    const float* sums,                    // (LM_SUMS, M, K)
+    const float* __restrict__ sum_scale,  // (K) or null
+    const float* rotations,               // (M, LM_ROPE / 2, 2)
+    const int* row,                       // (M)
+    const int* position,                  // (M)
+    float* q,                             // (M, n_head LM_ROPE)
+    KV* k_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
+    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.

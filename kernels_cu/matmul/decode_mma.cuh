@@ -15,6 +15,9 @@
 #ifndef LM_SUMS  // splits of which sums are added to x, or without LM_NORM to the residual; 0: these are complete
 #define LM_SUMS 0
 #endif
+#ifndef LM_ROPE  // channels of a head, of which columns c and c + LM_ROPE / 2 are in one block; 0: columns in order
+#define LM_ROPE 0
+#endif
 #ifndef LM_ROWS  // a power of two, up to 16
 #define LM_ROWS 1
 #endif
@@ -43,6 +46,7 @@ constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
+constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE a block has second channels of pairs from here on
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
@@ -61,6 +65,7 @@ typedef Vec<float, 4> Four;
 static_assert(!LM_TERMS || (!LM_NORM && order::TILE_OCTETS == 2), "w has one term of 16 bits, and x no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
+static_assert(!LM_ROPE || (!LM_LOOP && LM_COLUMNS % 2 == 0), "a block has pairs");
 static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }

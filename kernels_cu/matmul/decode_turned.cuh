@@ -1,0 +1,50 @@
+// The epilogue of the product of q, k and v in decoding with RoPE, as matmul/decode_ends.cuh describes: of heads of D
+// channels, of which c and c + D / 2 are a pair. turned() receives the sums of a channel and of its partner. The bits
+// are those of llama/rope_append.cu.
+#pragma once
+#include "lib/storage.cuh"
+#include "llama/rotation.cuh"
+
+template <int CHANNELS>
+struct AppendTurned {
+    static constexpr bool TURNED = true;
+    static constexpr int D = CHANNELS ? CHANNELS : 2;  // 0: never called
+    struct Late {
+        Rotation by;
+        long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+    };
+    const float* rotations;  // (M, D / 2, 2)
+    float* q;                // (M, n_head D)
+    KV* k_cache;             // (B, n_ctx, n_kv_head D)
+    KV* v_cache;
+    const int* row;       // (M)
+    const int* position;  // (M)
+    int n_head, n_kv_head, B, n_ctx;
+
+    __device__ static int partner(int n) { return n % D < D / 2 ? n + D / 2 : n - D / 2; }
+
+    __device__ Late late(int m, int n) const {
+        const int b = __ldcg(row + m), at = __ldcg(position + m);
+        const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
+        const float2 by = __ldcg(reinterpret_cast<const float2*>(rotations) + (long long)m * (D / 2) + n % (D / 2));
+        return {{by.x, by.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+    }
+
+    __device__ float turned(int n, float v, float other, const Late& late) const {
+        if (n / D >= n_head + n_kv_head) return v;
+        const bool first = n % D < D / 2;
+        float real = first ? v : other, imaginary = first ? other : v;
+        turn(late.by, real, imaginary);
+        return first ? real : imaginary;
+    }
+
+    __device__ void store(int m, int n, float v, const Late& late) const {
+        const int of_k = n / D - n_head, of_v = of_k - n_kv_head;
+        if (of_k < 0) {
+            q[(long long)m * n_head * D + n] = v;
+        } else if (late.place >= 0) {
+            KV* to = of_v < 0 ? k_cache + (late.place + of_k) * D : v_cache + (late.place + of_v) * D;
+            to[n % D] = narrowed<KV>(v);
+        }
+    }
+};
