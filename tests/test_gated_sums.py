@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launch_lists import _decode
+from launch_recorder import recording
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, WeightMatrix, cuda, reference
@@ -227,8 +229,9 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     moved = devices.moved(half.x, 1)
     refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
     refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 80)
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 75)
     refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
+    refused("linear_sums", "compute capability 8.0", x, half.o, x)
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
 
 
@@ -296,6 +299,36 @@ def test_a_model_has_the_bits_of_the_other_plan(
         for one, among in zip(alone, texts, strict=False):
             assert one.tokens == among.tokens
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
+def test_clusters_of_16_blocks_are_allowed() -> None:
+    """Of the kernels that only a Hopper has."""
+    allowed: list[Any] = []
+    with recording("9.0"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))
+        assert kernels.load("elementwise/gelu.cu", "gelu_kernel").found
+        assert allowed == []
+        function = kernels.load(gated_sums.FILE, "ffn_decode").found
+        assert allowed == [(function.kernel.ptr, 14, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_launches_of_a_model(dtype: str) -> None:
+    """Up to four rows; all overlap the one before in a graph. A trace has every result."""
+    with recording("9.0") as recorder:
+        model = Llama(LlamaWeights.random(0, NARROW), device="cuda:0", dtype=dtype)
+        for rows in (1, 4, 5):
+            recorder.call(f"{rows}", _decode, model.engine, rows)
+        recorder.call("trace", model.engine.trace, np.zeros(9, np.int32), True)
+    lines = [line.split(" | ") for line in recorder.lines]
+    for label, clusters in (("1", "48,1,1"), ("4", "24,1,1"), ("5", ""), ("trace", "")):
+        steps = [words[2] for words in lines if words[0] == label]
+        found = [each for each in steps if each.startswith("ffn_decode")]
+        assert len(found) == (6 if clusters else 0)  # the first run, and the graph
+        assert sum(each.endswith("early") for each in found) == len(found) // 2
+        assert all(f"grid {clusters} block 32,1,1" in each for each in found)
+        turned = sum(each.startswith("rope_append") for each in steps)
+        assert turned == {"5": 6, "trace": 3}.get(label, 0)
 
 
 def test_the_chosen_kernels_compile_without_spills() -> None:

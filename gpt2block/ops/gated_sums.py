@@ -26,7 +26,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.weights.matrix import WeightMatrix
@@ -167,6 +167,7 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
     """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels."""
     if (c.sums is None) != (c.w_down is None):
         raise InputError("expected sums and w_down, or neither")
+    unfit(compute_capability() < MMA_CAPABILITY, "needs a GPU of compute capability 8.0 or newer")
     multiple = mma.LOADED // c.w.data.itemsize
     unfit(c.K % multiple, f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     unfit(c.N >= mma.MANY_COLUMNS, f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
