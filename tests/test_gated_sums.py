@@ -130,12 +130,13 @@ class Half:
         )
         gate, up, down, qkv, o = (self.gate, self.up, self.down, self.qkv, self.o)
         count = splits(gate.N)[0]
-        sums = reference.gated_sums(x, gamma, *map(on_host, (gate, up, down)), count, EPS)
+        sums = reference.gated_sums(x, gamma, on_host(gate), on_host(up), on_host(down), count, EPS)
         left = (sums, on_host(down))
         by = reference.rotations(self.position, self.frequencies)
         k, v = (np.zeros((len(x), 8, self.kv)) for _ in range(2))
-        places = (by, k, v, self.row, self.position)
-        q = reference.rope_sums(x, after[0], on_host(qkv), *left, *places, self.heads, EPS)
+        places: Any = (by, k, v, self.row, self.position)
+        options: Any = {"n_head": self.heads, "eps": EPS}
+        q = reference.rope_sums(x, after[0], on_host(qkv), *left, *places, **options)
         final = reference.rmsnorm_sums(x, after[1], *left, eps=EPS)
         return [q, k, v, reference.linear_sums(a, on_host(o), x, *left), final]
 
@@ -151,7 +152,8 @@ CASES = [("shuffled", *case) for case in (
 )]  # fmt: skip
 CASES += [
     pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
-    for M, sizes, dtype in product((1, 2, 3, 4), SIZES, DTYPES)
+    for i, (sizes, dtype) in enumerate(product(SIZES, DTYPES))
+    for M in ((1, 4), (2, 3))[i % 2]
 ]
 
 
@@ -211,7 +213,7 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     refused("gated_sums", "splits: expected 2, got 3", x, gamma, *weights, splits=3)
     five = cupy.zeros((5, 128), "float32")
     refused("gated_sums", "expected up to 4 rows", five, gamma, *weights, splits=2)
-    floats = [matrix(1, *each.data.shape, "float32") for each in weights]
+    floats = [matrix(1, each.N, each.K, "float32") for each in weights]
     refused("gated_sums", "float32: expected up to 4 rows", x, gamma, *floats, splits=2)
     mixed = (half.gate, half.up, floats[2])
     refused("gated_sums", "bfloat16, float32: expected one dtype", x, gamma, *mixed, splits=2)

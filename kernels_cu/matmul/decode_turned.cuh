@@ -30,6 +30,8 @@ struct AppendTurned {
         return {{by.x, by.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
+    __device__ float value(float v, const Late&) const { return v; }  // of columns in order: not of heads
+
     __device__ float turned(int n, float v, float other, const Late& late) const {
         if (n / D >= n_head + n_kv_head) return v;
         const bool first = n % D < D / 2;
