@@ -232,8 +232,8 @@ def test_no_spills_on_hopper() -> None:
 
 
 def test_the_grid_of_hopper() -> None:
-    """A cluster of two blocks for every 128 queries, and no more than multiprocessors."""
-    for B, T, NH, blocks in ((1, 1, 1, 2), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 24)):
+    """A block for every 64 queries, and no more than multiprocessors."""
+    for B, T, NH, blocks in ((1, 1, 1, 1), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 18)):
         geometry, band = hopper_two_part_geometry(B, T, NH, True, True, sms=H200["sms"])
         assert geometry.grid == (blocks,)
         assert geometry.shared == HOPPER_TWO_PART_SHARED <= MOST_SHARED

@@ -6,12 +6,14 @@
 # Without names of parts, all four. tests=I/N runs part I of N of the tests, for machines that limit the time of a call:
 # SECONDS_OF_TESTS (540) after their start the tests are interrupted, and the summary names those that failed until then.
 # failures-I.txt has each failure from the moment it is reported. A process whose CUDA context is lost is replaced, and
-# the test is named. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at small sizes.
+# the test is named. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at small sizes, or
+# those of its parts that SANITIZED names.
 # Where a tool or the device refuses, the summary says "not run". The exit status is 0 only when everything ran and
 # nothing was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
+SANITIZED=${SANITIZED:-}
 parts=" ${*:2} "
 [ "$parts" = "  " ] && parts=" tests fuzz sanitizer bench "
 mkdir -p "$logs"
@@ -54,8 +56,9 @@ sanitizers() {
         which=()
         # initcheck has to see who writes what is read later, and does not see the copy engine's writes
         [ "$tool" = initcheck ] && exclude=() && which=(--without-hopper)
+        # shellcheck disable=SC2086
         timeout 500 "$sanitizer" --tool "$tool" "${exclude[@]}" \
-            python3 -m tools.sanitize "${which[@]}" > "$logs/$tool.txt" 2>&1 &
+            python3 -m tools.sanitize $SANITIZED "${which[@]}" > "$logs/$tool.txt" 2>&1 &
     done
     wait
     for tool in $tools; do

@@ -4,14 +4,16 @@ Each result is compared with NumPy. The sizes are small and odd, so that tiles a
 filled. Only the model's decoding and the fused block use CUDA graphs, so that compute-sanitizer
 reports other kernels by name.
 
---without-hopper selects the kernels of older GPUs on a Hopper GPU: initcheck does not track writes
-of the copy engine (TMA), and reports every read of them.
+Names of parts, such as gemm and operation:softmax, restrict it to these. --without-hopper selects
+the kernels of older GPUs on a Hopper GPU: initcheck does not track writes of the copy engine (TMA),
+and reports every read of them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 from unittest.mock import patch
@@ -142,6 +144,24 @@ def gemm() -> None:
             )  # fmt: skip
 
 
+def fp8_gemm() -> None:
+    """FP8 weights with and without scales, to 16 bits and to float32, in place."""
+    rng = np.random.default_rng(0)
+    a, values = (rng.standard_normal(shape, np.float32) for shape in ((70, 144), (72, 144)))
+    on_device, bias = cupy.asarray(a.astype(np.float16)), rng.standard_normal(72, np.float32)
+    for format, gelu, kind in product(FP8, (False, True), ("float16", "float32")):
+        w = WeightMatrix.quantize(cupy.asarray(values), format, "NK")
+        residual = cupy.asarray(rng.standard_normal((70, 72)).astype(kind))
+        exact = on_device.get().astype(np.float64), w.mapped(cupy.asnumpy).dequantized()
+        ends = bias.astype(np.float64), residual.get().astype(np.float64)
+        truth = reference.gemm(exact[0], exact[1].astype(np.float64), *ends, gelu=gelu)
+        arrays = on_device, w, cupy.asarray(bias), residual
+        label = f"gemm {format} gelu {gelu} to {kind}"
+        options = {"gelu": gelu, "dtype": kind}
+        limit = measure.tolerance("float16")
+        checked(label, truth, limit, bound_and_run, OPERATIONS["gemm"], arrays, residual, **options)
+
+
 def attention() -> None:
     """On tensor cores: one sequence, and a ragged batch with an empty sequence."""
     rng = np.random.default_rng(0)
@@ -192,8 +212,7 @@ def model() -> None:
         Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
         Sampling(temperature=1.5, seed=3),
     ]
-    cases = [*((dtype, narrow) for dtype in DTYPES), ("float16", on_tensor_cores)]
-    for dtype, weights in (*cases, ("bfloat16", on_tensor_cores)):
+    for weights, dtype in product((narrow, on_tensor_cores), DTYPES):
         ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
         pairs = zip(ours(ids), truth(ids), strict=True)
         error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
@@ -263,10 +282,14 @@ def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
         own = _arrays.compute_capability()
         _arrays._capability = lambda _: min(own, HOPPER_CAPABILITY - 1)  # type: ignore[assignment]
-    for part in (block, attention, fused_block, model, fp8_caches, large_matrices, gemm):
-        part()
-    for found in OPERATIONS.values():
-        operation(found)
+    parts: dict[str, Callable[[], None]] = {
+        f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
+    }
+    for part in (block, attention, fused_block, model, fp8_caches, large_matrices, gemm, fp8_gemm):
+        parts[part.__name__] = part
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]
+    for name in names or parts:
+        parts[name]()
     print("all done")
 
 

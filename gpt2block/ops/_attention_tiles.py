@@ -27,10 +27,10 @@ HOPPER_THREADS = {64: 288, 128: 384}
 HOPPER_SHARED = {64: 181408, 128: 230496}
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
 HOPPER_TWO_PART_HEAD = 64  # channels of a head of two-part matrices
-HOPPER_TWO_PART_CLUSTER = 2  # blocks, of 64 queries each
+HOPPER_TWO_PART_TILE = 64  # queries, and keys
 HOPPER_TWO_PART_THREADS = 384  # two warpgroups that multiply, and one of which a thread copies
-# Bytes: ten tiles of K or V, two of queries, the sums that are passed on, barriers, the alignment.
-HOPPER_TWO_PART_SHARED = 217280
+# Bytes: eight tiles of K or V, two of queries, sums that are passed on, barriers, the alignment.
+HOPPER_TWO_PART_SHARED = 184480
 CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
 
@@ -210,7 +210,7 @@ def hopper_geometry(
 
     Raises InputError for more tiles than the kernel can count.
     """
-    tiles = _hopper_tiles(B, T, NH)
+    tiles = _hopper_tiles(B, T, NH, HOPPER_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS[HS],)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(HS, serves))
     geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED[HS], defines)
@@ -228,9 +228,8 @@ def hopper_two_part_geometry(
     sms: int,
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """As `hopper_geometry`, for two-part matrices; a cluster of two blocks has a tile."""
-    head, cluster = HOPPER_TWO_PART_HEAD, HOPPER_TWO_PART_CLUSTER
-    clusters = min(_hopper_tiles(B, T, NH), sms // cluster)
+    """As `hopper_geometry`, for two-part matrices."""
+    head, tiles = HOPPER_TWO_PART_HEAD, _hopper_tiles(B, T, NH, HOPPER_TWO_PART_TILE)
     defines = (
         ("ATT_CAUSAL", int(causal)),
         *tensor_heads_defines(head, serves),
@@ -238,7 +237,7 @@ def hopper_two_part_geometry(
     )
     geometry = Geometry(
         "attention_fp32_hopper",
-        (clusters * cluster,),
+        (min(tiles, sms),),
         (HOPPER_TWO_PART_THREADS,),
         HOPPER_TWO_PART_SHARED,
         defines,
@@ -246,9 +245,9 @@ def hopper_two_part_geometry(
     return geometry, together(B, 2 * T, NH, causal, head, serves)
 
 
-def _hopper_tiles(B: int, T: int, NH: int) -> int:
+def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
     """How many tiles of queries there are; InputError for more than the kernels can count."""
-    tiles = B * NH * ceil(T / HOPPER_TILE)
+    tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
             f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant hopper counts to "

@@ -32,6 +32,7 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_THREADS,
     HOPPER_TILE,
     HOPPER_TWO_PART_HEAD,
+    HOPPER_TWO_PART_TILE,
     MOST_BLOCKS,
     TENSOR_HEADS,
     heads_defines,
@@ -270,8 +271,7 @@ def _mma(c: Call) -> Launch:
     "hopper_fp32",
     HOPPER_TWO_PART,
     "attention_fp32_hopper",
-    idea="the same by wgmma: two warpgroups take alternate keys of 64 queries, a cluster of two "
-    "blocks loads keys together (TMA)",
+    idea="the same by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA",
     source="Ootomo and Yokota (2022), for two-part matrices",
 )
 def _hopper_two_part(c: Call) -> Launch:
@@ -284,7 +284,7 @@ def _hopper_two_part(c: Call) -> Launch:
     geometry, together = hopper_two_part_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
-    boxes = tensor_map(c.qkv.parts, (1, HOPPER_TILE // 2, HOPPER_TWO_PART_HEAD))
+    boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(HOPPER_TWO_PART, geometry, args, "float16")

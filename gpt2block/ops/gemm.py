@@ -350,7 +350,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     c.weights, c.scale = c.w.data, c.w.scale
     if c.w.dtype not in FP8:
         return ()
-    if _widens_itself(c):
+    if c.up is None and c.variant in (None, "hopper") and widens(c.K):
         if c.memory is not None:
             _check_memory(c)
         return ()
@@ -359,10 +359,12 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     return before.launches
 
 
-def _widens_itself(c: Call) -> bool:
-    """Whether gemm_fp8_hopper takes the weights: the copy engine reads rows in 16 bytes."""
-    chosen = c.variant in (None, "hopper") and compute_capability() == HOPPER_CAPABILITY
-    return chosen and c.up is None and c.K % 16 == 0
+def widens(K: int) -> bool:
+    """Whether the product takes FP8 weights (N, K) as they are, and widens them itself.
+
+    The copy engine reads their rows in 16 bytes.
+    """
+    return compute_capability() == HOPPER_CAPABILITY and K % 16 == 0
 
 
 def _check_up(c: Call) -> None:

@@ -28,6 +28,7 @@ from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.gated_sums import splits_of
+from gpt2block.ops.gemm import widens
 from gpt2block.ops.linear import MORE_ROWS, terms_of
 from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
@@ -64,11 +65,12 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
-    the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
-    FP8 matrices float16, and with float32 matrices operands are two-part. FP8 matrices are
-    converted for each product, and activations that float16 cannot hold are divided (`divisors`);
-    of float32 matrices, the two-part ones are stored in addition, which decoding reads, too.
+    Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size
+    that the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit
+    matrices, with FP8 matrices float16, and with float32 matrices operands are two-part. FP8
+    matrices are widened by each product or before it, and activations that float16 cannot hold
+    are divided (`divisors`); of float32 matrices, the two-part ones are stored in addition,
+    which decoding reads, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -418,11 +420,13 @@ class CudaModel(StoredModel):
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":
-            blocks = (m.N * m.K for name, m in self._matrices.items() if name.startswith("h."))
-            size = max(*blocks, given["head"].N * given["head"].K if head else 0)
-            if self._wide is None or self._wide.size < size:
+            used = [m for name, m in self._matrices.items() if name.startswith("h.")]
+            used += [given["head"]] if head else []
+            size = max((m.N * m.K for m in used if not widens(m.K)), default=0)
+            if size and (self._wide is None or self._wide.size < size):
                 self._wide = cupy.empty(size, "float16")
-            given["wide"] = self._wide
+            if size:
+                given["wide"] = self._wide
         return given
 
     def _head_of_all(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// Attention with the accuracy of float32 on Hopper, for heads of 64 channels: wgmma, TMA, clusters.
+// Attention with the accuracy of float32 on Hopper, for heads of 64 channels: wgmma and TMA.
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
@@ -11,8 +11,7 @@
 //
 // A block has 64 queries of a head, and two warpgroups that both work for all of them: they take alternate tiles of 64
 // keys, from the last keys seen to the first. So the last queries of a sequence, which have most keys, take half as
-// long. At the end the second warpgroup passes its sums to the first. The blocks of a cluster have neighbouring queries
-// and take the same keys: each loads one part, hi or lo, for both.
+// long. At the end the second warpgroup passes its sums to the first.
 //
 //   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in another one; Q hi is in registers
 //   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P
@@ -28,11 +27,11 @@
 //
 // The bits of a row depend only on the rows that it sees: keys are counted from the start of the sequence, and which
 // warpgroup has which of two alternate series of tiles makes no difference. Only the first tile of each warpgroup can
-// include keys after a query or past the end; with a causal mask, the first block of a cluster sees nothing of one.
+// include keys after a query or past the end.
 // Values of its V that are not finite are removed, and added at the end to the rows that see them.
 //
-// map: parts, boxes (1, 64, 64). Block (THREADS), grid: a cluster per multiprocessors of one, or per tile of QUERIES if
-// that is fewer (attention/hopper_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16.
+// map: parts, boxes (1, 64, 64). Block (THREADS), grid: a block per multiprocessor, or per tile of QUERIES if that is
+// fewer (attention/hopper_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16)
@@ -88,17 +87,12 @@ struct Consumer {
 
     __device__ __forceinline__ Matrix arrived(unsigned number) const {
         const unsigned slot = number % ATT_SLOTS;
-        wait<(ATT_SHARES > 1)>(shared.full[group][slot], number / ATT_SLOTS & 1, "full");
+        wait(shared.full[group][slot], number / ATT_SLOTS & 1, "full");
         return further(first_slot, slot * SLOT);
     }
 
     __device__ __forceinline__ void release(unsigned number) const {
-        Barrier& empty = shared.empty[group][number % ATT_SLOTS];
-        if (ATT_SHARES > 1) {
-            if (lane < ATT_SHARES) arrive_at(empty, lane);
-        } else {
-            if (lane == 0) arrive(empty);
-        }
+        if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
     }
 
     // Starts with the queries in a buffer, of which `left` exist from the warp's first one on.
@@ -327,15 +321,15 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
     return finite;
 }
 
-__device__ __forceinline__ void consume(Shared& shared, Work work, int rank, const T* parts, const float* scale,
-                                        T* out_parts, float* out_scale, long long rows) {
+__device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
+                                        float* out_scale, long long rows) {
     Consumer own(shared);
     pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // there is room for what is passed; the first group starts
     const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const long long stride = C + 2 * KV;
     for (int tile = 0; work.next(); ++tile) {
         const int tiles = tiles_of(work);
-        const int first = work.first + rank * OWN_QUERIES, row = first + 16 * own.warp, left = work.length - row;
+        const int first = work.first, row = first + 16 * own.warp, left = work.length - row;
         wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         if (tiles > own.group) {
             const char* const queries = shared.queries[tile % 2];
@@ -359,7 +353,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, int rank, con
     }
 }
 
-extern "C" __global__ void __cluster_dims__(ATT_SHARES, 1, 1) __launch_bounds__(THREADS, 1) attention_fp32_hopper(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_hopper(
     const __grid_constant__ TensorMap map,  // of parts
     const T* parts,                         // (2, rows, W)
     const float* scale,                     // (rows), powers of two from 2^-126 to 2^126
@@ -378,17 +372,14 @@ extern "C" __global__ void __cluster_dims__(ATT_SHARES, 1, 1) __launch_bounds__(
         shared.start();
     }
     __syncthreads();
-    if (ATT_SHARES > 1) sync_cluster();
     wait_before_copies();
-    const int rank = ATT_SHARES > 1 ? rank_in_cluster() : 0;
-    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x / ATT_SHARES,
-                    (int)gridDim.x / ATT_SHARES};
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     if (uniform(threadIdx.x / GROUP) == 2) {
         give_registers<24>();
-        if (uniform(threadIdx.x / 32) == CONSUMERS / 32 && elect_one()) produce(shared, map, work, rank);
+        if (uniform(threadIdx.x / 32) == CONSUMERS / 32 && elect_one()) produce(shared, map, work);
         __syncwarp();
     } else {
         take_registers<240>();
-        consume(shared, work, rank, parts, scale, out_parts, out_scale, rows);
+        consume(shared, work, parts, scale, out_parts, out_scale, rows);
     }
 }

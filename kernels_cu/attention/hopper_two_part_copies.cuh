@@ -4,21 +4,17 @@
 
 #include "lib/sm90.cuh"
 
-#ifndef ATT_SHARES  // blocks of a cluster: 1 or 2
-#define ATT_SHARES 2
-#endif
 #ifndef ATT_SLOTS  // of a warpgroup's ring
-#define ATT_SLOTS 5
+#define ATT_SLOTS 4
 #endif
 
-constexpr int KEYS = 64, OWN_QUERIES = 64, QUERIES = ATT_SHARES * OWN_QUERIES;  // of a tile, a block, a cluster
+constexpr int KEYS = 64, QUERIES = 64;  // of a tile, of a block
 #include "attention/hopper_work.cuh"
 
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
 constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes of a row, of hi or lo of a tile, of both
 constexpr int PASSED = 4 * COLUMNS + 6;  // floats of a thread
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
-static_assert(ATT_SHARES == 1 || ATT_SHARES == 2, "a block loads both parts, or one of them");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
 
 // The tiles of a warpgroup, a slot for K or for V: K, then in turn K V, then V; of all its tiles of queries.
@@ -35,7 +31,7 @@ struct Shared {
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < 2; ++i) {
-            for (int j = 0; j < ATT_SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], ATT_SHARES * WARPS);
+            for (int j = 0; j < ATT_SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], WARPS);
             init(asked[i], 1), init(answered[i], CONSUMERS / 32);
         }
         fence_inits();
@@ -45,55 +41,39 @@ struct Shared {
 // Barriers of some threads of a block.
 enum { CHECK = 1, TURN = CHECK + 2, PASS = TURN + 2, TAKEN };
 
-// The number of tiles of keys that a cluster's queries see.
+// The number of tiles of keys that a block's queries see.
 __device__ __forceinline__ int tiles_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
 }
 
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work, int rank) {
-    const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
-    const auto wait_for_slot = [&](int group, unsigned number) {  // returns at once for a new slot
-        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");
-    };
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
     const auto load = [&](int group, unsigned number, int column, int row) {
-        wait_for_slot(group, number);
+        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // a new slot is
         char* const to = shared.rings[group].slots[number % ATT_SLOTS];
         Barrier& full = shared.full[group][number % ATT_SLOTS];
         arrive_and_expect(full, SLOT);
-        if constexpr (ATT_SHARES == 2) {
-            load_box_for(3, to + rank * PART, map, full, column, row, rank);
-        } else {
-            load_box(to, map, full, column, row, 0);
-            load_box(to + PART, map, full, column, row, 1);
-        }
+        for (int part = 0; part < 2; ++part) load_box(to + part * PART, map, full, column, row, part);
     };
-    unsigned count = 0, others = 0;  // slots so far, of the ring in use and of the other one
+    unsigned slots = 0, others = 0;  // so far, of the first warpgroup's ring and of the second one's
     for (int tile = 0; work.next(); ++tile) {
-        const int tiles = tiles_of(work), row = (int)work.row, column = C + SIZE * (work.head / ATT_SERVES);
+        int heads = work.n_head;
+        asm volatile("" : "+r"(heads));  // what is computed from it would need a register in next()
+        const int tiles = tiles_of(work), row = (int)work.row, column = SIZE * (heads + work.head / ATT_SERVES);
+        const int values = column + SIZE * (heads / ATT_SERVES);
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
         arrive_and_expect(shared.asked[tile % 2], SLOT);
         for (int part = 0; part < 2; ++part) {
             char* const to = shared.queries[tile % 2] + part * PART;
-            const int first = row + work.first + rank * OWN_QUERIES;
-            load_box(to, map, shared.asked[tile % 2], SIZE * work.head, first, part);
+            load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
         }
-        int group = 0, first = row + (tiles - 1) * KEYS;
 #pragma unroll 1
-        for (int i = 0; i < tiles + 2; ++i, first -= KEYS) {  // keys of tile i, values of the tile of 2 before
-            if (i < tiles) load(group, count++, column, first);
-            if (i >= 2) load(group, count++, column + KV, first + 2 * KEYS);
-            const unsigned next = others;
-            others = count, count = next, group ^= 1;
+        for (int i = 0; i < tiles + 2; ++i) {  // keys of the tile i before the last one, values of 2 tiles after it
+            const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
+            const int first = row + (tiles - 1 - i) * KEYS;
+            if (i < tiles) load(i % 2, own - (i >= 2), column, first);
+            if (i >= 2) load(i % 2, own - (i >= tiles), values, first + 2 * KEYS);
         }
-        if (group > 0) {
-            const unsigned next = others;
-            others = count, count = next;
-        }
-    }
-    // The other block arrives at these barriers: this one must not exit before the last arrivals.
-    for (int i = 0; ATT_SHARES > 1 && i < ATT_SLOTS; ++i) {
-        wait_for_slot(0, count + i);
-        wait_for_slot(1, others + i);
+        slots += (tiles + 1) / 2 * 2, others += tiles / 2 * 2;
     }
 }
 
