@@ -168,6 +168,7 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
     if (c.sums is None) != (c.w_down is None):
         raise InputError("expected sums and w_down, or neither")
     unfit(compute_capability() < MMA_CAPABILITY, "needs a GPU of compute capability 8.0 or newer")
+    unfit(c.M > MOST_ROWS, f"{c.M:,} rows: expected up to {MOST_ROWS}")
     multiple = mma.LOADED // c.w.data.itemsize
     unfit(c.K % multiple, f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     unfit(c.N >= mma.MANY_COLUMNS, f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")

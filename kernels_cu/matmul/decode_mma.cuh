@@ -79,8 +79,8 @@ struct Input {
     const float* beta;
     float eps;
     int M, first;
-    char* shared;   // LM_ROWS rows, then their statistics
-    float inverse;  // of the scale of x, with two-part weights
+    char* shared;            // LM_ROWS rows, then their statistics
+    float inverse;           // of the scale of x, with two-part weights
     const float* sums;       // (LM_SUMS, M, K), added to x by an RMSNorm
     const float* sum_scale;  // (K) or null
     Four early[2][EARLY ? UNITS : 1];
