@@ -26,7 +26,7 @@
 #ifndef RS_THREADS  // a multiple of 32
 #define RS_THREADS 256
 #endif
-#ifndef RS_TERMS  // of out, which is float: 1 float16, 2 bfloat16
+#ifndef RS_TERMS  // the kind of the terms of out, which is float; 0: none
 #define RS_TERMS 0
 #endif
 #ifndef RS_HELD  // loads of a row that a thread keeps
@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
+    float out_scale,                   // of two-part terms
     float eps) {
     __shared__ float scratch[RS_THREADS / 32];
     Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
 #pragma unroll
             for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
                 unsigned high, low;
-                split_pair<RS_TERMS == 2>(v[e], v[e + 1], high, low);
+                split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
                 narrow_to(out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)], __int_as_float((int)high));
                 narrow_to(out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)], __int_as_float((int)low));
             }

@@ -49,7 +49,7 @@ static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a war
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
-static_assert(!(DT_TERMS || DT_OUT_TERMS) || order::TILE_OCTETS == 2, "weights have one term of 16 bits");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -124,8 +124,8 @@ struct CopiesOfX {
                 char* unit = stage + at + pass * STEP * X_PITCH;
                 const float4 v = *reinterpret_cast<float4*>(unit);
                 uint4 terms;
-                order::split_x(v.x, v.y, inverse, terms.x, terms.y);
-                order::split_x(v.z, v.w, inverse, terms.z, terms.w);
+                split_pair<order::KIND>(v.x, v.y, inverse, terms.x, terms.y);
+                split_pair<order::KIND>(v.z, v.w, inverse, terms.z, terms.w);
                 *reinterpret_cast<uint4*>(unit) = terms;
             }
         }
