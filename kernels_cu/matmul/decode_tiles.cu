@@ -188,17 +188,17 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     total.open();
 
     const int each = order::split_length(K) / SLICE;  // slices of a split
-    char* stage = stages;
+    char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
     for (int split = share.first, slice = 0; split < share.last; ++split) {
         Sums sums = {};
         for (const int end = min(slice + each, slices); slice < end; ++slice) {
             wait_for_groups<DT_STAGES - 2>();
             copies_of_x.convert(stage, inverse_of(x_scale));
             __syncthreads();
-            char* const free = stage == stages ? stages + (DT_STAGES - 1) * STAGE : stage - STAGE;
             if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
             multiply(sums, stage, warp);
+            free = stage;
             stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
         }
         total.add(split, sums, warp, rows);

@@ -89,15 +89,14 @@ struct Share {
 // A thread's share of the slices of x: a unit of several rows.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
-    static constexpr int CONVERTED = order::TWO_PART ? 2 : PASSES;  // at a time: more need too many registers
+    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // more need too many registers
     const float* from;  // of the next slice
-    int deep, row, left, at, stride;  // deep: k from the unit on; left: rows from `row` on; at: bytes in a stage
+    int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
         const int unit = threadIdx.x % X_UNITS;
         row = threadIdx.x / X_UNITS;
-        const int k = share.k + 4 * unit;
-        deep = share.K - k, left = M - share.row - row;
+        k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
         at = row * X_PITCH + x_unit(row, unit);
         from = x + (long long)(share.row + row) * K_ + k;
         stride = K_;
@@ -106,20 +105,20 @@ struct CopiesOfX {
     __device__ __forceinline__ bool has(int pass) const { return DT_ROWS % STEP == 0 || row + pass * STEP < DT_ROWS; }
 
     __device__ __forceinline__ void next(char* stage) {
-        const int rows = deep > 0 ? left : 0;
+        const int rows = k < K ? left : 0;
         const float* x = from;
-#pragma unroll
+#pragma unroll AT_ONCE
         for (int pass = 0; pass < PASSES; ++pass) {
             if (has(pass)) copy16(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
             x += (long long)STEP * stride;
         }
-        from += SLICE, deep -= SLICE;
+        from += SLICE, k += SLICE;
     }
 
     // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
     __device__ __forceinline__ void convert(char* stage, float inverse) const {
         if constexpr (!DT_TERMS && !order::FLOATS) {
-#pragma unroll CONVERTED
+#pragma unroll AT_ONCE
             for (int pass = 0; pass < PASSES; ++pass) {
                 if (!has(pass)) continue;
                 char* unit = stage + at + pass * STEP * X_PITCH;
@@ -137,21 +136,20 @@ struct CopiesOfX {
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // of the next slice
-    int deep, row, left, at, stride;
+    int k, K, row, left, at, stride;
 
     __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
         const int unit = threadIdx.x % W_UNITS;
         row = threadIdx.x / W_UNITS;
         const int n = share.column + row / 16 * 16 + column_at(row % 16);
-        const int k = share.k + WIDE * (unit % PART_UNITS);
-        deep = share.K - k, left = N - n;
+        k = share.k + WIDE * (unit % PART_UNITS), K = share.K, left = N - n;
         at = X_BYTES + row * W_PITCH + w_unit(row, unit);
         from = w + ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
         stride = K_;
     }
 
     __device__ __forceinline__ void next(char* stage) {
-        const int rows = deep > 0 ? left : 0;
+        const int rows = k < K ? left : 0;
         const W* w = from;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
@@ -160,7 +158,7 @@ struct CopiesOfW {
             }
             w += (long long)STEP * stride;
         }
-        from += SLICE, deep -= SLICE;
+        from += SLICE, k += SLICE;
     }
 };
 
