@@ -37,10 +37,11 @@ def decode(
     norms: bool = True,
     known: Mapping[str, Sequence[Terms]] | None = None,
     kv_dtype: str | None = None,
+    bounds: Mapping[str, float] | None = None,
 ) -> list[Step]:
     """The steps of a token."""
     do = outline(config)
-    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype)
+    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype, bounds)
     forward(step, architecture_of(config), config, "logits")
     return do.steps
 

@@ -153,7 +153,7 @@ def edited_split(
     B, n_ctx, _ = held.k.shape
     out = np.full(q.shape, np.nan, np.float32)
     geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
-    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, out]
+    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, 1.0, out]
     launch_edited(source, order, geometry, args, held.kind)
     return out
 

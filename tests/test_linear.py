@@ -217,9 +217,10 @@ def test_tiles_of_decoding_compile_without_spills() -> None:
                 for dtype, constants in stored.items():
                     limits = {"capability": capability, "sms": gpu["sms"]}
                     tile = mma_tiles.choose(M, N, K, dtype, most_shared=most_shared, **limits)
-                    defines = mma_tiles.geometry("", M, N, K, dtype, tile).defines
-                    jobs.append((mma_tiles.FILE, arch, (*constants, *defines)))
-    assert_clean(list(dict.fromkeys(jobs))[::7])
+                    for ends in (False, True) if dtype != "float32" else (False,):  # as terms
+                        found = mma_tiles.geometry("", M, N, K, dtype, tile, ends, ends)
+                        jobs.append((mma_tiles.FILE, arch, (*constants, *found.defines)))
+    assert_clean(list(dict.fromkeys(jobs))[::11])
 
 
 def test_tiles_of_many_rows_compile_and_fit() -> None:

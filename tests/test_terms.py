@@ -16,6 +16,7 @@ from gpt2block import InputError
 from gpt2block.config import GPT2Config
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
 from gpt2block.ops.layernorm import bind as bind_layernorm
@@ -24,6 +25,7 @@ from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
 from tests.outlines import decode
@@ -32,6 +34,12 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 every_kind = pytest.mark.parametrize("kind", DTYPES)
+BOUND = 6.0  # of magnitudes that are two-part
+SCALE = scale_for(BOUND)
+
+
+def made_of(kind: str, width: int = 0) -> Terms:
+    return Terms(kind, width, SCALE if kind == TWO_PART else 1.0)
 
 
 def terms(x: Array, kind: str, width: int = 0) -> Array:
@@ -39,8 +47,11 @@ def terms(x: Array, kind: str, width: int = 0) -> Array:
 
     width: with it, in the order of wgmma, as lib/terms.cuh defines it.
     """
-    high = x.astype(DTYPES[kind])
-    low = (x - high.astype(np.float32)).astype(DTYPES[kind])
+    dtype, unit = DTYPES.get(kind, np.float16), 1
+    if kind == TWO_PART:
+        x, unit = x / np.float32(SCALE), 2048
+    high = x.astype(dtype)
+    low = ((x - high.astype(np.float32)) * np.float32(unit)).astype(dtype)
     pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
     words = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
     floats: Array = words.view(np.float32)
@@ -81,25 +92,70 @@ def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     assert_same_bits(made.run().get(), terms(expected, kind.dtype))
 
 
-@every_kind
+@pytest.mark.parametrize("K", [96, 264])
+@pytest.mark.parametrize("M", [17, 33, 64, 65, 200])
+@one_order
+def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
+    """The bits of the floats they are made of, of whichever kernel and in any batch."""
+    N = 50
+    x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
+    w = two_part_matrix(N, K)
+    (kind,) = terms_of(TWO_PART, M, {"w": (K, N)})["w"]
+    assert kind == Terms(TWO_PART)
+    kind = made_of(TWO_PART)
+
+    def product(of: Array, rows: slice, **options: Any) -> Array:
+        inputs = [None if a is None else cupy.asarray(a[rows]) for a in (of, residual)]
+        given = inputs[0], w, cupy.asarray(bias), None, None, inputs[1]
+        result: Array = bind_linear(given, gelu=True, **options).run().get()
+        return result
+
+    every = slice(None)
+    expected = product(x, every, variant="mma", x_bound=BOUND)
+    for variant in ("mma", "mma_tiles"):
+        assert_same_bits(product(terms(x, TWO_PART), every, variant=variant, terms=kind), expected)
+    for rows in (slice(M - 1, M), slice(M // 2, None)):
+        alone = product(terms(x, TWO_PART), rows, decoding=True, terms=kind)
+        assert_same_bits(alone, expected[rows])
+    larger = kind._replace(scale=4 * SCALE)
+    made = product(terms(x, TWO_PART), every, decoding=True, terms=kind, to_terms=larger)
+    assert_same_bits(made, terms(expected / 4, TWO_PART))
+
+
+def two_part_matrix(N: int, K: int) -> TwoPartMatrix:
+    numbers = TwoPartMatrix.from_float32(plain.normal(1, N, K) / np.float32(K**0.5))
+    return numbers.mapped(cupy.asarray)
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
 @one_order
 def test_qkv_of_terms(device: Any, kind: str) -> None:
-    x, w, B, C = plain.normal(0, 3, 64), matrix(72, 64, kind), 3, 24
+    x, B, C = plain.normal(0, 3, 64), 3, 24
+    w = two_part_matrix(72, 64) if kind == TWO_PART else matrix(72, 64, kind)
+    bound = {"x_bound": BOUND} if kind == TWO_PART else {}
     found = []
     for given in (x, terms(x, kind)):
-        caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2)]
+        caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES.get(kind, np.float32))) for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
-        rows, terms_given = cupy.asarray(given), None if given is x else Terms(kind)
-        inputs = (rows, w, None, None, None, *caches, row, position)
-        bound = STEPS["linear_qkv"].bind(inputs, terms=terms_given)
-        q = bound.run().get()
+        inputs = (cupy.asarray(given), w, None, None, None, *caches, row, position)
+        options: dict[str, Any] = bound if given is x else {"terms": made_of(kind)}
+        q = STEPS["linear_qkv"].bind(inputs, **options).run().get()
         found.append([q, *(cache.get() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
 
 
-@every_kind
-@pytest.mark.parametrize(("C", "width"), [(70, 0), (768, 0), (768, 8), (768, 16)])
+@pytest.mark.parametrize(
+    ("C", "width", "kind"),
+    [
+        *(
+            (C, width, kind)
+            for C, width in ((70, 0), (768, 0), (768, 8), (768, 16))
+            for kind in DTYPES
+        ),
+        *((C, 0, TWO_PART) for C in (70, 768)),
+    ],
+)
 @one_order
 def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     inputs = [
@@ -107,22 +163,31 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     ]
     options: dict[str, Any] = {"eps": 1e-5, "variant": "decode"}
     floats = bind_layernorm(tuple(inputs), **options).run().get()
-    made = bind_layernorm(tuple(inputs), to_terms=Terms(kind, width), **options).run().get()
+    made = bind_layernorm(tuple(inputs), to_terms=made_of(kind, width), **options).run().get()
     assert_same_bits(made, terms(floats, kind, width))
 
 
-@every_kind
+@pytest.mark.parametrize(("C", "kind"), [(70, "bfloat16"), (70, TWO_PART), (768, TWO_PART)])
+@one_order
+def test_rmsnorm(device: Any, C: int, kind: str) -> None:
+    inputs = cupy.asarray(plain.normal(0, 9, C)), cupy.asarray(plain.normal(1, C))
+    floats = RMSNORM.bind(inputs, variant="stream").run().get()
+    made = RMSNORM.bind(inputs, variant="stream", to_terms=made_of(kind)).run().get()
+    assert_same_bits(made, terms(floats, kind))
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
 @pytest.mark.parametrize(
     ("n_head", "HS", "width"), [(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16)]
 )
 @one_order
 def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> None:
-    C = n_head * HS
-    k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(DTYPES[kind])) for n in (1, 2))
+    C, dtype = n_head * HS, DTYPES.get(kind, np.float32)
+    k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(dtype)) for n in (1, 2))
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
     floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
-    made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=Terms(kind, width)).run().get()
+    made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=made_of(kind, width)).run().get()
     assert_same_bits(made, terms(floats, kind, width))
 
 
@@ -137,6 +202,14 @@ def test_what_has_no_terms(device: Any) -> None:
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
         bind_linear((x, matrix(8, 64, "float32")), terms=Terms("float16"))
+    parts, kind = two_part_matrix(8, 64), made_of(TWO_PART)
+    assert terms_of(TWO_PART, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(TWO_PART),)}
+    assert not terms_of(TWO_PART, 16, {"w": (24, 8)})
+    with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
+        bind_linear((x, parts), terms=kind, x_bound=2.0)
+    for other in (Terms("float16"), kind._replace(width=8)):
+        with pytest.raises(InputError, match="two_part, 64 inputs, 8 outputs: expected terms of"):
+            bind_linear((x, parts), terms=other)
     w = matrix(7, 64, "float16")
     refused = {
         "float16": "channels in multiples of 2, got 7",
@@ -184,6 +257,23 @@ def test_the_steps_that_hand_over_terms() -> None:
     assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
     for steps in (decode(config), decode(config, False, {})):
         assert not any("terms" in step.attrs for step in steps)
+
+
+def test_the_steps_that_hand_over_two_part_terms() -> None:
+    """Where the operand has a bound, which gives its terms their scale, and floats elsewhere."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(TWO_PART),))
+    bounds = {"h.0.ln1": 3.0, "h.0.qkv": 40.0, "h.0.ln2": 4.0, "h.0.gelu": 5.0}
+    steps = {step.name: step for step in decode(config, False, known, bounds=bounds)}
+    scales = {"h.0.ln1": 4.0, "h.0.attn": 64.0, "h.0.ln2": 4.0, "h.0.gelu": 8.0}
+    for gives, takes in (("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")):
+        scale = scale_for(scales[f"h.0.{gives}"])
+        assert steps[f"h.0.{gives}"].attrs["to_terms"] == Terms(TWO_PART, 0, scale)
+        assert steps[f"h.0.{takes}"].attrs["terms"] == Terms(TWO_PART, 0, scale)
+        assert steps[f"h.0.{takes}"].inputs[1].endswith(".parts")
+        assert "x_bound" not in steps[f"h.0.{takes}"].attrs
+    assert "to_terms" not in steps["ln_f"].attrs
+    assert steps["logits"].inputs[1] == "lm_head"
 
 
 def test_the_terms_of_a_llama() -> None:

@@ -36,7 +36,7 @@ from gpt2block.ops._attention_tiles import (
     warp_queries,
 )
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import check_terms, order_define
+from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.call import TWO_PART, Call, check_format
 from gpt2block.ops.operation import Operation, Sizes, unfit, variant
@@ -272,8 +272,8 @@ def _split(c: Call) -> Launch:
     """Query m is of sequence row[m], and sees its keys 0 to position[m], its own.
 
     The cache already holds them. A position beyond the cache counts as its last; for a row outside
-    the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, or with FP8
-    of any, what out has in the place of floats, as `linear` takes them.
+    the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, two-part next
+    to float32, or with FP8 of any, what out has in the place of floats, as `linear` takes them.
     """
     heads = _heads("q", c.Q, c.n_head, c.C)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
@@ -281,19 +281,19 @@ def _split(c: Call) -> Launch:
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
     T = "float32" if c.kv_dtype else c.kv_storage
     if c.to_terms is not None:
-        T = c.to_terms.dtype if c.kv_dtype else c.kv_storage
-        if c.to_terms.dtype != T or c.k.itemsize > 2 or heads[-1] % 2:
+        own = TWO_PART if c.kv_storage == "float32" else c.kv_storage
+        if (c.to_terms.dtype != own and c.kv_dtype is None) or heads[-1] % 2:
             raise InputError(
                 f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
-                "16-bit dtype of k, and an even head size"
+                "16-bit dtype of k, or two_part next to float32, and an even head size"
             )
         check_terms(c.to_terms, c.Q)
-        ends = (("AS_TERMS", 1), *order_define(c.to_terms))
+        ends = stored_defines("AS_TERMS", c.to_terms)
         geometry = geometry._replace(defines=(*geometry.defines, *ends))
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
-    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, c.out)
+    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, stored_scale(c.to_terms), c.out)
     return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
 
 

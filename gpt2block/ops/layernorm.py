@@ -30,7 +30,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import Terms, check_terms, stored_defines
+from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import TWO_PART, Call, checked
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, unfit, variant
 from gpt2block.ops.two_part import check_one_scale
@@ -309,7 +309,8 @@ def _decode(c: Call) -> Launch:
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    return launch_at("layernorm/decode.cu", geometry, (c.x, c.gamma, c.beta, c.out, c.eps, c.rows))
+    args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_terms), c.eps, c.rows)
+    return launch_at("layernorm/decode.cu", geometry, args)
 
 
 def bind(

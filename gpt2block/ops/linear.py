@@ -39,7 +39,7 @@ from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import Parts, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops._terms import Terms, check_terms
+from gpt2block.ops._terms import Terms, check_terms, stored_scale
 from gpt2block.ops.call import Call, checked
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
@@ -72,12 +72,16 @@ def terms_of(
     """The terms that the x of each product of a layer can have for decoding M rows, fastest first.
 
     dtype: of the weights. shapes: (K, N) of the matrices. None where x has floats, because that is
-    faster for few rows, or because these products are not on tensor cores, or of tf32. Up to
-    MORE_ROWS rows all products of a layer are of one kind: with two in turn, launches overlap less.
+    faster for few rows, or because these products are not on tensor cores, or of tf32. Two-part
+    terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows all products of a
+    layer are of one kind: with two in turn, launches overlap less.
     """
-    multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
-    if dtype in ("float32", TWO_PART) or compute_capability() < MMA_CAPABILITY:
+    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
+    multiple = mma.LOADED // itemsize_of(dtype)
+    if dtype == TWO_PART:
+        fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
+        return dict.fromkeys(fitting, (Terms(TWO_PART),))
     wide = hopper.terms(dtype)
     smallest = min(K * N for K, N in shapes.values())
 
@@ -92,6 +96,11 @@ def terms_of(
         return (wide, *in_place) if possible and faster else in_place
 
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of a number of weights of a dtype, or of a part of it."""
+    return 2 if dtype == TWO_PART else mma.BYTES.get(dtype, 1)
 
 
 def _most_shared() -> int:
@@ -143,7 +152,7 @@ def _on_tensor_cores(c: Call) -> None:
         compute_capability() < MMA_CAPABILITY,
         "needs a GPU of compute capability 8.0 or newer: use variant matvec",
     )
-    multiple = mma.LOADED // c.w.data.itemsize
+    multiple = mma.LOADED // itemsize_of(c.w.dtype)
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
     unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
 
@@ -239,7 +248,7 @@ def _mma(c: Call) -> Launch:
     idea="more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
 )
 def _mma_tiles(c: Call) -> Launch:
-    return _more_rows(c, "linear_decode_tiles", _tile_ends(c))
+    return _more_rows(c, "linear_decode_tiles", (stored_scale(c.to_terms), *_tile_ends(c)))
 
 
 @variant(
@@ -369,8 +378,9 @@ def bind(
     None or missing; residual may be out. decoding: choose a variant as for few rows, so that a row
     has the same bits in any number of rows. x_bound: with a TwoPartMatrix, the largest magnitude
     that x or its LayerNorm can have, by default 2^15: it gives x's terms their scale. terms: what
-    x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma; to_terms:
-    what out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
+    x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and neither gamma nor
+    x_bound, since two-part ones have their scale; to_terms: what out has, for another product with
+    such weights. up: a second WeightMatrix, of w's dtype and
     shape: out is silu(x w) (x up), by variant hopper.
     """
     options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
@@ -402,7 +412,9 @@ def _checked(
         return c
     c = checked(two_part, inputs, out, **options)
     c.w = Parts(c.w.parts, c.w.scale)
-    c.x_scale = 1.0 if x_bound is None else scale_for(x_bound)
+    if c.terms and x_bound is not None:
+        raise InputError("x_bound: terms have a scale: expected either")
+    c.x_scale = stored_scale(c.terms) if x_bound is None else scale_for(x_bound)
     return c
 
 
@@ -474,7 +486,7 @@ def _check(c: Call) -> None:
         return
     known = terms_of(c.w.dtype, MORE_ROWS + 1, {"w": (c.K, c.N)}).get("w", ())
     kinds = {each.dtype for each in known}
-    orders = {0, hopper.width(c.w.dtype)}
+    orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
     if unknown or (c.terms and c.gamma is not None):
         raise InputError(

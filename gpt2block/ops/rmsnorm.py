@@ -27,7 +27,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import Terms, check_terms, stored_defines
+from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.ops.warm import call
@@ -115,7 +115,8 @@ def _stream(c: Call) -> Launch:
     geometry = stream_geometry(c.rows, c.C)
     terms = stored_defines("RS_TERMS", c.to_terms)
     geometry = geometry._replace(defines=(*geometry.defines, *terms))
-    return launch_at(STREAM, geometry, (c.x, c.weight, c.out, c.eps), storage=c.out_dtype)
+    args = (c.x, c.weight, c.out, stored_scale(c.to_terms), c.eps)
+    return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
 @variant(

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.forward import Pass, Product, To
 from gpt2block.passes.machine import Machine, Value, two_part_of
+from gpt2block.weights.two_part import scale_for
 
 
 class Rows(NamedTuple):
@@ -29,6 +31,7 @@ class DecodePass(Pass):
     norms: whether products normalize their rows (LayerNorm), as is fastest for few rows; else it
     has steps of its own, with the same bits. known: the terms that the x of a product can have, the
     preferred ones first, by the last part of the name of its weights; empty where they take floats.
+    Two-part terms are for operands with a bound alone, which gives them their scale.
     kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
     name: where there is one, products read two-part weights in the place of float32 ones.
     """
@@ -55,23 +58,25 @@ class DecodePass(Pass):
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if beta and self.norms:
             return Rows(x, gamma, beta, bound=self._bounds.get(name))
-        terms = self._terms(to)
+        bound = self._bounds.get(name)
+        terms = self._terms(to, bound)
         if beta:
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
         else:
             how = {"variant": "stream", **_to(terms)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
-        return Rows(y, terms=terms, bound=self._bounds.get(name))
+        return Rows(y, terms=terms, bound=bound)
 
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
-        terms = None if a.gamma else self._terms(p.to, a.terms.width if a.terms else 0)
+        bound = self._bounds.get(p.result)
+        terms = None if a.gamma else self._terms(p.to, bound, a.terms.width if a.terms else 0)
         w, how = self._weights(p.w, a)
         options = {**self._given(a), **_to(terms), **p.options, **how}
         inputs = (a.x, w, p.bias, a.gamma, a.beta, p.residual)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
-        return Rows(y, terms=terms, bound=self._bounds.get(p.result)) if p.to else y
+        return Rows(y, terms=terms, bound=bound) if p.to else y
 
     def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
         """Queries; keys and values are in the kv_cache."""
@@ -89,16 +94,18 @@ class DecodePass(Pass):
         return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        terms = self._terms(to)
+        bound = self._bounds.get(
+            f"{h}rope" if self.c.rope else f"{h}qkv"
+        )  # v's, of which y is means
+        terms = self._terms(to, bound)
         options = {"n_head": self.c.n_head, **_to(terms), **self.kv}
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
-        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
-        return Rows(y, terms=terms, bound=self._bounds.get(means_of))
+        return Rows(y, terms=terms, bound=bound)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         if x.terms and x.terms.width and not any(map(self.do.has, biases)):
-            terms = self._terms(to, x.terms.width)
+            terms = self._terms(to, width=x.terms.width)
             inputs = (x.x, weights[0], "", "", "", "", weights[1])
             options = {**self._given(x), **_to(terms)}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
@@ -111,14 +118,12 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """The weights that a product of such rows reads, and what it is told of them.
-
-        Of a bound only its power of two counts: with that, launches of all layers are alike.
-        """
-        if a.bound is None or a.terms or not self.do.has(two_part_of(w)):
+        """The weights that a product of such rows reads, and what it is told of them."""
+        if a.terms:
+            return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
+        if a.bound is None or not self.do.has(two_part_of(w)):
             return w, {}
-        bound = 2.0 ** math.ceil(math.log2(a.bound)) if a.bound else 0.0
-        return two_part_of(w), {"x_bound": bound}
+        return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
         """What a product is told of its rows."""
@@ -129,12 +134,19 @@ class DecodePass(Pass):
         """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
         return terms is not None and terms.width > 0 and self.c.head_size % 64 == 0
 
-    def _terms(self, to: To, width: int | None = None) -> Terms | None:
-        """The first terms that all products with these weights take; width: that of a product."""
+    def _terms(self, to: To, bound: float | None = None, width: int | None = None) -> Terms | None:
+        """The first terms that all products with these weights take.
+
+        bound: of the magnitudes of what they multiply; width: that of a product.
+        """
         first, *others = [self.known.get(w.rpartition(".")[2], ()) for w in to] or [()]
         for terms in first:
-            if all(terms in each for each in others) and width in (None, terms.width):
+            if not all(terms in each for each in others) or width not in (None, terms.width):
+                continue
+            if terms.dtype != TWO_PART:
                 return terms
+            if bound is not None and all(self.do.has(two_part_of(w)) for w in to):
+                return terms._replace(scale=scale_for(_power_from(bound)))
         return None
 
 
@@ -204,6 +216,11 @@ class SumsPass(DecodePass):
 def _completed(x: Value) -> Sums:
     """A residual stream with what is left to add, which may be nothing."""
     return x if isinstance(x, Sums) else Sums(x, "", "")
+
+
+def _power_from(bound: float) -> float:
+    """The power of two that takes the place of a bound: launches of more layers are alike."""
+    return 2.0 ** math.ceil(math.log2(bound)) if bound else 0.0
 
 
 def _to(terms: Terms | None) -> dict[str, Any]:

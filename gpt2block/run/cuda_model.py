@@ -23,7 +23,7 @@ from gpt2block import doctor
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
@@ -155,7 +155,7 @@ class CudaModel(StoredModel):
         matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
         head = self.config.n_embd, self.config.vocab_size
         shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
-        return terms_of(self.dtype, rows, shapes)
+        return terms_of(TWO_PART if self._two_part else self.dtype, rows, shapes)
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.

@@ -71,7 +71,7 @@
 #ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
 #define AS_BLOCKS 1
 #endif
-#ifndef AS_TERMS  // whether out has terms of T (lib/terms.cuh) in the place of floats, for a product
+#ifndef AS_TERMS  // the kind of terms (lib/terms.cuh) that out has for a product; 0: out has floats
 #define AS_TERMS 0
 #endif
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
@@ -103,11 +103,6 @@ static_assert(!AS_TERMS || HS % 2 == 0, "a pair of channels is of one head");
 static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
 static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
-#if defined(STORAGE_BF16)
-constexpr bool BRAIN = true;
-#else
-constexpr bool BRAIN = false;
-#endif
 typedef Vec<KV, AS_WIDTH> Vector;
 
 struct Shared {
@@ -301,7 +296,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int* row,       // (M): no kernel that can overlap with this one writes it
     const int* position,  // (M)
     int B, int n_ctx,
-    float* out) {  // (M, C)
+    float out_scale,      // of two-part terms
+    float* out) {         // (M, C)
 #if AS_QUERIES > 1  // then it may be more than a block has by default
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -387,7 +383,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             whole[i].add(shared, slot, channel, count, begin > 0);
             if (more || own >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
-            if (AS_TERMS) result = term_of<BRAIN>(result);
+            if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
             if (channel < HS) {
                 out[term_place((int)query, (head_of(of) + own) * HS + channel, (int)gridDim.z, ROW)] = result;
             }

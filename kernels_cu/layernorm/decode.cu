@@ -23,7 +23,7 @@
 #ifndef LN_ROWS  // of a block
 #define LN_ROWS 1
 #endif
-#ifndef LN_TERMS  // of out: 1 float16, 2 bfloat16
+#ifndef LN_TERMS  // the kind of out's terms; 0: out has floats
 #define LN_TERMS 0
 #endif
 #ifndef LN_HELD  // loads of a row that a lane keeps
@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
     float* out,                       // (N, C), or its terms
+    float out_scale,                  // of two-part terms
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
 #pragma unroll
             for (int e = 0; e + 1 < LN_X; e += 2) {
                 unsigned high, low;
-                split_pair<LN_TERMS == 2>(v[e], v[e + 1], high, low);
+                split_pair<LN_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
                 v[e] = __int_as_float((int)high), v[e + 1] = __int_as_float((int)low);
             }
         }

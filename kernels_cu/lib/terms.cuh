@@ -1,36 +1,44 @@
 // Floats as the sum of two 16-bit numbers, their terms, for products on tensor cores: each is the nearest one to what
 // is left. Two of bfloat16 have 16 bits and the range of a float; two of float16 have 22 bits, down to 2^-24, and
-// magnitudes up to 65504. Infinity gives NaN.
+// magnitudes up to 65504. Two-part ones are float16, too, of the value over a scale and of what is left times 2048
+// (lib/two_part.cuh): with a scale for the largest value, they have 22 bits of values 2^-28 as large. Infinity gives
+// NaN.
 //
 // In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or all are
 // in the order in which wgmma reads them (term_place), in as much memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
+#include "lib/two_part.cuh"
 
 #ifndef TERM_WIDTH  // order of the terms that a kernel stores: 0 in the places of the floats, 8 or 16 as in term_place
 #define TERM_WIDTH 0
 #endif
 
-// The terms of two values, the first one in the lower half. BRAIN: of bfloat16.
-template <bool BRAIN>
-__device__ __forceinline__ void split_pair(float first, float second, unsigned& high, unsigned& low) {
+constexpr int FP16_TERMS = 1, BF16_TERMS = 2, TWO_PART_TERMS = 3;  // kinds of terms
+
+// The terms of two values, the first one in the lower half. inverse: of the scale of two-part terms.
+template <int KIND>
+__device__ __forceinline__ void split_pair(float first, float second, float inverse, unsigned& high, unsigned& low) {
+    constexpr bool BRAIN = KIND == BF16_TERMS;
+    if constexpr (KIND == TWO_PART_TERMS) first *= inverse, second *= inverse;
     float rounded[2];
     high = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
     if (BRAIN) unpack2_bf16(high, rounded);
     else unpack2_fp16(high, rounded);
     first -= rounded[0], second -= rounded[1];
+    if constexpr (KIND == TWO_PART_TERMS) first *= LOW, second *= LOW;
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
 // What the place of a lane's value then holds. A lane and the one DISTANCE further, a power of two, have a pair; all
 // lanes of a warp call this.
-template <bool BRAIN, int DISTANCE = 1>
-__device__ __forceinline__ float term_of(float value) {
+template <int KIND, int DISTANCE = 1>
+__device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
     const bool odd = threadIdx.x & DISTANCE;
     const float other = __shfl_xor_sync(0xffffffffu, value, DISTANCE);
     unsigned high, low;
-    split_pair<BRAIN>(odd ? other : value, odd ? value : other, high, low);
+    split_pair<KIND>(odd ? other : value, odd ? value : other, inverse, high, low);
     return __int_as_float((int)(odd ? low : high));
 }
 

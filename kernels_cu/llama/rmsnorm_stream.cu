@@ -29,7 +29,7 @@
 #ifndef RS_THREADS  // a multiple of 32
 #define RS_THREADS 256
 #endif
-#ifndef RS_TERMS  // of out, which is float: 1 float16, 2 bfloat16
+#ifndef RS_TERMS  // the kind of the terms of out, which is float; 0: none
 #define RS_TERMS 0
 #endif
 #ifndef RS_SUMS  // of rmsnorm_sums: the splits of the product
@@ -55,9 +55,9 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-// read(c) gives the values of the block's row from c on.
+// read(c) gives the values of the block's row from c on. out_scale: of two-part terms.
 template <typename Read>
-__device__ __forceinline__ void normalize(const float* weight, T* out, float eps, Read read) {
+__device__ __forceinline__ void normalize(const float* weight, T* out, float out_scale, float eps, Read read) {
     __shared__ float scratch[RS_THREADS / 32];
     Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
     if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
@@ -84,7 +84,7 @@ __device__ __forceinline__ void normalize(const float* weight, T* out, float eps
 #pragma unroll
             for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
                 unsigned high, low;
-                split_pair<RS_TERMS == 2>(v[e], v[e + 1], high, low);
+                split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
                 narrow_to(out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)], __int_as_float((int)high));
                 narrow_to(out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)], __int_as_float((int)low));
             }
@@ -98,9 +98,10 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
+    float out_scale,                   // of two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
-    normalize(weight, out, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); });
+    normalize(weight, out, out_scale, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); });
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     T* out,                               // (M, C)
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;
-    normalize(weight, out, eps, [&](int c) {
+    normalize(weight, out, 1.0f, eps, [&](int c) {
         SplitSums<RS_SUMS, RS_WIDTH> added;
         float v[RS_WIDTH];
         load_fresh<float, RS_WIDTH>(x + row + c).unpack(v);

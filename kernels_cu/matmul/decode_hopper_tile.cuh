@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
                 } else {
                     if (DH_GATED) v = silu(v) * (total.y * column.up_scale);
                     v = end.value(v, late[i][j]);
-                    if (DH_OUT_TERMS) v = term_of<order::BRAIN, 8>(v);
+                    if (DH_OUT_TERMS) v = term_of<order::KIND, 8>(v);
                     if (column.there) end.store(m[i], column.n, v, late[i][j]);
                 }
             }

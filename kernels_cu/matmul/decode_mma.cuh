@@ -62,7 +62,7 @@ constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
-static_assert(!LM_TERMS || (!LM_NORM && order::TILE_OCTETS == 2), "w has one term of 16 bits, and x no LayerNorm");
+static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
 static_assert(!LM_ROPE || (!LM_LOOP && LM_COLUMNS % 2 == 0), "a block has pairs");
@@ -245,8 +245,8 @@ struct Input {
                 if constexpr (LM_TERMS) {
                     high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
                 } else {
-                    order::split_x(from[0], from[1], inverse, high.x, low.x);
-                    order::split_x(from[2], from[3], inverse, high.y, low.y);
+                    split_pair<order::KIND>(from[0], from[1], inverse, high.x, low.x);
+                    split_pair<order::KIND>(from[2], from[3], inverse, high.y, low.y);
                 }
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;

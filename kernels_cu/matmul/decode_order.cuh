@@ -47,6 +47,7 @@ constexpr bool TWO_PART = true;
 #else
 constexpr bool TWO_PART = false;
 #endif
+constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // of the terms of x, if not tf32
 constexpr int PARTS = TWO_PART ? 2 : 1;     // of w in memory
 constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane loads
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
@@ -78,19 +79,6 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #else
     first = spread<0, 1>(bytes), second = spread<2, 3>(bytes);
 #endif
-}
-
-// The terms of two values of x, with two-part weights in units of the scale that `inverse` is the inverse of.
-__device__ __forceinline__ void split_x(float first, float second, float inverse, unsigned& high, unsigned& low) {
-    if constexpr (TWO_PART) {
-        first *= inverse, second *= inverse;
-        float rounded[2];
-        high = pack2_fp16(first, second);
-        unpack2_fp16(high, rounded);
-        low = pack2_fp16((first - rounded[0]) * LOW, (second - rounded[1]) * LOW);
-    } else {
-        split_pair<BRAIN>(first, second, high, low);
-    }
 }
 
 // The sum of what was computed with a high and with a low term.

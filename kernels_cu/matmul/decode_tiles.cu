@@ -120,7 +120,7 @@ struct Total {
 // these have arrived.
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
-                                      float x_scale, const End& end, int own, int splits, int N) {
+                                      float x_scale, float out_scale, const End& end, int own, int splits, int N) {
     constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;  // rows of a warp at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
                 if (slot >= own) continue;
                 const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
                 float v = end.value(order::finished(sum, scales[j], x_scale, biases[j]), late[i][j]);
-                if constexpr (DT_OUT_TERMS) v = term_of<order::BRAIN>(v);
+                if constexpr (DT_OUT_TERMS) v = term_of<order::KIND>(v, inverse_of(out_scale));
                 if (32 * j < left) end.store(m, share.column + lane + 32 * j, v, late[i][j]);
             }
         }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
 
 template <typename End>
 __device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
-                                             float x_scale, const End& end, int M, int N, int K) {
+                                             float x_scale, float out_scale, const End& end, int M, int N, int K) {
     extern __shared__ __align__(128) char shared[];
     const Share share(M, N, K);
     CopiesOfX copies_of_x(x, share, M, K);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         total.add(split, sums, warp, rows);
     }
 
-    store(total, share, scale, bias, x_scale, end, own, splits, N);
+    store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
@@ -213,11 +213,12 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
     float x_scale,                    // of x, with two-part weights
+    float out_scale,                  // of out's terms, with two-part weights
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N), with DT_OUT_TERMS terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    multiply_all(x, w, scale, bias, x_scale, Add{residual, out, N, gelu}, M, N, K);
+    multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
 #else
     asm("trap;");
 #endif
@@ -238,7 +239,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     int M, int K, int C, int B, int n_ctx) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
-    multiply_all(x, w, scale, bias, x_scale, end, M, 3 * C, K);
+    multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, 3 * C, K);
 #else
     asm("trap;");
 #endif

@@ -49,7 +49,7 @@ static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a war
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
-static_assert(!(DT_TERMS || DT_OUT_TERMS) || order::TILE_OCTETS == 2, "weights have one term of 16 bits");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -89,7 +89,7 @@ struct Share {
 // A thread's share of the slices of x: a unit of several rows.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
-    static constexpr int CONVERTED = order::TWO_PART ? 2 : PASSES;  // at a time: more need too many registers
+    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // more need too many registers
     const float* from;  // of the next slice
     int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
 
@@ -107,7 +107,7 @@ struct CopiesOfX {
     __device__ __forceinline__ void next(char* stage) {
         const int rows = k < K ? left : 0;
         const float* x = from;
-#pragma unroll
+#pragma unroll AT_ONCE
         for (int pass = 0; pass < PASSES; ++pass) {
             if (has(pass)) copy16(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
             x += (long long)STEP * stride;
@@ -118,14 +118,14 @@ struct CopiesOfX {
     // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
     __device__ __forceinline__ void convert(char* stage, float inverse) const {
         if constexpr (!DT_TERMS && !order::FLOATS) {
-#pragma unroll CONVERTED
+#pragma unroll AT_ONCE
             for (int pass = 0; pass < PASSES; ++pass) {
                 if (!has(pass)) continue;
                 char* unit = stage + at + pass * STEP * X_PITCH;
                 const float4 v = *reinterpret_cast<float4*>(unit);
                 uint4 terms;
-                order::split_x(v.x, v.y, inverse, terms.x, terms.y);
-                order::split_x(v.z, v.w, inverse, terms.z, terms.w);
+                split_pair<order::KIND>(v.x, v.y, inverse, terms.x, terms.y);
+                split_pair<order::KIND>(v.z, v.w, inverse, terms.z, terms.w);
                 *reinterpret_cast<uint4*>(unit) = terms;
             }
         }
