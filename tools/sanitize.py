@@ -278,6 +278,19 @@ def large_matrices() -> None:
             print(f"checked decoding of large matrices {kind.__name__} {dtype}")
 
 
+def few_rows() -> None:
+    """Decoding of a Llama with one to four rows: clusters of 16 blocks and of 8."""
+    config = LlamaConfig(
+        n_layer=2, n_head=4, n_kv_head=2, n_embd=128, n_ff=256, vocab_size=101, n_ctx=40
+    )
+    prompts = [np.array([row, 3], np.int32) for row in range(4)]
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        ours = Llama(LlamaWeights.random(0, config), "cuda", dtype)
+        for rows in (1, 2, 4):
+            greedy(ours, prompts, rows, 3)
+        print(f"checked decoding of few rows Llama {dtype}")
+
+
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
         own = _arrays.compute_capability()
@@ -285,7 +298,8 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }
-    for part in (block, attention, fused_block, model, fp8_caches, large_matrices, gemm, fp8_gemm):
+    models = model, fp8_caches, large_matrices, few_rows
+    for part in (block, attention, fused_block, *models, gemm, fp8_gemm):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]
     for name in names or parts:
