@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import InputError
+from gpt2block import GPT2, GPT2Weights, InputError
 from gpt2block.config import GPT2Config
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
@@ -24,6 +24,8 @@ from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.run.cuda_decoding import DecodingSteps
+from gpt2block.run.cuda_model import CudaModel
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
@@ -47,11 +49,11 @@ def terms(x: Array, kind: str, width: int = 0) -> Array:
 
     width: with it, in the order of wgmma, as lib/terms.cuh defines it.
     """
-    dtype, unit = DTYPES.get(kind, np.float16), 1
+    dtype, factor = DTYPES.get(kind, np.float16), 1
     if kind == TWO_PART:
-        x, unit = x / np.float32(SCALE), 2048
+        x, factor = x / np.float32(SCALE), 2048
     high = x.astype(dtype)
-    low = ((x - high.astype(np.float32)) * np.float32(unit)).astype(dtype)
+    low = ((x - high.astype(np.float32)) * np.float32(factor)).astype(dtype)
     pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
     words = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
     floats: Array = words.view(np.float32)
@@ -192,6 +194,30 @@ def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> 
 
 
 @one_order
+def test_a_step_of_many_rows_in_float32(device: Any) -> None:
+    """Terms give the logits of floats, and of a row alone."""
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=8, vocab_size=40)
+    model = GPT2(GPT2Weights.random(0, config), "cuda", "float32").engine
+    assert isinstance(model, CudaModel)
+    ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)
+
+    def logits(rows: int, floats: bool) -> tuple[int, Array]:
+        cache = model.new_cache(rows, 8)
+        model.forward(list(ids[:rows, :3]), "last", cache)
+        with model.running():
+            steps, at = DecodingSteps(model, cache, floats), np.full(rows, 3, np.int32)
+            slots = np.arange(rows, dtype=np.int32)
+            made = steps.logits_of(model, slots, ids[:rows, 3], at)
+            recorded = steps.of(model, rows).recording.steps.values()
+            return sum("terms" in each.step.attrs for each in recorded), made
+
+    (with_terms, got), (without, expected) = logits(17, False), logits(17, True)
+    assert (with_terms, without) == (5, 0)
+    assert_same_bits(got, expected)
+    assert_same_bits(got[:1], logits(1, False)[1])
+
+
+@one_order
 def test_what_has_no_terms(device: Any) -> None:
     dtypes = ("float32", "float16", "float8_e4m3fn")
     found = [terms_of(dtype, 19, {"w": (24, 8)}) for dtype in dtypes]
@@ -202,12 +228,12 @@ def test_what_has_no_terms(device: Any) -> None:
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
         bind_linear((x, matrix(8, 64, "float32")), terms=Terms("float16"))
-    parts, kind = two_part_matrix(8, 64), made_of(TWO_PART)
+    parts, of_parts = two_part_matrix(8, 64), made_of(TWO_PART)
     assert terms_of(TWO_PART, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(TWO_PART),)}
     assert not terms_of(TWO_PART, 16, {"w": (24, 8)})
     with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
-        bind_linear((x, parts), terms=kind, x_bound=2.0)
-    for other in (Terms("float16"), kind._replace(width=8)):
+        bind_linear((x, parts), terms=of_parts, x_bound=2.0)
+    for other in (Terms("float16"), of_parts._replace(width=8)):
         with pytest.raises(InputError, match="two_part, 64 inputs, 8 outputs: expected terms of"):
             bind_linear((x, parts), terms=other)
     w = matrix(7, 64, "float16")
