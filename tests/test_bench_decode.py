@@ -18,7 +18,15 @@ from gpt2block import GPT2, GPT2Config, InputError, bench, doctor
 from gpt2block.bench import Report, Work, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.plots import draw_decoding, floor, points
-from gpt2block.bench.token_works import Continuations, RandomGPT2, Steps, decode, generate, prompt
+from gpt2block.bench.token_works import (
+    Continuations,
+    RandomGPT2,
+    Steps,
+    decode,
+    first_token,
+    generate,
+    prompt,
+)
 from gpt2block.bench.works import Written
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
@@ -81,14 +89,15 @@ def test_a_new_token_sees_all_before_it() -> None:
 def test_the_works_and_their_order() -> None:
     works = bench.decode_works()
     assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
-    assert [w.sizes["rows"] for w in works[:-2]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert raced(works[:-2]) == [1, 8, 64, 256]
-    assert [work.what for work in works[-2:]] == ["prompt", "generate"]
+    assert [w.sizes["rows"] for w in works[:-4]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert raced(works[:-4]) == [1, 8, 64, 256]
+    assert [work.what for work in works[-4:]] == ["prompt", "first", "first", "generate"]
+    assert [work.name for work in works[-3:-1]] == ["1x480", "1x1000"]
     assert {work.dtype for work in works} == {"bfloat16"}
     some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
-    assert [work.sizes["rows"] for work in some[:-2]] == raced(some[:-2]) == [3, 16]
+    assert [work.sizes["rows"] for work in some[:-4]] == raced(some[:-4]) == [3, 16]
     assert some[0].sizes["n_layer"] == 48
-    assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-2]}) == 1  # a model
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # a model
 
 
 def raced(works: list[Work]) -> list[int]:
@@ -173,6 +182,7 @@ def few(dtype: str = "float32") -> list[Work]:
         decode(model, 1, position=10),
         decode(model, 4, position=10),
         prompt(model, T=11),
+        first_token(model, 11),
         generate(model, prompts=4, new=2, longest=17),
     ]
 

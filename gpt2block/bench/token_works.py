@@ -37,6 +37,7 @@ PEER_ROWS = (1, 8, 64, 256)  # of ROWS; compiling PyTorch's step takes seconds f
 MOST_ROWS = 4096
 STEPS = 16  # of decoding in one turn
 TURNS = timing.REPLAYS
+FIRST_PROMPTS = 480, 1000  # tokens
 DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
@@ -107,6 +108,12 @@ class RandomModel(ABC, Generic[Config]):
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""
         return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
+
+    def prompt_flops(self, T: int) -> int:
+        """FLOPs of a prompt of T tokens, to the logits after its last one."""
+        head = self.config.vocab_size * self.config.n_embd
+        products = 2 * T * (self.matrix_elements - head) + 2 * head
+        return products + self.attention_flops(T * (T + 1) // 2)
 
     def attention_flops(self, keys: int) -> int:
         """FLOPs of attention in all layers, for queries that see so many keys in total."""
@@ -283,8 +290,6 @@ def prompt(
 ) -> Work:
     """One prompt, to the logits after its last token."""
     (ids,) = model.prompts([T])
-    head = model.config.vocab_size * model.config.n_embd
-    products = 2 * T * (model.matrix_elements - head) + 2 * head
 
     def capture(device: int, rounds: int) -> Run:
         on = model.on(device)
@@ -300,7 +305,7 @@ def prompt(
         "prompt",
         f"1x{T}",
         {"T": T},
-        flops=products + model.attention_flops(T * (T + 1) // 2),
+        flops=model.prompt_flops(T),
         traffic=model.weight_bytes,
         truth=lambda: model.last_logits(ids),
         ours=lambda device: {NAME: partial(capture, device)},
@@ -346,6 +351,25 @@ class Continuations:
             return [each.tokens for each in generate(engine, None, self.prompts, **options)]
 
         return self.run(tokens, rounds)
+
+
+def first_token(model: RandomGPT2, T: int) -> Work:
+    """A prompt of T ids and one new token, by `generate` from Python."""
+    one = Continuations(model, model.prompts([T]), 1)
+    return model_work(
+        model,
+        "first",
+        f"1x{T}",
+        {"T": T},
+        flops=model.prompt_flops(T),
+        traffic=model.weight_bytes,
+        truth=model.last_logits,
+        ours=lambda device: {NAME: partial(one.generated, device)},
+        theirs=lambda torch: {},
+        rounds=4,
+        turns=TURNS,
+        tokens=1,
+    )
 
 
 def generate(model: RandomGPT2, prompts: int = 512, new: int = 128, longest: int = 256) -> Work:
@@ -403,4 +427,5 @@ def decode_works(
     model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype)
     counts = ROWS if rows is None else parse_rows(rows)
     steps = [decode(model, n, rows is not None or n in PEER_ROWS) for n in counts]
-    return [*steps, prompt(model), generate(model)]
+    firsts = [first_token(model, T) for T in FIRST_PROMPTS]
+    return [*steps, prompt(model), *firsts, generate(model)]

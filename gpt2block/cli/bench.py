@@ -27,6 +27,7 @@ TITLES = {  # with sizes of the work
     "attention": "Attention, 12 heads of 64, B x T",
     "decode": "A step of decoding, {position} tokens in the cache",
     "prompt": "A prompt, to the logits after its last token",
+    "first": "A prompt and its first new token, by generate",
     "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
 }
 COLUMNS = {  # of the figures of a kind of work; the others have RATES
