@@ -206,3 +206,27 @@ def test_a_cancelled_rows_tokens_are_reused() -> None:
     found = told(batch, m.engine, after.tolist(), max_new_tokens=5)
     assert spy.computed == [3, 2]
     assert tuple(found.tokens) == m.generate(after, max_new_tokens=5, temperature=0).tokens
+
+
+@EVERYWHERE
+def test_a_row_gets_the_slot_with_most_of_its_tokens(device: str) -> None:
+    """Else the one that has been free longest, so that what others may continue stays."""
+    with on(device):
+        m = model(device)
+        batch = Batch(m.engine, 3, TINY.n_ctx, reuse=True)
+        spy = Spy(batch)
+        begin = [[1, 2, 3, 4], [5, 6, 7], [1, 2, 8, 9]]
+        rows = [row_of(m.engine, ids, temperature=0, max_new_tokens=3) for ids in begin]
+        batch.submit(rows)
+        finish(batch)
+        assert spy.computed == [4, 3, 4]
+        prompts = [[5, 6, 7, *rows[1].tokens, 1], [1, 2, 8, 9, 4], [9, 9], [1, 2, 8, 3]]
+        for ids in prompts:
+            row = told(batch, m.engine, ids, max_new_tokens=2)
+            expected = m.generate(ids, max_new_tokens=2, temperature=0)
+            assert tuple(row.tokens) == expected.tokens
+        assert spy.computed[3:] == [2, 1, 2, 1]
+        together = [row_of(m.engine, p, temperature=0, max_new_tokens=2) for p in prompts[:3]]
+        batch.submit(together)
+        finish(batch)
+        assert [row.reused for row in together] == [6, 3, 1]

@@ -486,6 +486,25 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         assert found[1]["choices"][0]["text"] == "bcd"
 
 
+def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
+    """The usage says how many tokens of the prompt were not; the texts are those without it."""
+    body = {"prompt": "a conversation that", "max_tokens": 3, "temperature": 0}
+    longer = {**body, "prompt": "a conversation that goes on", "n": 2}
+    last = {**longer, "n": 1, "stream": True, "stream_options": {"include_usage": True}}
+    with serving(model, rows=2) as plain, serving(model, rows=2, reuse_prefixes=True) as reuses:
+        found = [[post(each, COMPLETION, body)[1] for body in (body, longer)]
+                 for each in (plain, reuses)]  # fmt: skip
+        for without, with_ in zip(*found, strict=True):
+            texts = [[choice["text"] for choice in each["choices"]] for each in (without, with_)]
+            assert texts[0] == texts[1]
+        assert "prompt_tokens_details" not in found[0][1]["usage"]
+        told = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found[1]]
+        assert told == [0, 0]  # one of two rows had another slot
+        with client_of(reuses) as client:
+            *_, end = client.completions.create(model="small", **last)
+        assert end.usage.prompt_tokens_details.cached_tokens == len(longer["prompt"]) - 1
+
+
 def test_a_full_queue_refuses_at_once() -> None:
     engine = Slow()
     with serving(model_of(engine), rows=1, queue=2) as running:

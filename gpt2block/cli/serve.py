@@ -44,6 +44,12 @@ def serve(
     rows: int = option("Continuations computed together.", 64),
     queue: int = option("Continuations that may wait; more are refused.", 512),
     connections: int = option("Connections that may be open.", 1024),
+    reuse_prefixes: bool = option(
+        "Do not compute tokens again with which an earlier prompt began; a text's last bits then "
+        "depend on that one.",
+        False,
+        "--reuse-prefixes",
+    ),
 ) -> None:
     """Serve a model over HTTP, for clients that speak OpenAI's protocol.
 
@@ -72,7 +78,7 @@ def serve(
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
-    settings = Settings(name or _name(model.model), rows, queue, key, hosts)
+    settings = Settings(name or _name(model.model), rows, queue, key, hosts, reuse_prefixes)
     server = Server(loaded, encoding, settings)
     listening = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET

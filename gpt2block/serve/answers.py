@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,9 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: str | None = None
+
+
+UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
 
 
 class Answer:
@@ -205,10 +208,10 @@ async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
 
 
 async def streamed(
-    answer: Answer, form: Form, echoes: Sequence[str], logprobs: bool, prompt_tokens: int | None
+    answer: Answer, form: Form, echoes: Sequence[str], logprobs: bool, usage_of: UsageOf | None
 ) -> AsyncIterator[str]:
-    """The data of server-sent events. prompt_tokens: None without a chunk of usage at the end."""
-    more: dict[str, Any] = {} if prompt_tokens is None else {"usage": None}
+    """The data of server-sent events. usage_of: None without a chunk of usage at the end."""
+    more: dict[str, Any] = {} if usage_of is None else {"usage": None}
 
     def event(*choices: dict[str, Any], **changed: Any) -> str:
         return json.dumps(form.object(form.chunk, list(choices), **{**more, **changed}))
@@ -232,11 +235,13 @@ async def streamed(
     except ApiError as error:
         yield json.dumps(error.body)
         return
-    if prompt_tokens is not None:
-        yield event(usage=usage(prompt_tokens, count))
+    if usage_of is not None:
+        yield event(usage=usage_of(count))
     yield "[DONE]"
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
+def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
+    """cached: tokens of the prompt that were not computed again; None: none ever are."""
     total = prompt + completion
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+    told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+    return told if cached is None else {**told, "prompt_tokens_details": {"cached_tokens": cached}}

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -73,7 +74,8 @@ log = logging.getLogger("gpt2block.serve")
 class Settings:
     """name: of the model, for clients. key: that clients must give; None: only from this machine.
 
-    rows: continuations computed together; queue: that may wait for these.
+    rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
+    the beginning of a prompt that a slot has computed before are not computed again.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Settings:
     queue: int = 512
     key: str | None = None
     hosts: tuple[str, ...] = LOOPBACK
+    reuse_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Server:
     def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
-        self._batch = batch_of(model.engine, settings.rows)
+        self._batch = batch_of(model.engine, settings.rows, settings.reuse_prefixes)
         self.service: Service | None = None
         self._begun = int(time.time())
 
@@ -262,9 +265,10 @@ class Server:
         prompt_tokens = sum(map(len, asked.prompts))
         answer = Answer(self.service, asked.rows)
         self.metrics.started(prompt_tokens, asked.rows)
+        told = partial(self._usage, asked)
         if asked.stream:
-            told = prompt_tokens if asked.usage else None
-            events = streamed(answer, asked.form, asked.echoes, asked.logprobs, told)
+            wanted = told if asked.usage else None
+            events = streamed(answer, asked.form, asked.echoes, asked.logprobs, wanted)
             return _Streamed(events, answer)
         choices = [Choice(echo) for echo in asked.echoes]
         try:
@@ -276,9 +280,16 @@ class Server:
             for index, choice in enumerate(choices)
         ]
         new = sum(len(row.tokens) for row in asked.rows)
-        return JSONResponse(
-            asked.form.object(asked.form.whole, written, usage=usage(prompt_tokens, new))
-        )
+        return JSONResponse(asked.form.object(asked.form.whole, written, usage=told(new)))
+
+    def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
+        """That of a request with so many new tokens."""
+        cached = None
+        if self.settings.reuse_prefixes:  # a prompt's tokens count as such where all its rows do
+            samples = len(asked.rows) // len(asked.prompts)
+            groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
+            cached = sum(map(min, groups))
+        return usage(sum(map(len, asked.prompts)), new, cached)
 
     async def _scored(
         self, asked: Asked, index: int, choice: Choice

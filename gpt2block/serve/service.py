@@ -41,10 +41,13 @@ class Failed(Exception):  # noqa: N818
     """The engine raised an exception: no row can be computed any more."""
 
 
-def batch_of(engine: ModelEngine, slots: int) -> Batch:
-    """A batch for a service of so many slots; the engine may give fewer. Raises MemoryError."""
+def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
+    """A batch for a service of so many slots; the engine may give fewer. Raises MemoryError.
+
+    reuse: as for Batch.
+    """
     n_ctx = engine.config.n_ctx
-    return Batch(engine, slots, n_ctx, fewer=True, tokens_at_once=TOKENS_AT_ONCE)
+    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, tokens_at_once=TOKENS_AT_ONCE)
 
 
 class Service:

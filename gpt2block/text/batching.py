@@ -24,8 +24,9 @@ class Batch:
 
     slots, n_ctx, fewer: as for ModelEngine.decode; no prompt and its new tokens, without the last
     one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
-    that the last row in its slot had as well. Other kernels may have computed their keys and
-    values, so that last bits depend on that row. tokens_at_once: a step that has started prompts of
+    that the last row in its slot had as well, and gets the free slot with most of them. Other
+    kernels may have computed their keys and values, so that last bits depend on that row.
+    tokens_at_once: a step that has started prompts of
     so many tokens starts no further one, so that rows that run do not wait long; None: no limit.
     """
 
@@ -43,7 +44,7 @@ class Batch:
         self._placed: deque[tuple[int, Row]] = deque()  # rows in slots that have not started
         self._decoding = engine.decode(slots, n_ctx, fewer)
         self.slots = slots = self._decoding.slots
-        self._scheduler: RowScheduler[Row] = RowScheduler(slots)
+        self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
         self._new = _NewTokens(slots, n_ctx, engine.config.vocab_size)
         self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
         self._started: dict[int, Start] = {}
@@ -120,6 +121,12 @@ class Batch:
             yield start
             if self._tokens_at_once is not None and tokens >= self._tokens_at_once:
                 return
+
+    def _slot_for(self, row: Row, free: Sequence[int]) -> int:
+        """The slot that has computed most of the row's first tokens; among equals the first one."""
+        assert self._computed is not None
+        computed, ids = self._computed, row.start(free[0]).ids
+        return max(free, key=lambda slot: _common(computed.get(slot), ids))
 
     def _start(self, slot: int, row: Row) -> Start:
         start = row.start(slot)

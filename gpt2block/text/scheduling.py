@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -17,14 +17,19 @@ class RowScheduler(Generic[Item]):
     Starting rows stops the others for a while, however few start. Rows therefore wait in free slots
     until the steps that they have missed together cost as much as that: with one running row they
     start at once, with many they start together. A row waits for at most as many steps as rows run.
+
+    choose: which of the free slots a row gets, of which the first has been free longest; None: the
+    lowest ones.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(
+        self, slots: int, choose: Callable[[Item, Sequence[int]], int] | None = None
+    ) -> None:
         self._new: deque[Iterator[Item]] = deque()
         self._again: deque[Item] = deque()
         self._removed: dict[int, Item] = {}  # by id
         self.waiting = 0  # rows
-        self._free = list(range(slots))
+        self._free, self._choose = list(range(slots)), choose
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
         self._missed = 0  # steps by waiting rows since the last start
@@ -51,11 +56,15 @@ class RowScheduler(Generic[Item]):
         if not count or START_COST * self._missed < self._running:
             return []
         self._missed = 0
-        self._free.sort()
-        slots, self._free = self._free[:count], self._free[count:]
-        placed = [(slot, self._take()) for slot in slots]
-        for slot, row in placed:
+        if self._choose is None:
+            self._free.sort()
+        placed = []
+        for _ in range(count):
+            row = self._take()
+            slot = self._free[0] if self._choose is None else self._choose(row, self._free)
+            self._free.remove(slot)
             self._row_of[slot] = row
+            placed.append((slot, row))
         self._running += count
         return placed
 
