@@ -258,15 +258,19 @@ def test_what_the_reference_refuses() -> None:
 
 def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
+    monkeypatch.setattr(gated_sums, "device_attribute", {"MultiProcessorCount": 132}.get)
     shapes = SMOLLM2.block_shapes()
     assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]
     assert splits_of("float32", 1, shapes) == 0
     assert splits_of("bfloat16", 1, {**shapes, "b_qkv": (960,)}) == 0
     assert splits_of("float8_e4m3fn", 4, NARROW.block_shapes()) == 3
     for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
-        assert geometry(1, C, H, "bfloat16") is None
-    blocks = [geometry(M, 576, 1536, "bfloat16").grid for M in (1, 2)]  # type: ignore[union-attr]
-    assert blocks == [(96,), (48,)]
+        assert geometry(1, C, H, "bfloat16", 132) is None
+    blocks = [
+        geometry(M, 576, 1536, "bfloat16", sms).grid  # type: ignore[union-attr]
+        for M, sms in ((1, 132), (2, 132), (1, 60))
+    ]
+    assert blocks == [(96,), (48,), (48,)]  # in clusters of 16 and of 8
 
 
 def test_the_plan_of_a_step() -> None:
@@ -352,7 +356,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
 def test_the_chosen_kernels_compile_without_spills() -> None:
     jobs, only = [], []
     for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
-        made = geometry(M, C, H, dtype)
+        made = geometry(M, C, H, dtype, 132)
         assert made is not None
         stored = ("float32", dtype) if dtype in FP8 else (dtype,)
         jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))

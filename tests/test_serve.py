@@ -488,7 +488,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
 
 def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
     """The usage says how many tokens of the prompt were not; the texts are those without it."""
-    body = {"prompt": "a conversation that", "max_tokens": 3, "temperature": 0}
+    body: dict[str, Any] = {"prompt": "a conversation that", "max_tokens": 3, "temperature": 0}
     longer = {**body, "prompt": "a conversation that goes on", "n": 2}
     last = {**longer, "n": 1, "stream": True, "stream_options": {"include_usage": True}}
     with serving(model, rows=2) as plain, serving(model, rows=2, reuse_prefixes=True) as reuses:

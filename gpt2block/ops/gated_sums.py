@@ -35,6 +35,7 @@ FILE = "matmul/decode_ffn.cu"
 MOST_ROWS = 4  # with more, the kernels that it replaces are faster
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # of an RMSNorm in a product: a split is one unit
 MULTIPLE = 16  # of channels: rows of FP8 weights have whole loads, and blocks as many outputs
+PORTABLE, WHOLE = 8, 100  # blocks of any cluster; with fewer SMs, those of a part, none has more
 MOST_REGISTERS = 144  # of a lane, for weights
 MOST_SHARED = 227 * 1024
 DTYPES = ("float16", "bfloat16", *FP8)  # of weights: those of which a value is one term
@@ -53,10 +54,10 @@ MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
 
 @lru_cache(maxsize=1024)
-def geometry(M: int, C: int, H: int, dtype: str) -> Geometry | None:
+def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
     """The launch for x (M, C) and H channels between the products; None where it does not fit.
 
-    dtype: of the weights.
+    dtype: of the weights. sms: multiprocessors.
     """
     if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
         return None
@@ -65,6 +66,8 @@ def geometry(M: int, C: int, H: int, dtype: str) -> Geometry | None:
         return None
     rows = power_of_two(M)
     for cluster in ONE_ROW if M == 1 else MORE_ROWS:
+        if cluster.blocks > PORTABLE and sms < WHOLE:
+            continue
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
             return geometry_of(rows, C, H, cluster, shared)
@@ -124,7 +127,8 @@ def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
         return 0
     narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
     C, H = shapes["w_gate"]
-    return mma.splits(H)[0] if narrow and geometry(M, C, H, dtype) else 0
+    fits = narrow and geometry(M, C, H, dtype, device_attribute("MultiProcessorCount"))
+    return mma.splits(H)[0] if fits else 0
 
 
 def _check_addresses(c: Call, *names: str) -> None:
@@ -148,7 +152,8 @@ def _gated_sums(c: Call) -> Launch:
     )
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
     unfit(len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
-    found = geometry(c.M, c.C, c.H, c.w_gate.dtype)
+    sms = device_attribute("MultiProcessorCount")
+    found = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
     unfit(
         found is None,
         f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows of up "
