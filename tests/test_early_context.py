@@ -60,6 +60,11 @@ def test_a_device_that_is_not_there(created: list[int]) -> None:
     assert created == []
 
 
+@pytest.mark.parametrize("index", ["x", "-1", "1" * 5000])
+def test_a_name_that_is_refused_later(created: list[int], index: str) -> None:
+    begin(f"cuda:{index}")  # raises nothing
+
+
 def test_without_cupy_nothing_begins(created: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     assert not begin("cuda")

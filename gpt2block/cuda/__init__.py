@@ -78,7 +78,7 @@ def begin(device: str | None) -> None:
     """
     kind, _, index = ("cuda" if device is None else str(device)).partition(":")
     if kind == "cuda" and not replaced() and "cupy" not in sys.modules and find_spec("cupy"):
-        number = int(index) if index.isdecimal() else 0
+        number = int(index) if index.isdecimal() and len(index) < 10 else 0
         # Not a daemon: a process that ends early must not leave while the driver works.
         threading.Thread(target=_create_context, args=(number,), name="CUDA").start()
 

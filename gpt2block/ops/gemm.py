@@ -375,7 +375,7 @@ def _check_up(c: Call) -> None:
     others = {
         "two-part matrices": c.two_part,
         "a result of another dtype": c.other_out,
-        "FP8 weights": c.w.dtype in FP8 if not c.two_part else False,
+        "FP8 weights": not c.two_part and c.w.dtype in FP8,
         "bias": c.bias is not None,
         "residual": c.residual is not None,
         "gelu": c.gelu,

@@ -380,8 +380,8 @@ def bind(
     that x or its LayerNorm can have, by default 2^15: it gives x's terms their scale. terms: what
     x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and neither gamma nor
     x_bound, since two-part ones have their scale; to_terms: what out has, for another product with
-    such weights. up: a second WeightMatrix, of w's dtype and
-    shape: out is silu(x w) (x up), by variant hopper.
+    such weights. up: a second WeightMatrix, of w's dtype and shape: out is silu(x w) (x up), by
+    variant hopper.
     """
     options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
     c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, x_bound, **options)

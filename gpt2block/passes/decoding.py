@@ -56,9 +56,9 @@ class DecodePass(Pass):
         return super().embed()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
-        if beta and self.norms:
-            return Rows(x, gamma, beta, bound=self._bounds.get(name))
         bound = self._bounds.get(name)
+        if beta and self.norms:
+            return Rows(x, gamma, beta, bound=bound)
         terms = self._terms(to, bound)
         if beta:
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
@@ -94,9 +94,8 @@ class DecodePass(Pass):
         return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        bound = self._bounds.get(
-            f"{h}rope" if self.c.rope else f"{h}qkv"
-        )  # v's, of which y is means
+        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
+        bound = self._bounds.get(means_of)
         terms = self._terms(to, bound)
         options = {"n_head": self.c.n_head, **_to(terms), **self.kv}
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
