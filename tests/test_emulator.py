@@ -576,7 +576,7 @@ def test_messages_of_the_compiler_go_to_the_caller(races: bool, tmp_path: Path) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader.compile_ahead(source, races=races)
-        assert loader._ahead[source, (), races].result().exists()
+        assert loader._ahead[source, (), races, "usual"].result().exists()
     with pytest.warns(UserWarning, match=r"(?s)^idle\.cu.*unused variable"):
         compile_kernel_file(source, races=races)
     with warnings.catch_warnings():

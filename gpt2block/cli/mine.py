@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,51 +15,22 @@ from gpt2block.bench import Measurement
 from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
 from gpt2block.mine.check import Checked
-from gpt2block.mine.finding import Finding
+from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing
 from gpt2block.mine.on_cpu import Rung
-from gpt2block.mine.on_gpu import Raced
+from gpt2block.mine.outcome import CPU, FOUND_NONE, RIGHT, Outcome, titled
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 MOST_LINES = 20  # of what a kernel prints
-CPU = "on the CPU, by an emulator of CUDA"
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
-FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
-
-
-@dataclass
-class Outcome:
-    """Everything found about a user's kernel."""
-
-    checked: list[Checked] = field(default_factory=list)
-    problem: Finding | None = None
-    raced: Raced | None = None
-
-    @classmethod
-    def of(cls, results: Iterable[Checked | Finding | Raced]) -> Outcome:
-        found = cls()
-        for result in results:
-            if isinstance(result, Checked):
-                found.checked.append(result)
-            elif isinstance(result, Finding):
-                found.problem = result
-            else:
-                found.raced = result
-        return found
-
-    @property
-    def right(self) -> bool:
-        rows = self.raced.rows if self.raced else []
-        return self.problem is None and all(row.right for row in rows)
 
 
 def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) -> None:
     """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
     source, operation = kernel.source, kernel.operation
-    where = CPU if on_cpu else "on the GPU"
-    out.print(f"{operation.name}: {escape(source.name)} of {escape(source.file)}, {where}")
+    out.print(escape(titled(kernel, on_cpu)))
     texts = [row.printed for row in found.checked]
     if found.problem:
         texts.append(found.problem.printed)
@@ -70,10 +41,10 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
     if found.problem:
         print_finding(out, source, found.problem)
     elif on_cpu:
-        out.print(f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}")
+        out.print(RIGHT)
         out.print(f"Sizes are reduced here: a GPU times {described(operation.sizes)}.")
         out.print(NO_TIMES)
-    elif found.raced:
+    if found.raced:
         out.print()
         print_measurements(out, found.raced.rows, found.raced.skipped, found.raced.ceiling)
         out.print(placed(found.raced.rows))
@@ -93,7 +64,7 @@ def _print_checked(out: Console, kernel: Kernel, checked: Sequence[Checked]) -> 
     for row in checked:
         grid, block, shared = row.geometry
         table.add_row(
-            described(row.sizes).replace(",", ""),
+            row.label,
             " x ".join(map(str, grid)),
             " x ".join(map(str, block)),
             str(shared),
@@ -106,12 +77,9 @@ def _print_checked(out: Console, kernel: Kernel, checked: Sequence[Checked]) -> 
 
 def print_finding(out: Console, source: Source, found: Finding) -> None:
     """Print what is wrong, the lines of the file and where it happened."""
-    place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
-    what = found.what if found.what.startswith(source.file) else place + found.what
-    out.print(f"[bold red]{escape(what)}[/]")
-    for number in dict.fromkeys(sorted(found.lines)):
-        text = f"{number:>5} | {source.line(number).expandtabs(4)}"
-        out.print(escape(text), no_wrap=True, overflow="ellipsis")
+    out.print(f"[bold red]{escape(headline(source, found))}[/]")
+    for line in numbered(source, found):
+        out.print(escape(line), no_wrap=True, overflow="ellipsis")
     if found.at:
         out.print(escape(found.at))
 
@@ -132,32 +100,6 @@ def placed(rows: Sequence[Measurement]) -> str:
         f"Your kernel is number {place} of {len(rows)}, {mine.percent:.0f} % of the ceiling; "
         f"{'it is ' if ratio < 1 else 'it '}{faster} {best.variant}, the fastest other one."
     )
-
-
-def outcome_report(kernel: Kernel, found: Outcome, device: str) -> dict[str, Any]:
-    """Everything in `found` for JSON."""
-    raced = found.raced
-    report: dict[str, Any] = {
-        "operation": kernel.operation.name,
-        "file": str(kernel.source.path),
-        "kernel": kernel.source.name,
-        "device": device,
-        "right": found.right,
-        "checked": [
-            {
-                "sizes": dict(row.sizes),
-                **dict(zip(("grid", "block", "shared"), row.geometry, strict=True)),
-                "max_abs": row.max_abs,
-                "max_rel": row.max_rel,
-                "printed": row.printed,
-            }
-            for row in found.checked
-        ],
-        "problem": asdict(found.problem) if found.problem else None,
-    }
-    if raced:
-        report |= {"rows": [asdict(row) for row in raced.rows], "skipped": raced.skipped}
-    return report
 
 
 def print_rungs(

@@ -15,6 +15,7 @@ from gpt2block.emulator.loader import (
     INSTALL,
     ORDERS,
     USUAL,
+    Build,
     Checks,
     Order,
     ShimError,
@@ -23,11 +24,13 @@ from gpt2block.emulator.loader import (
     compile_kernel_file,
     missing,
     run,
+    unset_variables,
 )
 
 __all__ = [
     "INSTALL",
     "ORDERS",
+    "Build",
     "Checks",
     "Order",
     "ShimError",
@@ -38,6 +41,7 @@ __all__ = [
     "emulated",
     "missing",
     "run",
+    "unset_variables",
 ]
 
 

@@ -1,6 +1,9 @@
-// The part of cooperative groups that the kernels use: a block, and its tiles of at most a warp. The loader puts the
-// kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
+// The part of cooperative groups that kernels use most: a block, its tiles of at most a warp, and the lanes that are
+// active together. The loader puts the kernel file and its includes into an unnamed namespace, so this header includes
+// nothing itself.
 #pragma once
+
+#define CALL_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace cooperative_groups {
 
@@ -11,15 +14,87 @@ public:
     }
     static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
     static unsigned num_threads() { return size(); }
-    static void sync(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-        cuda_on_cpu::barrier(file, line);
-    }
+    static dim3 group_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+    static dim3 thread_index() { return {threadIdx.x, threadIdx.y, threadIdx.z}; }
+    static dim3 group_dim() { return blockDim; }
+    static dim3 dim_threads() { return blockDim; }
+    static void sync(CALL_SITE) { cuda_on_cpu::barrier(file, line); }
 };
 
 inline thread_block this_thread_block() { return {}; }
 
+// Without sync(): a kernel here is not launched as a cooperative one, and blocks run one after the other.
+class grid_group {
+public:
+    static unsigned long long num_blocks() { return (unsigned long long)gridDim.x * gridDim.y * gridDim.z; }
+    static unsigned long long block_rank() {
+        return blockIdx.x + gridDim.x * (blockIdx.y + (unsigned long long)gridDim.y * blockIdx.z);
+    }
+    static dim3 group_dim() { return gridDim; }
+    static dim3 dim_blocks() { return gridDim; }
+    static dim3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+    static unsigned long long thread_rank() {
+        return block_rank() * thread_block::size() + thread_block::thread_rank();
+    }
+    static unsigned long long size() { return num_blocks() * thread_block::size(); }
+    static unsigned long long num_threads() { return size(); }
+};
+
+inline grid_group this_grid() { return {}; }
+
+// The functions of lanes that a mask names. Self has mask(), and lane_of(rank) in the warp.
+template <typename Self>
+class lanes {
+    const Self& self() const { return static_cast<const Self&>(*this); }
+
+    unsigned ranks(unsigned lanes) const {  // a bit for each rank, from one for each lane
+        unsigned found = 0;
+        for (unsigned rank = 0; rank < self().size(); ++rank) found |= (lanes >> self().lane_of(rank) & 1) << rank;
+        return found;
+    }
+
+public:
+    void sync(CALL_SITE) const { cuda_on_cpu::gather(self().mask(), 0, file, line); }
+
+    template <typename T>
+    T shfl(T value, unsigned rank, CALL_SITE) const {
+        return cuda_on_cpu::shuffle(self().mask(), value, self().lane_of(rank % self().size()), file, line);
+    }
+
+    template <typename T>
+    T shfl_up(T value, unsigned delta, CALL_SITE) const {
+        const unsigned rank = self().thread_rank();
+        return shfl(value, rank < delta ? rank : rank - delta, file, line);
+    }
+
+    template <typename T>
+    T shfl_down(T value, unsigned delta, CALL_SITE) const {
+        const unsigned rank = self().thread_rank();
+        return shfl(value, rank + delta < self().size() ? rank + delta : rank, file, line);
+    }
+
+    template <typename T>
+    T shfl_xor(T value, unsigned lanes, CALL_SITE) const {
+        return shfl(value, self().thread_rank() ^ lanes, file, line);
+    }
+
+    unsigned ballot(int predicate, CALL_SITE) const {
+        return ranks(__ballot_sync(self().mask(), predicate, file, line));
+    }
+    template <typename T>
+    unsigned match_any(T value, CALL_SITE) const {
+        return ranks(__match_any_sync(self().mask(), value, file, line));
+    }
+    template <typename T>
+    unsigned match_all(T value, int& all, CALL_SITE) const {
+        return ranks(__match_all_sync(self().mask(), value, &all, file, line));
+    }
+    int any(int predicate, CALL_SITE) const { return __any_sync(self().mask(), predicate, file, line); }
+    int all(int predicate, CALL_SITE) const { return __all_sync(self().mask(), predicate, file, line); }
+};
+
 template <unsigned SIZE, typename Parent = thread_block>
-class thread_block_tile {
+class thread_block_tile : public lanes<thread_block_tile<SIZE, Parent>> {
     static_assert(SIZE > 0 && SIZE <= 32 && (SIZE & (SIZE - 1)) == 0, "a tile is a power of two of at most 32 threads");
 
 public:
@@ -28,18 +103,10 @@ public:
     unsigned meta_group_size() const { return (thread_block::size() + SIZE - 1) / SIZE; }
     static constexpr unsigned size() { return SIZE; }
     static constexpr unsigned num_threads() { return SIZE; }
+    unsigned lane_of(unsigned rank) const { return cuda_on_cpu::lane() / SIZE * SIZE + rank; }
 
     unsigned mask() const {  // lanes of its warp
         return (0xffffffffu >> (32 - SIZE)) << (cuda_on_cpu::lane() / SIZE * SIZE);
-    }
-
-    void sync(const char* file = __builtin_FILE(), int line = __builtin_LINE()) const {
-        cuda_on_cpu::exchange(mask(), 0, cuda_on_cpu::lane(), file, line);
-    }
-
-    template <typename T>
-    T shfl_xor(T value, unsigned lanes, const char* file = __builtin_FILE(), int line = __builtin_LINE()) const {
-        return cuda_on_cpu::shuffle(mask(), value, cuda_on_cpu::lane() ^ lanes, file, line);
     }
 };
 
@@ -48,4 +115,29 @@ thread_block_tile<SIZE, Parent> tiled_partition(const Parent&) {
     return {};
 }
 
+class coalesced_group : public lanes<coalesced_group> {
+    unsigned mask_;
+
+public:
+    explicit coalesced_group(unsigned mask) : mask_(mask) {}
+    unsigned mask() const { return mask_; }
+    unsigned size() const { return __popc(mask_); }
+    unsigned num_threads() const { return size(); }
+    unsigned thread_rank() const { return __popc(mask_ & ((1u << cuda_on_cpu::lane()) - 1)); }
+    unsigned lane_of(unsigned rank) const {
+        unsigned rest = mask_;
+        while (rank--) rest &= rest - 1;
+        return __ffs(rest) - 1;
+    }
+};
+
+inline coalesced_group coalesced_threads(CALL_SITE) { return coalesced_group(__activemask(file, line)); }
+
+template <typename Group>
+void sync(const Group& group, CALL_SITE) {
+    group.sync(file, line);
+}
+
 }  // namespace cooperative_groups
+
+#undef CALL_SITE

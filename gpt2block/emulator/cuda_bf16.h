@@ -1,15 +1,25 @@
-// The part of __nv_bfloat16 that the kernels use: storage, and conversions that round to nearest even. The loader puts
-// the kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
+// bfloat16: __nv_bfloat16, __nv_bfloat162 and their functions.
 #pragma once
 
-struct alignas(2) __nv_bfloat16 {
-    std::uint16_t bits;
-};
+#define NUMBER __nv_bfloat16
+#define PAIR __nv_bfloat162
+#define NAME bfloat16
+#define BITS_OF cuda_on_cpu::bf16_bits
+#define VALUE_OF cuda_on_cpu::bf16_value
+#include "low_precision.h"
+#undef NUMBER
+#undef PAIR
+#undef NAME
+#undef BITS_OF
+#undef VALUE_OF
 
-inline float __bfloat162float(__nv_bfloat16 h) { return cuda_on_cpu::bits<float>((std::uint32_t)h.bits << 16); }
+typedef __nv_bfloat16 nv_bfloat16;
+typedef __nv_bfloat162 nv_bfloat162;
 
-inline __nv_bfloat16 __float2bfloat16_rn(float f) {
-    const std::uint32_t bits = cuda_on_cpu::bits<std::uint32_t>(f);
-    if (std::isnan(f)) return {0x7fff};
-    return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
-}
+#define CUDART_INF_BF16 __ushort_as_bfloat16(0x7F80)
+#define CUDART_NAN_BF16 __ushort_as_bfloat16(0x7FFF)
+#define CUDART_MIN_DENORM_BF16 __ushort_as_bfloat16(0x0001)
+#define CUDART_MAX_NORMAL_BF16 __ushort_as_bfloat16(0x7F7F)
+#define CUDART_NEG_ZERO_BF16 __ushort_as_bfloat16(0x8000)
+#define CUDART_ZERO_BF16 __ushort_as_bfloat16(0x0000)
+#define CUDART_ONE_BF16 __ushort_as_bfloat16(0x3F80)

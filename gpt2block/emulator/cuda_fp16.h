@@ -1,37 +1,25 @@
-// The part of __half that the kernels use: storage, and conversions that round to nearest even. The loader puts the
-// kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
+// float16: __half, __half2 and their functions.
 #pragma once
 
-struct alignas(2) __half {
-    std::uint16_t bits;
-};
+#define NUMBER __half
+#define PAIR __half2
+#define NAME half
+#define BITS_OF cuda_on_cpu::fp16_bits
+#define VALUE_OF cuda_on_cpu::fp16_value
+#include "low_precision.h"
+#undef NUMBER
+#undef PAIR
+#undef NAME
+#undef BITS_OF
+#undef VALUE_OF
 
-inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+typedef __half half, __nv_half, nv_half;
+typedef __half2 half2, __nv_half2, nv_half2;
 
-inline unsigned short __half_as_ushort(__half h) { return h.bits; }
-
-inline float __half2float(__half h) {
-    const std::uint32_t sign = (h.bits & 0x8000u) << 16, exponent = h.bits >> 10 & 31, fraction = h.bits & 0x3ffu;
-    if (exponent == 0) {  // subnormal: fraction * 2^-24 is exact
-        const float value = std::ldexp((float)fraction, -24);
-        return sign ? -value : value;
-    }
-    const std::uint32_t wide = exponent == 31 ? 255 : exponent + 112;
-    return cuda_on_cpu::bits<float>(sign | wide << 23 | fraction << 13);
-}
-
-inline __half __float2half_rn(float f) {
-    const std::uint32_t bits = cuda_on_cpu::bits<std::uint32_t>(f), sign = bits >> 16 & 0x8000u;
-    const float value = std::fabs(f);
-    if (std::isnan(f)) return {0x7fff};
-    std::uint32_t half;
-    if (value >= 65520.0f) {  // halfway between the largest finite number and the next step
-        half = 0x7c00;
-    } else if (value < 0x1p-14f) {  // a multiple of 2^-24; nearbyint rounds ties to even
-        half = (std::uint32_t)std::nearbyint(std::ldexp(value, 24));
-    } else {
-        const std::uint32_t magnitude = bits & 0x7fffffffu;
-        half = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-    }
-    return {static_cast<std::uint16_t>(sign | half)};
-}
+#define CUDART_INF_FP16 __ushort_as_half(0x7C00)
+#define CUDART_NAN_FP16 __ushort_as_half(0x7FFF)
+#define CUDART_MIN_DENORM_FP16 __ushort_as_half(0x0001)
+#define CUDART_MAX_NORMAL_FP16 __ushort_as_half(0x7BFF)
+#define CUDART_NEG_ZERO_FP16 __ushort_as_half(0x8000)
+#define CUDART_ZERO_FP16 __ushort_as_half(0x0000)
+#define CUDART_ONE_FP16 __ushort_as_half(0x3C00)

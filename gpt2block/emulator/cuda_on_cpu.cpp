@@ -5,6 +5,9 @@
 // then the next one in the order runs. When all have stopped, the barrier opens and the next phase begins. This file is
 // compiled without AddressSanitizer, the kernels with it.
 //
+// A thread may wait for another one in a loop, for a flag or a lock. Programs with atomics or volatile accesses count
+// the basic blocks that they run (-fsanitize-coverage=trace-pc), and a thread that runs long makes way for the others.
+//
 // A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which kernels write. They are
 // poisoned for a thread until it waits for the previous kernel, or passes a barrier after another thread has waited.
 #include "cuda_on_cpu.h"
@@ -50,9 +53,12 @@ struct Thread {
     const char* file;  // of the barrier or exchange at which it waits
     int line;
     int passed;  // barriers and exchanges so far
-    unsigned mask;  // of the exchange
-    int source, delay;
+    std::size_t path;  // with exact_places: a hash of the calls that lead to the barrier or exchange
+    unsigned mask;  // of the exchange; 0: of the lanes that meet there (__activemask)
+    int delay;
     std::uint64_t value;
+    cuda_on_cpu::Gathered gathered;  // of the last exchange of which this is the first lane
+    const cuda_on_cpu::Gathered* received;
     char* stack;
     bool started;
     void* resume_point[5];
@@ -73,6 +79,12 @@ Thread* current;  // null while the scheduler runs
 bool overlaps, waited, late_visible = true;  // the launch; a thread of the block; not poisoned
 void* dynamic;    // the dynamic shared memory of the block
 std::size_t dynamic_bytes;
+int fill = 0xFF;    // the bytes of shared memory until they are written
+bool exact_places;  // the program is not optimised: barriers are told apart by the calls that lead to them
+char* stacks;       // of all threads
+int count;          // of the threads that gave true at the last barrier
+unsigned steps;     // basic blocks that the thread has run in this turn
+unsigned turn = 100'000;  // their number after which the others run; few as soon as one thread has needed as many
 void* scheduler_point[5];
 
 std::string at(uint3 i) {
@@ -94,8 +106,14 @@ std::string describe(const Thread& thread) {
 }
 
 [[noreturn]] void divergent(const Thread& a, const Thread& b) {
+    const bool one_line = a.line == b.line && a.state == b.state && a.mask == b.mask && a.passed == b.passed;
     fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": " + describe(a) +
-         ", " + describe(b));
+         ", " + describe(b) + (one_line ? ": two barriers in one line, or in two calls of a function" : ""));
+}
+
+[[noreturn]] void missing(const Thread& waits, const Thread& lane) {
+    fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": " + describe(waits) +
+         ", " + describe(lane) + ": the mask names the lane of a thread that never comes");
 }
 
 // After a sanitizer's report: prints the thread, and the argument that the address belongs to or is next to.
@@ -153,8 +171,17 @@ void stop_in(State state) {  // called on the fiber: returns to the scheduler un
     jump(self.resume_point, scheduler_point);
 }
 
+// What variables without a value hold in a program that is not optimised: large numbers. Other programs initialise them
+// with -ftrivial-auto-var-init=pattern, which gives large negative ones.
+__attribute__((noipa)) void fill_stack() {
+    char below[16 << 10];  // where the frames of the kernel will be
+    std::memset(below, fill, sizeof below);
+    asm volatile("" : : "r"(below) : "memory");
+}
+
 void fiber() {
     for (;;) {  // one iteration per block
+        if (exact_places) fill_stack();
         kernel->call(slots.data());
         stop_in(State::returned);
     }
@@ -182,6 +209,7 @@ void resume(Thread& thread) {
     show_late_arrays(!overlaps || (waited && thread.passed > 0));
     current = &thread;
     threadIdx = thread.index;
+    steps = 0;
     if (thread.started) {
         jump(scheduler_point, thread.resume_point);
     } else {
@@ -190,9 +218,33 @@ void resume(Thread& thread) {
     current = nullptr;
 }
 
+// Lets the other threads run before this one goes on.
+void make_way() {
+    if (current) stop_in(State::ready);
+}
+
+// The return addresses from here to the kernel.
+__attribute__((noinline)) std::size_t call_path() {
+    std::size_t path = 0;
+    const char* frame = static_cast<const char*>(__builtin_frame_address(0));
+    while (frame >= current->stack && frame + 2 * sizeof(void*) <= current->stack + STACK) {
+        const char* const* words = reinterpret_cast<const char* const*>(frame);
+        path = path * 31 + reinterpret_cast<std::uintptr_t>(words[1]);
+        if (words[0] <= frame) break;
+        frame = words[0];
+    }
+    return path;
+}
+
+void wait_at(const char* file, int line) {
+    current->file = file;
+    current->line = line;
+    current->path = exact_places ? call_path() : 0;
+}
+
 bool same_place(const Thread& a, const Thread& b) {
     if (a.state != b.state || a.state == State::returned) return a.state == b.state;
-    return a.line == b.line && (a.file == b.file || !std::strcmp(a.file, b.file));
+    return a.line == b.line && a.path == b.path && (a.file == b.file || !std::strcmp(a.file, b.file));
 }
 
 void open(Thread& thread) {
@@ -200,29 +252,52 @@ void open(Thread& thread) {
     ++thread.passed;
 }
 
-// Lets the lanes of `first`'s mask exchange values once all of them wait; lanes that have returned are not waited for.
-// Returns false while a lane is still elsewhere.
+// Gives the lanes that wait for each other, and have all come, the values of each other.
+void meet(Thread* warp, unsigned lanes) {
+    cuda_on_cpu::Gathered& gathered = warp[__builtin_ctz(lanes)].gathered;
+    std::memset(gathered.values, 0xFF, sizeof gathered.values);
+    gathered.lanes = lanes;
+    for (unsigned rest = lanes; rest; rest &= rest - 1) {
+        Thread& thread = warp[__builtin_ctz(rest)];
+        gathered.values[__builtin_ctz(rest)] = thread.value;
+        thread.received = &gathered;
+        open(thread);
+    }
+    if (cuda_on_cpu::lanes_meet) cuda_on_cpu::lanes_meet(warp - threads.data(), lanes);
+}
+
+// Lets the lanes of `first`'s mask exchange values once all of them wait. Returns false while a lane is still elsewhere.
 bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     const unsigned mask = first.mask;
-    for (int i = 0; i < lanes; ++i) {
-        if (!(mask >> i & 1) || warp[i].state == State::returned) continue;
-        if (warp[i].state != State::at_exchange || warp[i].delay) return false;
-        if (warp[i].mask != mask || !same_place(warp[i], first)) divergent(first, warp[i]);
-    }
-    std::uint64_t values[WARP];
-    std::memset(values, 0xFF, sizeof values);
-    for (int i = 0; i < lanes; ++i) {
-        if (mask >> i & 1 && warp[i].state == State::at_exchange) values[i] = warp[i].value;
-    }
+    const Thread* returned = nullptr;
     unsigned met = 0;
     for (int i = 0; i < lanes; ++i) {
-        if (!(mask >> i & 1) || warp[i].state != State::at_exchange) continue;
-        warp[i].value = values[warp[i].source % WARP];
-        open(warp[i]);
+        if (!(mask >> i & 1)) continue;
+        if (warp[i].state == State::returned) {
+            returned = &warp[i];
+            continue;
+        }
+        if (warp[i].state != State::at_exchange || !warp[i].mask || warp[i].delay) return false;
+        if (warp[i].mask != mask || !same_place(warp[i], first)) divergent(first, warp[i]);
         met |= 1u << i;
     }
-    if (cuda_on_cpu::lanes_meet) cuda_on_cpu::lanes_meet(warp - threads.data(), met);
+    if (returned) missing(first, *returned);
+    meet(warp, met);
     return true;
+}
+
+// Lets the lanes meet that ask which ones are active at one place, when no other lane of the warp can come there.
+bool active_group(Thread* warp, int lanes) {
+    unsigned met = 0;
+    const Thread* first = nullptr;
+    for (int i = 0; i < lanes; ++i) {
+        if (warp[i].state == State::ready) return false;
+        if (warp[i].state != State::at_exchange || warp[i].mask) continue;
+        first = first ? first : &warp[i];
+        if (same_place(*first, warp[i])) met |= 1u << i;
+    }
+    if (met) meet(warp, met);
+    return met;
 }
 
 // Called when all threads have stopped: makes those ready that may continue. Returns false when all have returned.
@@ -230,23 +305,34 @@ bool open_barriers() {
     bool any = false;
     for (std::size_t w = 0; w < threads.size(); w += WARP) {
         const int lanes = threads.size() - w < WARP ? threads.size() - w : WARP;
+        bool asked = false, opened = false;
         for (int i = 0; i < lanes; ++i) {
             Thread& thread = threads[w + i];
             if (thread.state != State::at_exchange) continue;
-            if (thread.delay) {
+            if (!thread.mask) {
+                asked = true;
+            } else if (thread.delay) {
                 --thread.delay;
-                any = true;
+                opened = true;
             } else {
-                any |= exchange_group(&threads[w], lanes, thread);
+                opened |= exchange_group(&threads[w], lanes, thread);
             }
         }
+        any |= opened || (asked && active_group(&threads[w], lanes));
     }
     if (any) return true;
+    for (const Thread& thread : threads) {
+        if (thread.state == State::ready) return true;  // it has made way
+    }
     for (const Thread& thread : threads) {
         if (!same_place(threads[0], thread)) divergent(threads[0], thread);
     }
     if (threads[0].state == State::returned) return false;
-    for (Thread& thread : threads) open(thread);
+    count = 0;
+    for (Thread& thread : threads) {
+        count += thread.value;
+        open(thread);
+    }
     if (cuda_on_cpu::barrier_opens) cuda_on_cpu::barrier_opens();
     return true;
 }
@@ -270,8 +356,8 @@ struct Order {
 
 void run_block(Order& order, unsigned number) {
     // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
-    for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)0xFF;
-    dynamic = std::memset(std::malloc(dynamic_bytes), 0xFF, dynamic_bytes);
+    for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)fill;
+    std::memset(dynamic, fill, dynamic_bytes);
     for (Thread& thread : threads) {
         thread.state = State::ready;
         thread.passed = 0;
@@ -284,20 +370,19 @@ void run_block(Order& order, unsigned number) {
         }
     } while (open_barriers());
     if (!waited) fail(std::string(kernel->name) + ", block " + at(blockIdx) + ": no thread waits for the previous kernel");
-    std::free(dynamic);
-    dynamic = nullptr;
 }
 
 void make_threads() {
     threads.resize(blockDim.x * blockDim.y * blockDim.z);
     // Pages are allocated when touched. The first of a stack is never accessible, so that an overflow is caught.
     constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* stacks = mmap(nullptr, threads.size() * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
+    void* memory = mmap(nullptr, threads.size() * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
+    stacks = static_cast<char*>(memory);
     for (std::size_t i = 0; i < threads.size(); ++i) {
         const unsigned n = i;
         threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
-        threads[i].stack = static_cast<char*>(stacks) + i * STACK;
-        if (stacks == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
+        threads[i].stack = stacks + i * STACK;
+        if (memory == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
     }
     // AddressSanitizer takes them for one stack, so that it need not be told of every switch. The scheduler runs on
     // another one, but is not compiled with it.
@@ -320,7 +405,7 @@ Array read_array(const char* name, std::size_t bytes, bool late) {
     if (std::fread(data, 1, bytes, stdin) != bytes) fail("standard input ends too early");
     __asan_poison_memory_region(data - margin, margin);
     __asan_poison_memory_region(data + bytes, margin);
-    if (cuda_on_cpu::watch) cuda_on_cpu::watch(name, data, bytes);
+    if (cuda_on_cpu::watch) cuda_on_cpu::watch(name, data, bytes, kernel->elements[arrays.size()]);
     return {name, data, bytes, margin, late};
 }
 
@@ -344,6 +429,27 @@ void read_argument(const char* name) {
     }
 }
 
+void launch(Order& order) {
+    const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);
+    for (std::size_t b : blocks) {
+        const unsigned n = b;
+        blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
+        run_block(order, n);
+    }
+}
+
+// A launch on other values: every array moved by 16 bytes. What it leaves in the variables of the file, which keep their
+// values between launches, must not change the result of the next launch.
+void rehearse(Order& order) {
+    std::vector<std::string> before;
+    for (const Array& array : arrays) {
+        before.emplace_back(array.data ? array.data : "", array.data ? array.bytes : 0);
+        if (array.bytes) std::rotate(array.data, array.data + 16 % array.bytes, array.data + array.bytes);
+    }
+    launch(order);
+    for (std::size_t i = 0; i < arrays.size(); ++i) std::copy(before[i].begin(), before[i].end(), arrays[i].data);
+}
+
 }  // namespace
 
 void cuda_on_cpu::stop(const char* what, const char* file, int line) {
@@ -354,34 +460,78 @@ void cuda_on_cpu::stop(const char* what, const char* file, int line) {
 }
 
 void cuda_on_cpu::barrier(const char* file, int line) {
-    current->file = file;
-    current->line = line;
-    stop_in(State::at_barrier);
+    counted(false, file, line);
 }
 
-std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int source, const char* file, int line,
-                                    int delay) {
+int cuda_on_cpu::counted(bool predicate, const char* file, int line) {
+    wait_at(file, line);
+    current->value = predicate;
+    stop_in(State::at_barrier);
+    return count;
+}
+
+const cuda_on_cpu::Gathered& cuda_on_cpu::gather(unsigned mask, std::uint64_t value, const char* file, int line,
+                                                 int delay) {
     Thread& self = *current;
+    wait_at(file, line);
     self.state = State::at_exchange;
-    self.file = file;
-    self.line = line;
     self.mask = mask;
     self.value = value;
-    self.source = source;
     self.delay = delay;
     if (!(mask >> lane() & 1)) fail(describe(self) + ": its mask does not name its own lane");
     stop_in(State::at_exchange);
-    return self.value;
+    return *self.received;
+}
+
+unsigned cuda_on_cpu::active_lanes(const char* file, int line) {
+    wait_at(file, line);
+    current->mask = 0;
+    stop_in(State::at_exchange);
+    return current->received->lanes;
+}
+
+void cuda_on_cpu::sleep() { make_way(); }
+
+void cuda_on_cpu::atomic(const void* place, std::size_t bytes) {
+    if (steps + 64 > turn) make_way();  // and not between the two halves of the access
+    if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
+}
+
+void cuda_on_cpu::fence(bool of_device) {
+    if (fence_passed) fence_passed(of_device);
+}
+
+// Called by each basic block of a kernel that may wait in a loop.
+// g++ guards shared arrays of classes with constructors, such as __half, although nothing initializes them. libstdc++
+// would wait for the fiber that has begun to, which never goes on then.
+extern "C" int __cxa_guard_acquire(char* guard) { return *guard == 0; }
+extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
+
+extern "C" void __sanitizer_cov_trace_pc() {
+    if (++steps < turn || !current) return;
+    turn = 1'000;
+    make_way();
 }
 
 int cuda_on_cpu::thread_number() { return current ? current - threads.data() : -1; }
+
+int cuda_on_cpu::stack_owner(const void* address) {
+    const char* place = static_cast<const char*>(address);
+    return place >= stacks && place < stacks + threads.size() * STACK ? (place - stacks) / STACK : -1;
+}
 
 const char* cuda_on_cpu::kernel_name() { return kernel->name; }
 
 int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }
 
-void* cuda_on_cpu::dynamic_shared() {
-    if (!dynamic) fail("`extern __shared__` outside a function: declare it in the kernel");
+// The memory is that of every block. A variable outside a function asks for it before main.
+void* cuda_on_cpu::dynamic_shared(const char* name, std::size_t element) {
+    if (!dynamic) {
+        const char* bytes = std::getenv("DYNAMIC_BYTES");
+        dynamic_bytes = bytes ? std::strtoul(bytes, nullptr, 10) : 0;
+        dynamic = std::malloc(dynamic_bytes);
+    }
+    if (name && name_dynamic) name_dynamic(name, element);
     return dynamic;
 }
 
@@ -396,19 +546,21 @@ void cuda_on_cpu::wait_for_previous() {
     show_late_arrays(true);
 }
 
-// argv: name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
+// argv: name, grid x y z, block x y z, order, seed, the arguments' names
 int main(int argc, char** argv) {
-    if (argc < 11) fail("expected at least 10 words");
+    if (argc < 10) fail("expected at least 9 words");
     auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(argv[i], nullptr, 10)); };
     for (kernel = cuda_on_cpu::entries; kernel->name && std::strcmp(kernel->name, argv[1]); ++kernel) {}
     if (!kernel->name) fail(std::string("no kernel ") + argv[1]);
     gridDim = {number(2), number(3), number(4)};
     blockDim = {number(5), number(6), number(7)};
-    dynamic_bytes = number(8);
-    const std::string kind = argv[9];
-    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[10], nullptr, 10), {}};
-    for (int i = 11; i < argc; ++i) read_argument(argv[i]);
+    cuda_on_cpu::dynamic_shared(nullptr, 0);
+    const std::string kind = argv[8];
+    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[9], nullptr, 10), {}};
+    for (int i = 10; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
+    exact_places = std::getenv("EXACT_PLACES") != nullptr;
+    if (const char* byte = std::getenv("FILL")) fill = std::atoi(byte);
     std::FILE* results = fdopen(STDOUT_FILENO, "wb");
     stdout = fopencookie(nullptr, "w", {nullptr, write_text, nullptr, nullptr});
     setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines are there when the program ends in an error
@@ -420,12 +572,8 @@ int main(int argc, char** argv) {
         setitimer(ITIMER_REAL, &once, nullptr);
     }
     make_threads();
-    const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);
-    for (std::size_t b : blocks) {
-        const unsigned n = b;
-        blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
-        run_block(order, n);
-    }
+    if (std::getenv("REHEARSAL")) rehearse(order);
+    launch(order);
     show_late_arrays(true);
     std::fflush(stdout);
     for (const Array& array : arrays) {

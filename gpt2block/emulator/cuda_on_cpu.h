@@ -1,16 +1,20 @@
-// The part of CUDA C++ that the kernels use, for g++. With it, tests run the shipped sources on the CPU under
+// The part of CUDA C++ that kernels use, for g++. With it, tests run the shipped sources on the CPU under
 // AddressSanitizer. The threads of a block are fibers; see cuda_on_cpu.cpp.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ctime>  // clock()
+#include <math.h>    // the overloads of <cmath> and <cstdlib> without std::, as CUDA has them
+#include <stdlib.h>
 #include <type_traits>
 #include <utility>
 
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
+#define __constant__  // kernel files are in an unnamed namespace, see the loader
+#define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__  // empty, so that __attribute__((__noinline__)) of system headers remains valid
 #define __launch_bounds__(...)
@@ -19,13 +23,12 @@
 // redzones between the variables. The loader replaces `extern __shared__` by dynamic_shared().
 #define __shared__ static __attribute__((section("cuda_shared")))
 
-struct uint3 {
-    unsigned x, y, z;
-};
+#include "vectors.h"
 
 struct dim3 {
     unsigned x, y, z;
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
 // Set by the runtime whenever it resumes a thread.
@@ -33,77 +36,57 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
-struct alignas(8) float2 {
-    float x, y;
-};
-
-struct alignas(16) float4 {
-    float x, y, z, w;
-};
-
-struct float3 {
-    float x, y, z;
-};
-
-struct alignas(8) int2 {
-    int x, y;
-};
-
-struct alignas(16) int4 {
-    int x, y, z, w;
-};
-
-struct alignas(8) uint2 {
-    unsigned x, y;
-};
-
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-
 namespace cuda_on_cpu {
 
 template <typename To, typename From>
-To bits(From from) {  // copies the low bytes, with zeros above
-    To to{};
+__forceinline__ To bits(const From& from) {  // copies the low bytes, with zeros above
+    To to;
+    if constexpr (sizeof(From) < sizeof(To)) std::memset(&to, 0, sizeof to);
     std::memcpy(&to, &from, sizeof to < sizeof from ? sizeof to : sizeof from);
     return to;
 }
 
+struct Gathered {  // what the lanes of a warp have given each other
+    std::uint64_t values[32];  // bytes of 0xFF for lanes that did not take part
+    unsigned lanes;
+};
+
 // Defined in another translation unit, so that the compiler must assume that they change any memory.
 void barrier(const char* file, int line);
-// delay: turns of the other threads before the lanes exchange.
-std::uint64_t exchange(unsigned mask, std::uint64_t value, int source_lane, const char* file, int line, int delay = 0);
+// delay: turns of the other threads before the lanes exchange. The result is valid until the lane's next exchange.
+const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int line, int delay = 0);
+unsigned active_lanes(const char* file, int line);
 int lane();
-void* dynamic_shared();
-bool copies_at_once();  // whether the copies of mma_ptx.h arrive immediately
+void* dynamic_shared(const char* name, std::size_t element);
+bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
-__attribute__((weak)) void atomic_begins();  // see races.cpp; null in other programs
-
-// A lane that is not in the mask, has returned or does not exist gives bytes of 0xFF, a NaN.
-template <typename T>
-T shuffle(unsigned mask, T value, int source, const char* file, int line) {
-    static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4, "a shuffle moves 4 or 8 bytes");
-    return bits<T>(exchange(mask, bits<std::uint64_t>(value), source, file, line));
-}
+void sleep();  // lets the other threads run
+void atomic(const void* place, std::size_t bytes);  // before an atomic access
+void fence(bool of_device);
 
 // A kernel as the runtime calls it: by name, with an 8-byte slot for every argument.
 struct Entry {
     const char* name;
     void (*call)(const std::uint64_t* slots);
+    const std::size_t* elements;  // bytes of what each argument points to; 1 for numbers
 };
 
 template <auto KERNEL>
 struct Call;
 
+template <typename T>
+constexpr std::size_t size_of_element() {
+    if constexpr (std::is_pointer_v<T> && !std::is_void_v<std::remove_pointer_t<T>>) {
+        return sizeof(std::remove_pointer_t<T>);
+    } else {
+        return 1;
+    }
+}
+
 template <typename... P, void (*KERNEL)(P...)>
 struct Call<KERNEL> {
+    static constexpr std::size_t elements[] = {size_of_element<P>()..., 1};
+
     static void call(const std::uint64_t* slots) { spread(slots, std::index_sequence_for<P...>{}); }
 
     template <std::size_t... I>
@@ -112,7 +95,7 @@ struct Call<KERNEL> {
     }
 };
 
-extern const Entry entries[];  // generated by the loader; ends with a null name
+extern const Entry* const entries;  // generated by the loader; ends with a null name
 
 // Ends the program with a report about the current thread.
 [[noreturn]] void stop(const char* what, const char* file, int line);
@@ -128,142 +111,12 @@ extern "C" int printf(const char* format, ...) __attribute__((format(printf, 1, 
 
 [[noreturn]] inline void __trap(CALL_SITE) { cuda_on_cpu::stop("the kernel calls __trap()", file, line); }
 
-inline void __syncthreads(CALL_SITE) { cuda_on_cpu::barrier(file, line); }
-
-inline void __syncwarp(unsigned mask = 0xffffffffu, CALL_SITE) {
-    cuda_on_cpu::exchange(mask, 0, cuda_on_cpu::lane(), file, line);
-}
-
-template <typename T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, CALL_SITE) {
-    const int first = cuda_on_cpu::lane() & -width;
-    return cuda_on_cpu::shuffle(mask, value, first + (source & (width - 1)), file, line);
-}
-
-template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CALL_SITE) {
-    const int lane = cuda_on_cpu::lane(), source = lane - (int)delta;
-    return cuda_on_cpu::shuffle(mask, value, source < (lane & -width) ? lane : source, file, line);
-}
-
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CALL_SITE) {
-    const int lane = cuda_on_cpu::lane(), source = lane + (int)delta;
-    return cuda_on_cpu::shuffle(mask, value, source >= (lane & -width) + width ? lane : source, file, line);
-}
-
-template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CALL_SITE) {
-    const int lane = cuda_on_cpu::lane(), source = lane ^ lane_mask;
-    return cuda_on_cpu::shuffle(mask, value, source >= (lane & -width) + width ? lane : source, file, line);
-}
-
-inline int __any_sync(unsigned mask, bool predicate, CALL_SITE) {  // for a full warp
-    int any = 0;
-    for (int lane = 0; lane < 32; ++lane) any |= cuda_on_cpu::shuffle(mask, (int)predicate, lane, file, line) == 1;
-    return any;
-}
-
-inline unsigned __ballot_sync(unsigned mask, bool predicate, CALL_SITE) {  // lanes outside the mask count as false
-    unsigned lanes = 0;
-    for (int lane = 0; lane < 32; ++lane) {
-        lanes |= (unsigned)(cuda_on_cpu::shuffle(mask, (int)predicate, lane, file, line) == 1) << lane;
-    }
-    return lanes;
-}
-
-inline int __all_sync(unsigned mask, bool predicate, CALL_SITE) { return !__ballot_sync(mask, !predicate, file, line); }
+#include "warps.h"
 
 #undef CALL_SITE
 
-template <typename T>
-T __ldg(const T* pointer) {
-    return *pointer;
-}
+#include "memory.h"
 
-// Cache hints do not change what is loaded or stored.
-template <typename T>
-T __ldcs(const T* pointer) {
-    return *pointer;
-}
+#include "numbers.h"
 
-template <typename T>
-T __ldcg(const T* pointer) {
-    return *pointer;
-}
-
-template <typename T>
-void __stcs(T* pointer, T value) {
-    *pointer = value;
-}
-
-// Only one fiber runs at a time, and each sees all earlier writes.
-inline void __threadfence() {}
-
-// Atomic accesses are no races, so races.cpp does not see them.
-#define ATOMIC(name, result)                                                        \
-    template <typename T>                                                           \
-    __attribute__((no_sanitize("thread"))) T name(T* pointer, std::common_type_t<T> value) { \
-        if (cuda_on_cpu::atomic_begins) cuda_on_cpu::atomic_begins();               \
-        const T old = *pointer;                                                     \
-        *pointer = result;                                                          \
-        return old;                                                                 \
-    }
-
-ATOMIC(atomicAdd, old + value)
-ATOMIC(atomicSub, old - value)
-ATOMIC(atomicMax, old < value ? value : old)
-ATOMIC(atomicMin, value < old ? value : old)
-ATOMIC(atomicExch, value)
-#undef ATOMIC
-
-template <typename T>
-__attribute__((no_sanitize("thread"))) T atomicCAS(T* pointer, std::common_type_t<T> expected,
-                                                   std::common_type_t<T> value) {
-    if (cuda_on_cpu::atomic_begins) cuda_on_cpu::atomic_begins();
-    const T old = *pointer;
-    if (old == expected) *pointer = value;
-    return old;
-}
-
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return (unsigned long long)((unsigned __int128)a * b >> 64);
-}
-
-// Byte i of the result is selected by nibble i of `selector`: 0 to 3 from x, 4 to 7 from y.
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    const std::uint64_t bytes = (std::uint64_t)y << 32 | x;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return result;
-}
-
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __sinf(float x) { return sinf(x); }
-inline float __cosf(float x) { return cosf(x); }
-inline float __powf(float x, float y) { return powf(x, y); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
-inline int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }
-
-template <typename A, typename B>
-constexpr std::common_type_t<A, B> min(A a, B b) {
-    return b < a ? b : a;
-}
-
-template <typename A, typename B>
-constexpr std::common_type_t<A, B> max(A a, B b) {
-    return a < b ? b : a;
-}
+#include "rounding.h"

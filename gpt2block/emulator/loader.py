@@ -28,10 +28,14 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
+from gpt2block.emulator import places
 from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
+# How a file is compiled. "patterned": variables begin with large negative numbers. "unoptimised":
+# with large positive ones; no access is left out, and barriers of one line differ.
+Build = Literal["usual", "patterned", "unoptimised"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
 END = "after the file"  # where g++ reports what a file lacks, such as a closing brace
@@ -65,7 +69,15 @@ _SANITIZERS = (
     "--param=asan-instrumentation-with-call-threshold=0",
 )
 # Without -fpie: the addresses of the file. DWARF 4: some addr2line confuse the files of DWARF 5.
-_THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4")
+_THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
+_VOLATILE = "--param=tsan-distinguish-volatile=1"  # of GCC 11
+_PATTERN = "-ftrivial-auto-var-init=pattern"  # of GCC 12
+_TURNS = "-fsanitize-coverage=trace-pc"  # counts basic blocks, see cuda_on_cpu.cpp
+_WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
+# The bytes of shared memory, and of variables in an unoptimised program, until they are written: a
+# NaN, or a large positive or negative number, of which each differs from what a maximum, a minimum
+# or a sum begins with.
+_FILLS = {"forward": 0xFF, "reverse": 0x7B, "shuffled": 0xFB}
 _WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
     "-Wall",
@@ -74,22 +86,31 @@ _WARNINGS = (
     "-Wno-unused-function",  # a header's functions that this file does not use
     "-Wno-maybe-uninitialized",  # false alarms under AddressSanitizer
 )
+_ALIGNED = r"(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(
-    r"extern\s+__shared__\s+(?:(?:__align__|alignas)\(\w+\)\s*)?"
-    r"([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;"
+    rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
+    rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
 )
+_STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")  # which it is already
+_SHARED_ALIGNED = re.compile(
+    r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
+)  # in C++: before
+_DEVICE_VARIABLE = re.compile(r"\b__device__\s+[\w: ]+?\s\w+\s*(?:\[[^]]*\]\s*)*(?:=|;|\{)")
 _TELLING = re.compile(
     r"cuda_on_cpu: |SUMMARY: |.*runtime error: |.*(READ|WRITE) of size|.* is located \d+ bytes "
+    r"|.*hard rss limit"
     r"| +#\d \w+ in (?!.*cuda_on_cpu).*\.cuh?:\d"
 )
 
 
-_PLACE = re.compile(r"\{(0x[0-9a-f]+)\}")  # of races.cpp: an address in the program
+_PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # of races.cpp: an address in the program
+_FOLDER = r"/\S*/(?=[\w.-]+:\d)"
+_NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
 _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
 _HEADER = "cuda_on_cpu.h"
 _POOL = ThreadPoolExecutor(2)
-_ahead: dict[tuple[Source, kernels.Defines, bool], Future[Path]] = {}
+_ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
 _messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
 
 
@@ -105,11 +126,15 @@ class ShimError(Exception):
 
 
 class Checks(NamedTuple):
-    """What a launch looks for, how long it may take, and who gets what it prints."""
+    """What a launch looks for, how long it may take, and who gets what it prints and says."""
 
     races: bool = False  # instead of accesses out of bounds
     limit_s: float | None = None  # by default TIMEOUT_S
     printed: Callable[[str], None] = lambda _: None  # gets the text that a kernel prints
+    rehearsed: bool = False  # launch on other values before, in the same process
+    within: tuple[str, ...] = ()  # a command that runs the program, such as prlimit and its options
+    build: Build = "usual"
+    noted: Callable[[str], None] = lambda _: None  # gets what may be why a result is wrong
 
 
 USUAL = Checks()
@@ -161,6 +186,8 @@ def run(
     copies_at_once: bool = False,
     early: Collection[str] | None = None,
     races: bool = False,
+    build: Build = "usual",
+    noted: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
@@ -170,8 +197,9 @@ def run(
     as late as its semantics allow. early: not None if the launch overlaps the previous kernel
     (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
     const __restrict__ and to these parameters. races: find accesses of two threads to one place
-    that no barrier orders (races.cpp), instead of accesses out of bounds. An array that is passed
-    twice is the same pointer twice. Raises ShimError with the report, and changes no array then.
+    that nothing orders (races.cpp), instead of accesses out of bounds. build, noted: as in Checks.
+    An array that is passed twice is the same pointer twice. Raises ShimError with the report, and
+    changes no array then.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -201,7 +229,7 @@ def run(
                 spans[id(arg)] = Span(arg.reshape(-1).view(np.uint8).copy(), 0)
             values.append(spans[id(arg)])
     defines = (*kernels.stored_as(storage, None, cache), *defines)
-    options = (order, early, Checks(races), seed, copies_at_once)
+    options = (order, early, Checks(races, build=build, noted=noted), seed, copies_at_once)
     run_spans(source, kernel, grid, block, values, shared, defines, *options)
     written = {id(arg): arg for arg, parameter in pairs if id(arg) in spans and not parameter.const}
     for arg, parameter in pairs:
@@ -267,11 +295,17 @@ def run_spans(
     environment = {"COPIES_AT_ONCE": "1"} if copies_at_once or early is not None else {}
     if early is not None:
         environment["LATE_ARRAYS"] = _late(parameters, args, early)
-    numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
+    environment |= _conditions(source, shared, order, checks.build)
+    numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
     words = [kernel, *numbers, order, seed, *(p.name for p in parameters)]
     launch = f"{kernel}, grid {grid}, block {block}, order {order}"
-    program = compile_kernel_file(source, defines, checks.races)
-    output = _execute(program, words, b"".join(message), launch, environment, checks)
+    program = compile_kernel_file(source, defines, checks.races, checks.build)
+
+    def named(address: int) -> str:
+        detailed = _compile(source, defines, checks.races, checks.build, variables=True)
+        return places.variable(detailed, address) or "a shared variable"
+
+    output = _execute(program, words, b"".join(message), launch, environment, checks, named)
     written = [arg.memory for i in first.values() if isinstance(arg := args[i], Span)]
     start = len(output) - sum(memory.nbytes for memory in written)  # of the arrays, after the text
     if start < 0:
@@ -281,6 +315,18 @@ def run_spans(
     for memory in written:
         memory[...] = np.frombuffer(output, np.uint8, memory.nbytes, start)
         start += memory.nbytes
+
+
+def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
+    """Of a launch, as the runner takes them."""
+    found = {"DYNAMIC_BYTES": str(shared)}
+    if build != "usual":
+        found["FILL"] = str(_FILLS[order])
+    if build == "unoptimised":
+        found["EXACT_PLACES"] = "1"
+    if _DEVICE_VARIABLE.search(kernels.without_comments(source.text)):
+        found["VARIABLES"] = "1"
+    return found
 
 
 def _late(
@@ -317,15 +363,24 @@ def _execute(
     launch: str,
     extra: Mapping[str, str],
     checks: Checks,
+    variable: Callable[[int], str],
 ) -> bytes:
+    """What a program writes; `variable` gives the name of what has an address in it."""
+
+    def place(found: re.Match[str]) -> str:
+        address = int(found[2], 16)
+        return variable(address) if found[1] else places.line(program, address)
+
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
     env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
     env["TIME_LIMIT"] = str(limit_s)  # the program then ends itself and says where it was
+    if checks.rehearsed:
+        env["REHEARSAL"] = "1"
     late = f"still running after {limit_s:g} s"
     try:
         done = subprocess.run(
-            [str(program), *map(str, words)],
+            [*checks.within, str(program), *map(str, words)],
             input=message,
             capture_output=True,
             timeout=limit_s + GRACE_S,
@@ -334,11 +389,13 @@ def _execute(
         )
     except subprocess.TimeoutExpired as error:
         raise ShimError(f"{launch}: {late}", late) from error
+    report = _PLACE.sub(place, done.stderr.decode(errors="replace"))
+    for note in _NOTE.findall(report):
+        checks.noted(re.sub(_FOLDER, "", note))
     if done.returncode == 0:
         return done.stdout
     checks.printed(done.stdout.decode(errors="replace"))
-    report = done.stderr.decode(errors="replace")
-    report = _PLACE.sub(lambda found: _line(program, found[1]), report)
+    report = _NOTE.sub("", report)
     found = _readable(report) or f"exit status {done.returncode}"
     if done.returncode == TIMED_OUT:
         found = f"{late}\n{found}"
@@ -347,7 +404,7 @@ def _execute(
 
 def _readable(report: str) -> str:
     """The lines about the kernel, the most informative one first, without shadow memory."""
-    report = re.sub(r"/\S*/(?=[\w.-]+:\d)", "", report)
+    report = re.sub(_FOLDER, "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in (
         "divergent barrier",
@@ -362,13 +419,6 @@ def _readable(report: str) -> str:
         if lines and most in lines[0]:
             break
     return "\n".join(line.replace("cuda_on_cpu: ", "") for line in lines)
-
-
-def _line(program: Path, address: str) -> str:
-    """File and line of an address in a program, such as my.cu:12; of an inlined call, its own."""
-    place = f"{int(address, 16) - 1:#x}"  # inside the call, whose return address is known
-    found = _output("addr2line", "-e", str(program), place)
-    return re.sub(r" \(discriminator \d+\)", "", found)
 
 
 INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libubsan (Fedora)"
@@ -397,7 +447,10 @@ def missing() -> str | None:
 
 
 def compile_kernel_file(
-    source: Source | str, defines: kernels.Defines = (), races: bool = False
+    source: Source | str,
+    defines: kernels.Defines = (),
+    races: bool = False,
+    build: Build = "usual",
 ) -> Path:
     """The program that runs any kernel of a file; compiled once per text and constants.
 
@@ -405,19 +458,48 @@ def compile_kernel_file(
     messages of g++, in the thread of the caller.
     """
     known = Source.shipped(source) if isinstance(source, str) else source
-    begun = _ahead.get((known, defines, races))
-    program = begun.result() if begun else _compile(known, defines, races)
+    begun = _ahead.get((known, defines, races, build))
+    program = begun.result() if begun else _compile(known, defines, races, build)
     if text := _messages.pop(program, None):
         warnings.warn(text, stacklevel=2)
     return program
 
 
-def compile_ahead(source: Source | str, defines: kernels.Defines = (), races: bool = False) -> None:
+def compile_ahead(
+    source: Source | str,
+    defines: kernels.Defines = (),
+    races: bool = False,
+    build: Build = "usual",
+) -> None:
     """Start to compile a file that will be run later, in another thread."""
     _cache_dir(), _runtime()  # once, before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
-    if (known, defines, races) not in _ahead:
-        _ahead[known, defines, races] = _POOL.submit(_compile, known, defines, races)
+    key = known, defines, races, build
+    if key not in _ahead:
+        _ahead[key] = _POOL.submit(_compile, *key)
+
+
+def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
+    """What g++ says of each variable that may be read before it has a value, one sentence each.
+
+    Only for a result that is already wrong: these warnings are not always right.
+    """
+    warn = ("-Wuninitialized", "-Wmaybe-uninitialized")
+    with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
+        files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
+        _write(Path(folder), files)
+        paths = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}")
+        command = ("g++", "-std=c++17", "-O1", "-c", "unit.cpp", "-o", os.devnull, *warn, *paths)
+        env = {**os.environ, "LC_ALL": "C"}  # quotes in ASCII
+        said = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False, env=env
+        ).stderr
+    file = re.escape(Path(source.name).name)
+    declared = rf"{file}:(\d+):\d+: note: '(\w+)' (?:was )?declared here"
+    return [
+        f"{name}, declared at {Path(source.name).name}:{line}, may be read before it has a value"
+        for line, name in dict.fromkeys(re.findall(declared, said))
+    ]
 
 
 @cache
@@ -439,16 +521,24 @@ def _precompiled(flags: tuple[str, ...]) -> dict[str, Path]:
 
 
 @cache
-def _compile(source: Source, defines: kernels.Defines, races: bool = False) -> Path:
+def _compile(
+    source: Source,
+    defines: kernels.Defines,
+    races: bool = False,
+    build: Build = "usual",
+    variables: bool = False,
+) -> Path:
+    """variables: with the locations of variables, which change no address."""
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
-    options = (*_FLAGS, *_WARNINGS, *(_THREADS if races else _SANITIZERS))
+    options = _options(source, races, build)
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
     salt, links = repr(sorted(headers.items())), _precompiled(options)
     if not races:
         return _build(source.name, files, ("unit.cpp", str(_runtime()), *flags), salt, links)
     # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
-    unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags), salt, links)
+    detail, links = (("-g",), {}) if variables else ((), links)
+    unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags, *detail), salt, links)
     parts = map(str, (unit, _runtime(), _runtime("races.cpp")))
     program = _build(source.name, {}, (*parts, "-no-pie"))
     if unit in _messages:
@@ -456,23 +546,50 @@ def _compile(source: Source, defines: kernels.Defines, races: bool = False) -> P
     return program
 
 
+def _options(source: Source, races: bool, build: Build) -> tuple[str, ...]:
+    version = _version()
+    options = [*_FLAGS, *_WARNINGS, *(_THREADS if races else _SANITIZERS)]
+    if races and version >= 11:
+        options.append(_VOLATILE)
+    if build == "unoptimised":
+        options.append("-O0")
+    if build == "patterned" and version >= 12:
+        options.append(_PATTERN)
+    if build != "usual" and _WAITS.search(kernels.without_comments(source.text)):
+        options.append(_TURNS)
+    return tuple(options)
+
+
+def _version() -> int:
+    """Of g++, the first number."""
+    return int(_output("g++", "-dumpversion").partition(".")[0])
+
+
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    text = _DYNAMIC_SHARED.sub(
-        r"\1* \2 = static_cast<\1*>(cuda_on_cpu::dynamic_shared());", source.text
-    )
+    text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", source.text))
+    text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
         raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
     entries = "".join(
-        f'{{"{name}", cuda_on_cpu::Call<&{name}>::call}},\n' for name in _prototypes(source)
+        f'{{"{name}", cuda_on_cpu::Call<&{name}>::call, cuda_on_cpu::Call<&{name}>::elements}},\n'
+        for name in _prototypes(source)
     )
     # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
     # static variables of a function that other translation units may share.
     return (
         f'#include "{_HEADER}"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n'
-        f'#line 1 "{END}"\n}}\n'
-        f"const cuda_on_cpu::Entry cuda_on_cpu::entries[] = {{\n{entries}{{}}}};\n"
+        f'#line 1 "{END}"\n'
+        f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
+        "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
     )
+
+
+def _dynamic(found: re.Match[str]) -> str:
+    """A pointer to the dynamic shared memory, in as many lines as its declaration."""
+    element, name = (found[1] or "") + found[2], found[3]
+    memory = f'cuda_on_cpu::dynamic_shared("{name}", sizeof({element}))'
+    return f"{element}* {name} = static_cast<{element}*>({memory});" + "\n" * found[0].count("\n")
 
 
 def _build(
@@ -494,9 +611,7 @@ def _build(
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
-        for file, text in files.items():
-            (Path(folder) / file).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder) / file).write_text(text, "utf-8")
+        _write(Path(folder), files)
         for link, path in links.items():
             (Path(folder) / link).symlink_to(path)
         command = ("g++", *arguments, "-o", "result")
@@ -507,6 +622,12 @@ def _build(
             _messages[target] = f"{name}: g++ says\n{done.stderr}"
         os.replace(Path(folder) / "result", target)
     return target
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for file, text in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text, "utf-8")
 
 
 @cache

@@ -43,7 +43,7 @@ void wait_for_groups() {
 }
 
 inline void meet(int delay = 0) {
-    cuda_on_cpu::exchange(0xffffffffu, 0, cuda_on_cpu::lane(), __FILE__, __LINE__, delay);
+    cuda_on_cpu::gather(0xffffffffu, 0, __FILE__, __LINE__, delay);
 }
 
 // For functions that access registers of lanes alone, in which a kernel can make no mistake.
@@ -117,13 +117,13 @@ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, const
 }
 
 inline void unpack2_bf16(unsigned pair, float (&v)[2]) {
-    v[0] = __bfloat162float({(std::uint16_t)pair});
-    v[1] = __bfloat162float({(std::uint16_t)(pair >> 16)});
+    v[0] = cuda_on_cpu::bf16_value((std::uint16_t)pair);
+    v[1] = cuda_on_cpu::bf16_value((std::uint16_t)(pair >> 16));
 }
 
 inline void unpack2_fp16(unsigned pair, float (&v)[2]) {
-    v[0] = __half2float({(std::uint16_t)pair});
-    v[1] = __half2float({(std::uint16_t)(pair >> 16)});
+    v[0] = cuda_on_cpu::fp16_value((std::uint16_t)pair);
+    v[1] = cuda_on_cpu::fp16_value((std::uint16_t)(pair >> 16));
 }
 
 inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
@@ -174,11 +174,11 @@ inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[
 }
 
 inline unsigned pack2_bf16(float low, float high) {
-    return __float2bfloat16_rn(low).bits | (unsigned)__float2bfloat16_rn(high).bits << 16;
+    return cuda_on_cpu::bf16_bits(low) | (unsigned)cuda_on_cpu::bf16_bits(high) << 16;
 }
 
 inline unsigned pack2_fp16(float low, float high) {
-    return __float2half_rn(low).bits | (unsigned)__float2half_rn(high).bits << 16;
+    return cuda_on_cpu::fp16_bits(low) | (unsigned)cuda_on_cpu::fp16_bits(high) << 16;
 }
 
 inline unsigned pack2(float low, float high) {

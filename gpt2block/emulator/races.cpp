@@ -1,22 +1,33 @@
-// Finds data races: two accesses to one byte by different threads, at least one of them a write, with no barrier that
-// orders them. Linked into programs that are compiled with -fsanitize=thread instead of AddressSanitizer, whose calls
-// of __tsan_read and __tsan_write arrive here; libtsan itself, which watches threads of the system, is not linked.
+// Finds data races: two accesses to one byte by different threads, at least one of them a write, that nothing orders.
+// Linked into programs that are compiled with -fsanitize=thread instead of AddressSanitizer, whose calls of
+// __tsan_read and __tsan_write arrive here; libtsan itself, which watches threads of the system, is not linked.
 //
-// What orders accesses: __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among
-// the lanes of its mask, followed by vector clocks. Nothing orders two blocks. A kernel that uses atomics may order its
-// blocks by them, so that accesses of different blocks are then not compared. Atomic accesses are not recorded.
+// What orders accesses, followed by vector clocks:
+//   - __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among the lanes of its
+//     mask;
+//   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same place by another thread:
+//     what the first thread did, or knew to be complete, before its fence comes before what the reader does next.
+// Two accesses that are atomic or volatile are no race. A plain access comes after those atomic ones to the same place
+// that a later one of its own thread has seen.
+//
+// A note tells what may be a mistake: a line on standard error, of which the loader says more if a result is wrong.
 #include "cuda_on_cpu.h"
 #include "events.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
+#include <map>
 #include <string>
 #include <unistd.h>
+#include <unordered_map>
 #include <vector>
 
 extern "C" {
 extern char __start_cuda_shared[] __attribute__((weak));
 extern char __stop_cuda_shared[] __attribute__((weak));
+extern char __data_start[] __attribute__((weak)), end[] __attribute__((weak));  // of the program's variables
 }
 
 namespace {
@@ -26,125 +37,370 @@ constexpr int WARP = 32;
 struct Access {
     int thread = -1;  // of its block; -1: none so far
     unsigned block, phase, clock;
-    void* place;  // in the program
+    unsigned place;  // in the program, which is linked to addresses below 4 GiB
 };
 
 struct Byte {
-    Access written, read[2];  // the last write, and the last reads of two different threads
+    // The last write. Reads: the last one, that of another thread of its warp, and that of another warp.
+    Access written, read[3];
 };
+
+struct StrongAccess {
+    Access access;
+    const char* was;  // the verb
+};
+
+struct Strong {  // atomic and volatile accesses, the last of two threads
+    StrongAccess written[2], read[2];
+};
+
+enum class Kind { argument, shared, dynamic, variables };
 
 struct Region {
+    Kind kind;
     std::string name;
     const char* data;
-    std::size_t bytes;
-    bool shared;
+    std::size_t bytes, element;
     std::vector<Byte> history;
+    std::unordered_map<std::size_t, Strong> strong;
+
+    bool of_block() const { return kind == Kind::shared || kind == Kind::dynamic; }
 };
 
-struct Clock {
-    unsigned of[WARP];  // lane of the warp -> its last access that is known to be complete
+struct Known {  // what is complete of a block: all before a phase, and by thread all up to a clock
+    unsigned phase = 0;
+    std::vector<unsigned> clocks;
+
+    void join(const Known& other) {
+        phase = std::max(phase, other.phase);
+        if (clocks.size() < other.clocks.size()) clocks.resize(other.clocks.size());
+        for (std::size_t i = 0; i < other.clocks.size(); ++i) clocks[i] = std::max(clocks[i], other.clocks[i]);
+    }
 };
+
+typedef std::map<unsigned, Known> Blocks;  // by number
+
+void join(Blocks& blocks, const Blocks& others) {
+    for (const auto& [number, known] : others) blocks[number].join(known);
+}
+
+struct Thread {
+    unsigned of[WARP];  // lane of the warp -> its last access that is known to be complete
+    // What is complete for this thread, by atomic and volatile reads, and what fences have made so for other threads of
+    // its block, and for all. Threads that synchronize have all three in common.
+    enum Fact { learnt, fenced_for_block, fenced_for_all, FACTS };
+    Blocks facts[FACTS];
+};
+
+void share(Blocks (&common)[Thread::FACTS], const Thread& thread) {
+    for (int i = 0; i < Thread::FACTS; ++i) {
+        if (!thread.facts[i].empty()) join(common[i], thread.facts[i]);
+    }
+}
+
+void adopt(Thread& thread, const Blocks (&common)[Thread::FACTS]) {
+    for (int i = 0; i < Thread::FACTS; ++i) {
+        if (!common[i].empty()) thread.facts[i] = common[i];
+    }
+}
 
 std::vector<Region> regions;
-std::vector<Clock> clocks;  // of the threads of the block
+std::vector<Thread> threads;  // of the block
+std::unordered_map<const void*, Blocks> told[2];  // by the last writes to a place: to the block, to all
 unsigned block, phase;
-bool atomics;
+const char* dynamic_name = nullptr;
+std::size_t dynamic_element = 1;
 
 std::string at(int thread) {
     const unsigned n = thread, x = n % blockDim.x, y = n / blockDim.x % blockDim.y, z = n / blockDim.x / blockDim.y;
     return "thread (" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
 }
 
-bool ordered(const Access& before, int thread, const Region& region) {
-    if (before.thread < 0) return true;
-    if (before.block != block) return region.shared || atomics;
-    if (before.thread == thread || before.phase < phase) return true;
-    if (before.thread / WARP != thread / WARP) return false;
-    return clocks[thread].of[before.thread % WARP] >= before.clock;
+// The loader replaces an address in braces by its line in the source, or by the name of the variable.
+std::string line_of(unsigned place) {
+    char text[32];
+    std::snprintf(text, sizeof text, "{0x%x}", place);
+    return text;
 }
 
-// The loader replaces an address in braces by its line in the source.
-[[noreturn]] void report(const Region& region, std::size_t byte, const Access& before, const char* was, const char* is,
-                         int thread, void* place) {
-    char lines[2][32];
-    std::snprintf(lines[0], sizeof lines[0], "{%p}", place);
-    std::snprintf(lines[1], sizeof lines[1], "{%p}", before.place);
+std::string name_of(const Region& region, std::size_t byte) {
+    if (region.kind == Kind::shared || region.kind == Kind::variables) {
+        char text[48];
+        std::snprintf(text, sizeof text, "{variable %p}", static_cast<const void*>(region.data + byte));
+        return text;
+    }
+    return region.name + "[" + std::to_string(byte / region.element) + "]";
+}
+
+bool ordered(const Access& before, int thread, const Region& region) {
+    if (before.thread < 0) return true;
+    const Thread& self = threads[thread];
+    if (before.block == block) {
+        if (before.thread == thread || before.phase < phase) return true;
+        if (before.thread / WARP == thread / WARP && self.of[before.thread % WARP] >= before.clock) return true;
+    } else if (region.of_block()) {
+        return true;
+    }
+    const Blocks& learnt = self.facts[Thread::learnt];
+    const auto known = learnt.find(before.block);
+    if (known == learnt.end()) return false;
+    const std::vector<unsigned>& clocks = known->second.clocks;
+    if (before.phase < known->second.phase) return true;
+    return std::size_t(before.thread) < clocks.size() && clocks[before.thread] >= before.clock;
+}
+
+struct Verb {
+    const char *is, *was;
+};
+
+constexpr Verb READS = {"reads", "read"}, WRITES = {"writes", "wrote"};
+constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
+constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
+constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
+
+struct Doing {  // an access that happens now
+    Access access;
+    Verb verb;
+    bool writes, strong;
+};
+
+[[noreturn]] void report(const Region& region, std::size_t byte, const Access& before, const char* was,
+                         const Doing& now) {
     const bool same = before.block == block;
-    std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s byte %zu of %s at %s; %s%s %s it at %s, and %s\n",
-                 cuda_on_cpu::kernel_name(), at(thread).c_str(), is, byte, region.name.c_str(), lines[0],
-                 at(before.thread).c_str(), same ? "" : " of another block", was, lines[1],
+    std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s %s at %s; %s%s %s it at %s, and %s\n",
+                 cuda_on_cpu::kernel_name(), at(now.access.thread).c_str(), now.verb.is, name_of(region, byte).c_str(),
+                 line_of(now.access.place).c_str(), at(before.thread).c_str(), same ? "" : " of another block",
+                 was, line_of(before.place).c_str(),
                  same ? "no barrier is between them" : "nothing orders two blocks");
     _exit(3);
 }
 
-void record(const void* address, std::size_t bytes, bool write, void* place) {
+void note(bool& said, const std::string& text) {
+    if (!said) std::fprintf(stderr, "cuda_on_cpu: note: %s\n", text.c_str());
+    said = true;
+}
+
+void note_unwritten(const Region& region, std::size_t byte, const Doing& now) {
+    static bool said;
+    note(said, at(now.access.thread) + " reads " + name_of(region, byte) + " at " + line_of(now.access.place) +
+                   ", which no thread has written");
+}
+
+void note_volatile(const Region& region, std::size_t byte, const Access& before, const Doing& now) {
+    static bool said;
+    note(said, at(now.access.thread) + " " + now.verb.is + " " + name_of(region, byte) + " at " +
+                   line_of(now.access.place) + " and " + at(before.thread) + " changed it at " +
+                   line_of(before.place) + ": volatile orders no threads, which __syncwarp() does");
+}
+
+// Keeps the last accesses of two threads.
+void keep(StrongAccess (&kept)[2], const StrongAccess& now) {
+    if (kept[0].access.thread != now.access.thread || kept[0].access.block != now.access.block) kept[1] = kept[0];
+    kept[0] = now;
+}
+
+void keep_read(Access (&kept)[3], const Access& now) {
+    const Access last = kept[0];
+    if (last.thread >= 0 && (last.thread != now.thread || last.block != now.block)) {
+        const bool same_warp = last.block == now.block && last.thread / WARP == now.thread / WARP;
+        kept[same_warp ? 1 : 2] = last;
+    }
+    kept[0] = now;
+}
+
+void check_byte(Region& region, std::size_t i, const Doing& now, bool volatile_) {
+    const int thread = now.access.thread;
+    Byte& byte = region.history[i];
+    if (!ordered(byte.written, thread, region)) report(region, i, byte.written, WRITES.was, now);
+    if (now.writes) {
+        for (const Access& read : byte.read) {
+            if (!ordered(read, thread, region)) report(region, i, read, READS.was, now);
+        }
+    }
+    const auto found = region.strong.empty() ? region.strong.end() : region.strong.find(i);
+    const bool unwritten = byte.written.thread < 0 && found == region.strong.end();
+    if (unwritten && !now.writes && region.of_block()) note_unwritten(region, i, now);
+    if (!now.strong) {
+        if (found != region.strong.end()) {
+            const auto& [last, other] = found->second.written;
+            if (!ordered(last.access, thread, region)) report(region, i, last.access, last.was, now);
+            // What this thread's own atomic access came after, it has seen: all of them change the place in one order.
+            const bool own = last.access.thread == thread && last.access.block == block && last.was == ATOMIC.was;
+            if (!own && !ordered(other.access, thread, region)) report(region, i, other.access, other.was, now);
+            for (const auto& [before, was] : found->second.read) {
+                if (now.writes && !ordered(before, thread, region)) report(region, i, before, was, now);
+            }
+        }
+        now.writes ? void(byte.written = now.access) : keep_read(byte.read, now.access);
+        return;
+    }
+    Strong& strong = found != region.strong.end() ? found->second : region.strong[i];
+    if (volatile_ && region.of_block()) {
+        const Access& last = strong.written[0].access;
+        const bool near = last.thread >= 0 && last.block == block && last.thread / WARP == thread / WARP;
+        if (near && !ordered(last, thread, region)) note_volatile(region, i, last, now);
+    }
+    keep(now.writes ? strong.written : strong.read, {now.access, now.verb.was});
+}
+
+Region* region_of(const char* address) {
+    for (Region& region : regions) {
+        if (address >= region.data && address < region.data + region.bytes) return &region;
+    }
+    return nullptr;
+}
+
+void check_stack(const void* address, const Doing& now) {
+    const int owner = cuda_on_cpu::stack_owner(address), thread = now.access.thread;
+    if (owner < 0 || owner == thread) return;
+    std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s a local variable of %s at %s: each thread has its own ones, "
+                 "which no other can reach\n", cuda_on_cpu::kernel_name(), at(thread).c_str(), now.verb.is,
+                 at(owner).c_str(), line_of(now.access.place).c_str());
+    _exit(3);
+}
+
+void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool strong, void* place) {
     const int thread = cuda_on_cpu::thread_number();
     if (thread < 0) return;
     const char* first = static_cast<const char*>(address);
-    for (Region& region : regions) {
-        if (first < region.data || first >= region.data + region.bytes) continue;
-        if (region.history.empty()) region.history.resize(region.bytes);
-        const Access now = {thread, block, phase, clocks[thread].of[thread % WARP], place};
-        const std::size_t start = first - region.data, end = start + bytes;
-        for (std::size_t i = start; i < end && i < region.bytes; ++i) {
-            Byte& byte = region.history[i];
-            const char* is = write ? "writes" : "reads";
-            if (!ordered(byte.written, thread, region)) report(region, i, byte.written, "wrote", is, thread, place);
-            for (const Access& read : byte.read) {
-                if (write && !ordered(read, thread, region)) report(region, i, read, "read", is, thread, place);
-            }
-            if (write) {
-                byte.written = now;
-            } else {
-                if (byte.read[0].thread != thread) byte.read[1] = byte.read[0];
-                byte.read[0] = now;
-            }
-        }
-        return;
+    const unsigned from = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(place));
+    const Doing now = {{thread, block, phase, threads[thread].of[thread % WARP], from}, verb, writes, strong};
+    Region* region = region_of(first);
+    if (!region) return check_stack(address, now);
+    if (region->history.empty()) region->history.resize(region->bytes);
+    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
+    const bool volatile_ = strong && verb.is != ATOMIC.is;
+    for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
+}
+
+// The thread's own accesses until now, and all that it knows of other ones.
+Blocks knowledge(int thread) {
+    const Thread& self = threads[thread];
+    Blocks all = self.facts[Thread::learnt];
+    Known own = {phase, std::vector<unsigned>(threads.size())};
+    const std::size_t warp = thread / WARP * WARP;
+    for (std::size_t i = warp; i < threads.size() && i < warp + WARP; ++i) own.clocks[i] = self.of[i - warp];
+    all[block].join(own);
+    return all;
+}
+
+void learn(int thread, const void* address) {
+    for (int all = 0; all < 2; ++all) {
+        const auto found = told[all].find(address);
+        if (found != told[all].end()) join(threads[thread].facts[Thread::learnt], found->second);
+    }
+}
+
+void tell(int thread, const void* address, bool instead) {
+    for (int all = 0; all < 2; ++all) {
+        const Blocks& fenced = threads[thread].facts[Thread::fenced_for_block + all];
+        if (instead) told[all].erase(address);
+        if (!fenced.empty()) join(told[all][address], fenced);
     }
 }
 
 }  // namespace
 
-void cuda_on_cpu::watch(const char* name, const void* data, std::size_t bytes) {
-    regions.push_back({name, static_cast<const char*>(data), bytes, false, {}});
+void cuda_on_cpu::watch(const char* name, const void* data, std::size_t bytes, std::size_t element) {
+    regions.push_back({Kind::argument, name, static_cast<const char*>(data), bytes, element, {}, {}});
 }
 
-void cuda_on_cpu::block_begins(unsigned number, std::size_t threads, const void* dynamic, std::size_t bytes) {
-    while (!regions.empty() && regions.back().shared) regions.pop_back();
+void cuda_on_cpu::name_dynamic(const char* name, std::size_t element) {
+    dynamic_name = name;
+    dynamic_element = element;
+    for (Region& region : regions) {
+        if (region.kind == Kind::dynamic) region.name = name, region.element = element;
+    }
+}
+
+void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* dynamic, std::size_t bytes) {
+    if (threads.empty() && std::getenv("VARIABLES")) {
+        regions.push_back({Kind::variables, "", __data_start, std::size_t(end - __data_start), 1, {}, {}});
+    }
+    regions.erase(std::remove_if(regions.begin(), regions.end(), [](const Region& r) { return r.of_block(); }),
+                  regions.end());
     const std::size_t fixed = __stop_cuda_shared - __start_cuda_shared;
-    if (fixed) regions.push_back({"the shared variables", __start_cuda_shared, fixed, true, {}});
-    if (bytes) regions.push_back({"the dynamic shared memory", static_cast<const char*>(dynamic), bytes, true, {}});
-    clocks.assign(threads, {});
-    for (std::size_t i = 0; i < threads; ++i) clocks[i].of[i % WARP] = 1;
+    if (fixed) regions.insert(regions.begin(), {Kind::shared, "", __start_cuda_shared, fixed, 1, {}, {}});
+    if (bytes) {
+        const char* name = dynamic_name ? dynamic_name : "the dynamic shared memory";
+        const char* data = static_cast<const char*>(dynamic);
+        regions.push_back({Kind::dynamic, name, data, bytes, dynamic_element, {}, {}});
+    }
+    threads.assign(count, {});
+    for (std::size_t i = 0; i < count; ++i) threads[i].of[i % WARP] = 1;
+    told[0].clear();
+    for (auto it = told[1].begin(); it != told[1].end();) {  // other blocks have other shared memory
+        const Region* region = region_of(static_cast<const char*>(it->first));
+        it = region && region->of_block() ? told[1].erase(it) : std::next(it);
+    }
     block = number;
     phase = 0;
 }
 
-void cuda_on_cpu::barrier_opens() { ++phase; }
+void cuda_on_cpu::barrier_opens() {
+    ++phase;
+    Blocks common[Thread::FACTS];
+    for (const Thread& thread : threads) share(common, thread);
+    for (Thread& thread : threads) adopt(thread, common);
+}
 
 void cuda_on_cpu::lanes_meet(std::size_t first, unsigned lanes) {
-    Clock joined = {};
-    for (int i = 0; i < WARP; ++i) {
-        for (int k = 0; lanes >> i & 1 && k < WARP; ++k) {
-            joined.of[k] = joined.of[k] < clocks[first + i].of[k] ? clocks[first + i].of[k] : joined.of[k];
-        }
+    unsigned joined[WARP] = {};
+    Blocks common[Thread::FACTS];
+    for (unsigned rest = lanes; rest; rest &= rest - 1) {
+        const Thread& thread = threads[first + __builtin_ctz(rest)];
+        for (int k = 0; k < WARP; ++k) joined[k] = std::max(joined[k], thread.of[k]);
+        share(common, thread);
     }
-    for (int i = 0; i < WARP; ++i) {
-        if (!(lanes >> i & 1)) continue;
-        clocks[first + i] = joined;
-        ++clocks[first + i].of[i];
+    for (unsigned rest = lanes; rest; rest &= rest - 1) {
+        const int lane = __builtin_ctz(rest);
+        Thread& thread = threads[first + lane];
+        std::copy(joined, joined + WARP, thread.of);
+        ++thread.of[lane];
+        adopt(thread, common);
     }
 }
 
-void cuda_on_cpu::atomic_begins() { atomics = true; }
+void cuda_on_cpu::atomic_access(const void* address, std::size_t bytes, void* place) {
+    const int thread = thread_number();
+    if (thread < 0) return;
+    record(address, bytes, ATOMIC, true, true, place);
+    learn(thread, address);
+    tell(thread, address, false);
+}
+
+void cuda_on_cpu::fence_passed(bool of_device) {
+    const int thread = thread_number();
+    Thread& self = threads[thread];
+    join(self.facts[Thread::fenced_for_block], knowledge(thread));
+    if (of_device) join(self.facts[Thread::fenced_for_all], self.facts[Thread::fenced_for_block]);
+    ++self.of[thread % WARP];  // what follows is not before the fence
+}
+
+namespace {
+
+void record_volatile(const void* address, std::size_t bytes, bool writes, void* place) {
+    const int thread = cuda_on_cpu::thread_number();
+    if (thread < 0) return;
+    record(address, bytes, writes ? VOLATILE_WRITE : VOLATILE_READ, writes, true, place);
+    writes ? tell(thread, address, true) : learn(thread, address);
+}
+
+}  // namespace
 
 // Called by the code of the kernels.
-#define ACCESSES(n)                                                                                                   \
-    void __tsan_read##n(void* p) { record(p, n, false, __builtin_return_address(0)); }                                \
-    void __tsan_write##n(void* p) { record(p, n, true, __builtin_return_address(0)); }                                \
-    void __tsan_unaligned_read##n(void* p) { record(p, n, false, __builtin_return_address(0)); }                      \
-    void __tsan_unaligned_write##n(void* p) { record(p, n, true, __builtin_return_address(0)); }
+#define ACCESS(name, n, recorded) \
+    void __tsan_##name##n(void* p) { recorded; }
+#define HERE __builtin_return_address(0)
+#define ACCESSES(n)                                                                                      \
+    ACCESS(read, n, record(p, n, READS, false, false, HERE))                                             \
+    ACCESS(write, n, record(p, n, WRITES, true, false, HERE))                                            \
+    ACCESS(unaligned_read, n, record(p, n, READS, false, false, HERE))                                   \
+    ACCESS(unaligned_write, n, record(p, n, WRITES, true, false, HERE))                                  \
+    ACCESS(volatile_read, n, record_volatile(p, n, false, HERE))                                         \
+    ACCESS(volatile_write, n, record_volatile(p, n, true, HERE))                                         \
+    ACCESS(unaligned_volatile_read, n, record_volatile(p, n, false, HERE))                               \
+    ACCESS(unaligned_volatile_write, n, record_volatile(p, n, true, HERE))
 
 extern "C" {
 ACCESSES(1)
@@ -152,11 +408,12 @@ ACCESSES(2)
 ACCESSES(4)
 ACCESSES(8)
 ACCESSES(16)
-void __tsan_read_range(void* p, std::size_t n) { record(p, n, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* p, std::size_t n) { record(p, n, true, __builtin_return_address(0)); }
+void __tsan_read_range(void* p, std::size_t n) { record(p, n, READS, false, false, HERE); }
+void __tsan_write_range(void* p, std::size_t n) { record(p, n, WRITES, true, false, HERE); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // of a static variable of a function
 
 // AddressSanitizer's functions, which cuda_on_cpu.cpp calls.
 void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}

@@ -365,27 +365,39 @@ class Device:
         pass
 
 
+BOTH = (loader.USUAL, loader.Checks(races=True))  # all that the shipped kernels are run with
+
 _state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 
 
-def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
-    """`launch.run()`, where an access before the kernel waits is an error.
+@contextmanager
+def early_launches(early: Collection[str] = ()) -> Iterator[None]:
+    """Launches in the context overlap the previous kernel: an access before the wait is an error.
 
     early: parameters that are not const __restrict__ but may be accessed before.
     """
     _state.early = early
     try:
-        launch.run()
+        yield
     finally:
         _state.early = None
 
 
-def compile_ahead(launches: Iterable[kernels.Launch]) -> None:
-    """Start to compile both programs of each launch, in other threads."""
+def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
+    """`launch.run()` as one of `early_launches`."""
+    with early_launches(early):
+        launch.run()
+
+
+def compile_ahead(
+    launches: Iterable[kernels.Launch], checks: Iterable[loader.Checks] = BOTH
+) -> None:
+    """Start to compile the programs of each launch for these checks, in other threads."""
+    programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))
     for each in launches:
         kernel = each.function.found
-        for races in (False, True):
-            loader.compile_ahead(kernel._source, kernel._defines, races)
+        for races, build in programs:
+            loader.compile_ahead(kernel._source, kernel._defines, races, build)
 
 
 @contextmanager

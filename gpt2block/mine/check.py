@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy
 from gpt2block.mine.arguments import Output, Values, values
+from gpt2block.mine.cases import Case
+from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
-from gpt2block.ops.operation import Attrs, Sizes
+from gpt2block.ops.operation import Sizes
 
 GUARD = 4096  # bytes before and after an output
 GUARD_BYTE = 0xA5
+# The bytes of an output before a launch: a NaN, a large positive and a large negative number. A
+# maximum of NaN and a number is the number: only the others show that an output was read.
+NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
 
 
 @dataclass(frozen=True)
@@ -27,71 +32,104 @@ class Checked:
     geometry: Geometry
     max_abs: float
     max_rel: float
+    bound: float  # the largest relative error that is rounding
     problem: str = ""
     printed: str = ""  # by the kernel, in the first run
+    inputs: str = ""  # the name of special ones
+
+    @property
+    def label(self) -> str:
+        """Sizes and inputs, for tables."""
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{sizes}, {self.inputs}" if self.inputs else sizes
 
 
-@dataclass(frozen=True)
-class Case:
-    """Inputs on the host, and the exact value of every output."""
-
-    sizes: Sizes
-    attrs: Attrs
-    inputs: tuple[Any, ...]
-    truths: Mapping[str, NDArray[Any]]
-
-
-def case(kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str) -> Case:
-    """Random inputs of these sizes; raises InputError for sizes that do not fit together."""
-    own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
-    host, truth = measure.inputs_and_truth(own, sizes, kernel.dtype, layout)
-    truths = [truth]
-    if own.further is not None:
-        truths += own.further(*map(measure.widened, host), **own.attrs)
-    outputs = values(own, host, own.attrs).outputs
-    return Case(sizes, own.attrs, host, dict(zip(outputs, truths, strict=True)))
-
-
-def compare(kernel: Kernel, given: Case, guarded: bool) -> Checked:
+def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
     """The result of running the kernel once on poisoned outputs.
 
-    guarded: put known bytes around each output, and find writes to them.
+    guarded: put known bytes around each output, and find writes to them. fill: the bytes that the
+    outputs hold before.
     """
     arrays = tuple(map(measure.uploaded, given.inputs))
     guards: list[Any] = []
 
     def allocate(output: Output) -> Any:
-        array, memory = _guarded(output, GUARD if guarded else 0)
+        array, memory = _guarded(output, GUARD if guarded else 0, fill)
         guards.append(memory)
         return array
 
-    bound = kernel.bind(arrays, allocate=allocate, **given.attrs)
+    run = kernel.bind(arrays, allocate=allocate, **given.attrs)
     found = values(kernel.operation, arrays, given.attrs)
     names = kernel.outputs(found)
-    for launch in bound.launches:
+    for launch in run.launches:
         launch.run()
     cupy.cuda.get_current_stream().synchronize()
-    outs = [cupy.asnumpy(each) for each in (bound.out, *bound.extra)]
+    outs = [cupy.asnumpy(each) for each in (run.out, *run.extra)]
     pairs = list(zip(names, outs, strict=True))
     off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
     worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
+    bound = measure.tolerance(kernel.dtype) + given.slack
     problem = (
         (guarded and _overwritten(names, guards))
-        or next(filter(None, (wrong(n, o, given.truths[n], kernel.dtype) for n, o in pairs)), "")
+        or next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
         or _changed(found, names, given, kernel)
     )
-    return Checked(given.sizes, kernel.geometry(found), *worst, problem)
+    return Checked(given.sizes, kernel.geometry(found), *worst, bound, problem, inputs=given.name)
 
 
-def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], dtype: str) -> str:
-    """The first wrong element of an output in words; "" if all are right."""
+def finding(found: Checked, given: Case) -> Finding:
+    """A result with a problem, in words."""
+    what = found.problem
+    if given.name:
+        what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
+    numbers: tuple[float, ...] = (found.max_abs, found.max_rel, found.bound)
+    if isnan(found.max_rel):
+        what += f"\nlargest error: not finite; a relative error of {found.bound:.1e} is rounding"
+    elif found.max_rel > found.bound:
+        what += (
+            f"\nlargest error {found.max_abs:.1e}, relative to the largest value "
+            f"{found.max_rel:.1e}: at most {found.bound:.1e} is rounding"
+        )
+    else:
+        numbers = ()
+    what += f"\n{given.hint}" if given.hint else ""
+    names = ("max_abs", "max_rel", "bound")
+    error = dict(zip(names, numbers, strict=False))
+    where = f"at {given.label}"
+    return Finding(what, (), where, found.printed, fragile=bool(given.name), **error)
+
+
+def of_second_launch(found: Finding) -> Finding:
+    """A finding of a launch that was right as the first one of a process."""
+    what = (
+        "right in the first launch of a process, wrong in the second: variables of the file "
+        "(__device__) keep their values between launches: set them back in the kernel"
+    )
+    return replace(found, what=f"{what}\n{found.what}")
+
+
+def of_old_values(found: Finding) -> Finding:
+    """A finding of a launch that is right where the outputs hold NaN before it."""
+    what = (
+        "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
+        "kernel reads elements of the output that it has not written, as in "
+        "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN"
+    )
+    return replace(found, what=f"{what}\n{found.what}")
+
+
+def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
+    """The first wrong element of an output in words; "" if all are right.
+
+    bound: the largest error that is rounding, relative to the largest value.
+    """
     truth = truth.reshape(out.shape)
     exact = truth.dtype.kind in "iu"
     if exact:
         bad = out != truth
     else:
         known = np.isfinite(truth)
-        limit = measure.tolerance(dtype) * float(np.abs(truth).max(where=known, initial=0.0))
+        limit = bound * float(np.abs(truth).max(where=known, initial=0.0))
         with np.errstate(invalid="ignore"):
             bad = known & ~(np.abs(out.astype(np.float64) - truth) <= limit)
     count = int(bad.sum())
@@ -114,19 +152,19 @@ def _number(value: Any) -> str:
 
 
 def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
-    """The elements whose bytes are all 0xFF."""
+    """The elements that are as NAN_BYTE has filled them."""
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
-    found: NDArray[np.bool_] = (raw == 0xFF).all(axis=-1)
+    found: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
     return found
 
 
-def _guarded(output: Output, guard: int) -> tuple[Any, Any]:
-    """A poisoned array between two guards, and all of its memory as bytes."""
+def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
+    """An array of such bytes between two guards, and all of its memory as bytes."""
     dtype = np.dtype(output.dtype)
     nbytes = int(np.prod(output.shape)) * dtype.itemsize
     memory = cupy.full(guard + nbytes + guard, GUARD_BYTE, "uint8")
     part = memory[guard : guard + nbytes]
-    part[...] = 0xFF
+    part[...] = fill
     return part.view(dtype).reshape(output.shape), memory
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gpt2block.emulator.loader import END
+from gpt2block.mine.confined import MEMORY
 from gpt2block.mine.source import Source
 
 MOST_ERRORS = 3  # of a compiler
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
 _NO_LIBRARY = "\n(Kernels have no headers of the C and C++ libraries. printf and assert need none.)"
+HOST = (
+    "a function without __device__ is one of the host, which the compiler of kernels (NVRTC) "
+    "refuses: write __device__ before it"
+)
+_HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
 _OUTSIDE = re.compile(r"(READ|WRITE) out of bounds: (byte .*)")
+_EARLY = re.compile(r"(READ|WRITE) (before wait_for_previous\(\): byte .*)")
+_MAY_BE_READ = (
+    "\n(Only what const __restrict__ points to may be read before: no earlier kernel writes it.)"
+)
 _ACCESS = re.compile(r"^(READ|WRITE) of size (\d+)", re.MULTILINE)
 _SUMMARY = re.compile(r"SUMMARY: AddressSanitizer: ([\w-]+)")
 _MISALIGNED = re.compile(
@@ -33,12 +44,31 @@ class Finding:
     """`what` is one or a few lines; `lines` are numbers of lines in the file.
 
     `at` says when and where, with a preposition. `printed` is the text that the kernel has printed.
+    A wrong result has its largest error, absolute and relative to the largest value, and `bound`,
+    the relative error that is rounding. `fragile`: only on special inputs, such as large scores.
     """
 
     what: str
     lines: tuple[int, ...] = ()
     at: str = ""
     printed: str = ""
+    max_abs: float | None = None
+    max_rel: float | None = None
+    bound: float | None = None
+    fragile: bool = False
+
+
+def headline(source: Source, found: Finding) -> str:
+    """What is wrong, with the file and its first line."""
+    place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
+    return found.what if found.what.startswith(source.file) else place + found.what
+
+
+def numbered(source: Source, found: Finding) -> list[str]:
+    """The lines of the file, with their numbers."""
+    return [
+        f"{number:>5} | {source.line(number).expandtabs(4)}" for number in sorted({*found.lines})
+    ]
 
 
 def of_compiler(source: Source, log: str) -> Finding:
@@ -51,10 +81,14 @@ def of_compiler(source: Source, log: str) -> Finding:
         re.MULTILINE,
     )
     errors = [(int(a or c), b or d) for a, b, c, d in found if "In function" not in (b or d)]
-    if not errors and f"{END}:" in log:
+    if not errors and (f"{END}:" in log or "At end of source" in log):
         return Finding(
             f"{source.file} does not compile: a brace is missing, or there is one too many"
         )
+    refused = re.search(r"ptxas error +: (.+)", log)
+    if not errors and refused:
+        said = re.sub(r"0x[0-9a-f]+", lambda number: f"{int(number[0], 16):,}", refused[1])
+        return Finding(f"{source.file} does not compile: {said}", (source.number,))
     inside = re.search(rf"In file included from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
     if not errors and inside:
         errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
@@ -64,7 +98,9 @@ def of_compiler(source: Source, log: str) -> Finding:
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{line}: {message}" for line, message in shown)
-    return Finding(f"{source.file} does not compile:\n{what}{more}", (shown[0][0],))
+    what = _HOST_OF_NVRTC.sub(HOST, what)
+    hint = _NO_LIBRARY if "cannot open source file" in what else ""
+    return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", (shown[0][0],))
 
 
 def of_emulator(source: Source, report: str, at: str) -> Finding:
@@ -75,13 +111,32 @@ def of_emulator(source: Source, report: str, at: str) -> Finding:
     return Finding(_said(source, report), lines, where)
 
 
+def explained(source: Source, found: Finding, notes: Sequence[str]) -> Finding:
+    """A wrong result, with what the emulator has noted that may be the cause."""
+    said = "".join(f"\nPossibly because {note}" for note in dict.fromkeys(notes))
+    return replace(found, what=found.what + said, lines=_lines(source, said))
+
+
 def _said(source: Source, report: str) -> str:
-    first = report.splitlines()[0]
+    return _of_an_access(report) or _of_a_program(source, report)
+
+
+def _of_an_access(report: str) -> str:
+    """A wrong access to an array, or ""."""
     if outside := _OUTSIDE.search(report):
         return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
-    if misaligned := _MISALIGNED.search(first):
+    if early := _EARLY.search(report):
+        return f"{_VERBS[early[1]]} {early[2]}{_MAY_BE_READ}"
+    if misaligned := _MISALIGNED.search(report.splitlines()[0]):
         kind, bytes_ = misaligned.groups()
         return f"misaligned access: the address of a {kind} must be divisible by {bytes_}"
+    return ""
+
+
+def _of_a_program(source: Source, report: str) -> str:
+    first = report.splitlines()[0]
+    if "hard rss limit" in report:
+        return f"the program takes more than {MEMORY >> 30} GiB of memory"
     if "runtime error: " in first:
         return first.partition("runtime error: ")[2]
     if summary := _SUMMARY.search(report):

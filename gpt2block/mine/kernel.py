@@ -15,11 +15,11 @@ from gpt2block.bench import measure
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import Bound, device_attribute
 from gpt2block.cuda.kernels import Launch, Parameter
-from gpt2block.errors import InputError
+from gpt2block.errors import Argument, InputError
 from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
-from gpt2block.mine.source import Source
+from gpt2block.mine.source import TEMPLATE, Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
 
@@ -40,7 +40,9 @@ INTEGERS: dict[str, type[np.generic]] = {
     "unsigned": np.uint32,
     "unsigned int": np.uint32,
     "long": np.int64,
-    "size_t": np.int64,  # the same bytes; uint64 is the type of a pointer
+    "unsigned long long": np.int64,  # the same bytes; uint64 is the type of a pointer
+    "long long int": np.int64,
+    "size_t": np.int64,
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
@@ -80,7 +82,7 @@ class Kernel:
             if name not in arrays:
                 arrays[name] = allocate(values.outputs[name])
         grid, block, shared = self.geometry(values)
-        function = kernels.load(str(self.source.path), self.source.name, self._defines)
+        function = kernels.load(str(self.source.path), self.source.name, self.defines)
         function.allow_shared(shared)
         kinds: Mapping[str, Any] = INTEGERS | REALS
         args = tuple(
@@ -97,7 +99,7 @@ class Kernel:
         return [name for name in values.outputs if name in self.names]
 
     @property
-    def _defines(self) -> kernels.Defines:
+    def defines(self) -> kernels.Defines:
         """The dtype of `T`, and a hash: kernels are cached by file and constants."""
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
@@ -107,15 +109,31 @@ class Kernel:
         text, sizes = self.source.launch, values.sizes
         block = self._extents("block", text.block, sizes)
         if prod(block) > THREADS:
-            raise InputError(f"--block {text.block}: {prod(block)} threads: at most {THREADS}")
+            raise InputError(
+                *self.source.setting("block", text.block),
+                f": {prod(block)} threads: at most {THREADS}",
+            )
+        allowed = self.source.most_threads
+        if allowed is not None and prod(block) > allowed:
+            raise InputError(
+                *self.source.setting("block", text.block),
+                f": {prod(block)} threads: __launch_bounds__ of {self.source.name} "
+                f"allows {allowed}",
+            )
         named = sizes | {"block": prod(block)}
         grid = self._extents("grid", text.grid, named)
         if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
-            raise InputError(f"--grid {text.grid} is {grid} at {described(sizes)}: at most {GRID}")
+            at = described(sizes)
+            raise InputError(
+                *self.source.setting("grid", text.grid), f" is {grid} at {at}: at most {GRID}"
+            )
         shared = self._value("shared", text.shared, named)
         most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
         if not 0 <= shared <= most:
-            raise InputError(f"--shared {text.shared} is {shared} bytes: expected 0 to {most}")
+            raise InputError(
+                *self.source.setting("shared", text.shared),
+                f" is {shared} bytes: expected 0 to {most}",
+            )
         return grid, block, shared
 
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
@@ -123,7 +141,8 @@ class Kernel:
         if len(found) > 3 or any(extent < 1 for extent in found):
             at = described({name: size for name, size in sizes.items() if name != "block"})
             raise InputError(
-                f"--{option} {text} is {found} at {at}: expected one to three numbers of at least 1"
+                *self.source.setting(option, text),
+                f" is {found} at {at}: expected one to three numbers of at least 1",
             )
         return found
 
@@ -131,7 +150,7 @@ class Kernel:
         try:
             return evaluated(text, sizes)
         except InputError as error:
-            raise InputError(f"{option} of {self.source.file}: {error}") from None
+            raise InputError(*self.source.setting(option), f": {error}") from None
 
     def as_operation(self) -> Operation:
         """The operation with this kernel as a further variant, "mine", for the race."""
@@ -158,7 +177,9 @@ def matched(
     dtype, layout = stored
     if dtype in kernels.FP8:
         plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
-        raise InputError(f"--dtype {dtype}: for a kernel of your own expected one of {plain}")
+        raise InputError(
+            Argument("dtype"), f" {dtype}: for a kernel of your own expected one of {plain}"
+        )
     arguments.check_known(operation)
     sizes, attrs = operation.cases[0]
     all_attrs = {**operation.attrs, **attrs}
@@ -169,7 +190,7 @@ def matched(
     given = [p.name for p in parameters] if args is None else [*_parts(args)]
     if len(given) != len(parameters):
         raise InputError(
-            f"--args {args}: {label} has {len(parameters)} parameters, not {len(given)}"
+            Argument("args"), f" {args}: {label} has {len(parameters)} parameters, not {len(given)}"
         )
     labels = [f"{source.place(p.name)}: {source.name}" for p in parameters]
     names = tuple(
@@ -179,7 +200,7 @@ def matched(
         _check_type(at, parameter, name, dtype, values)
     result = next(iter(values.outputs))
     if result not in names:
-        raise InputError(f"{label} has no parameter {result}, the result: see --template")
+        raise InputError(f"{label} has no parameter {result}, the result: see {TEMPLATE}")
     return Kernel(source, operation.name, dtype, names)
 
 
@@ -209,7 +230,8 @@ def _known(label: str, name: str, operation: Operation, values: Values) -> str:
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise InputError(
         f"{label}: {operation.name} has no argument {name!r}{hint}: expected {', '.join(known)}; "
-        "or name the argument of each parameter with --args"
+        "or name the argument of each parameter with ",
+        Argument("args"),
     )
 
 
@@ -218,8 +240,9 @@ def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values:
     if name in values.numbers:
         whole = isinstance(values.numbers[name], int)
         if ctype not in (INTEGERS if whole else REALS):
-            expected = "int or long long" if whole else "float"
-            raise InputError(f"{label}: {ctype} {parameter.name}: expected {expected}, a number")
+            kinds = ("int", "long long") if whole else ("float", "double")
+            either = " or ".join(f"{kind} {parameter.name}" for kind in kinds)
+            raise InputError(f"{label}: {ctype} {parameter.name}: expected {either}")
         return
     output = values.outputs.get(name)
     wanted = output.dtype if output else str(values.inputs[name].dtype.name)
@@ -229,9 +252,12 @@ def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values:
         known = next(each for each, held in ELEMENTS.items() if held == wanted)
         known = "T" if wanted == dtype != "float32" else known
         const = "" if output else "const "
-        advice = "" if dtype == "float32" else f" ({dtype}: --dtype chooses another)"
-        raise InputError(
-            f"{label}: {ctype} {parameter.name}: expected {const}{known}* {parameter.name}{advice}"
+        expected = f"expected {const}{known}* {parameter.name}"
+        advice = (
+            ("",)
+            if dtype == "float32"
+            else (f" ({dtype}: ", Argument("dtype"), " chooses another)")
         )
+        raise InputError(f"{label}: {ctype} {parameter.name}: {expected}", *advice)
     if output and parameter.const:
         raise InputError(f"{label}: {parameter.name} is const, but the kernel must write to it")

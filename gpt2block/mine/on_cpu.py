@@ -5,29 +5,53 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block import emulator
 from gpt2block.bench import measure
 from gpt2block.cuda import kernels
-from gpt2block.cuda.arrays import Bound
-from gpt2block.emulator import ORDERS, Checks, ShimError, emulated
+from gpt2block.cuda.arrays import Bound, device_attribute
+from gpt2block.emulator import ORDERS, Build, Checks, ShimError, emulated
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
-from gpt2block.mine.check import Case, Checked
-from gpt2block.mine.finding import Finding, of_compiler, of_emulator
+from gpt2block.mine.arguments import values
+from gpt2block.mine.cases import Case
+from gpt2block.mine.check import Checked
+from gpt2block.mine.confined import confined
+from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
+from gpt2block.mine.refused import Needs, refused, too_many, without_literals
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
-# Order and search for races of each launch: first under AddressSanitizer, whose reports say most.
-RUNS = ((ORDERS[0], False), (ORDERS[0], True), *((order, False) for order in ORDERS[1:]))
+
+
+class Run(NamedTuple):
+    """How a launch runs: the order of threads, what it looks for, and how it is compiled.
+
+    A user's kernel is compiled so that nothing is right by chance.
+    """
+
+    order: emulator.Order
+    races: bool = False
+    rehearsed: bool = False  # after a launch on other values in the same process
+    build: Build = "patterned"
+    fill: int = check.NAN_BYTE  # the bytes of the outputs before
+
+
+# First under AddressSanitizer, whose reports say most.
+RUNS = (
+    Run(ORDERS[0]),
+    Run(ORDERS[0], races=True),
+    Run(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
+    Run(ORDERS[2], fill=check.NEGATIVE_BYTE),
+)
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
 
 
@@ -35,7 +59,7 @@ def require_emulator() -> None:
     """Raise DeviceError with what to install if the emulator cannot run."""
     if problem := emulator.missing():
         raise DeviceError(
-            f"--device cpu compiles kernels with g++, but {problem}: {emulator.INSTALL}"
+            f"the emulator compiles kernels with g++, but {problem}: {emulator.INSTALL}"
         )
 
 
@@ -44,18 +68,20 @@ def check_kernel(
 ) -> Iterator[Checked | Finding]:
     """The result of each case; ends with a Finding at the first problem.
 
-    A case runs forward under AddressSanitizer, then with the search for races, then in the other
-    orders. limit_s: of each of these launches.
+    The compiler of CUDA reads the file before. A case runs forward under AddressSanitizer, then
+    with the search for races, then in the other orders; one with special inputs only forward.
+    limit_s: of each of these launches.
     """
     require_emulator()
-    if ptx := _inline_ptx(kernel.source):
-        yield ptx
+    needs = _inline_ptx(kernel.source) or refused(kernel)
+    if isinstance(needs, Finding):
+        yield needs
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of g++, which a cached program does not repeat
         _compile_ahead(kernel, cases[0])
         for case in cases:
-            found = _in_every_order(kernel, case, limit_s)
+            found = _checked(kernel, case, needs, limit_s)
             yield found
             if isinstance(found, Finding):
                 return
@@ -63,36 +89,82 @@ def check_kernel(
 
 def _inline_ptx(source: Source) -> Finding | None:
     """The first line with instructions of a GPU, which g++ cannot compile."""
-    for number, line in enumerate(source.text.splitlines(), 1):
-        if re.search(r"\basm\b", line.partition("//")[0]):
-            what = (
-                "inline PTX (asm) is for a GPU; of lib/sm80.cuh, the emulator has cp.async and mma"
-            )
-            return Finding(what, (number,))
+    text = without_literals(source.text)
+    if found := re.search(r"\b(asm|__asm__|__asm)\b", text):
+        what = "inline PTX (asm) is for a GPU; of lib/sm80.cuh, the emulator has cp.async and mma"
+        return Finding(what, (text.count("\n", 0, found.start()) + 1,))
     return None
+
+
+def _checked(kernel: Kernel, case: Case, needs: Needs, limit_s: float) -> Checked | Finding:
+    """The result of a case, or why it cannot be launched. Raises InputError at a usual size."""
+    try:
+        with emulated():
+            most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+            arrays = tuple(map(measure.uploaded, case.inputs))
+            geometry = kernel.geometry(values(kernel.operation, arrays, case.attrs))
+        if finding := too_many(kernel, needs, geometry, most):
+            return replace(finding, at=f"at {case.label}")
+        return _in_every_order(kernel, case, limit_s)
+    except InputError as error:
+        if not case.hint:
+            raise
+        return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
 
 
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
     """The worst result of three orders, if no launch reports anything."""
-    runs: list[Checked] = []
-    for order, races in RUNS:
-        at = f"at {described(case.sizes)}, {order} order"
-        texts: list[str] = []
-        try:
-            with emulated(order, checks=Checks(races, limit_s, texts.append)):
-                run = check.compare(kernel, case, guarded=False)
-        except ShimError as error:
-            if "does not compile" in str(error):
-                return of_compiler(kernel.source, error.report)
-            return replace(of_emulator(kernel.source, error.report, at), printed="".join(texts))
-        problem = run.problem and f"{run.problem} ({order} order)"
-        runs.append(replace(run, problem=problem, printed="".join(texts)))
-    wrong = [run for run in runs if run.problem]
-    if wrong:
-        at = f"at {described(case.sizes)}"
-        return Finding(wrong[0].problem, at=at, printed=wrong[0].printed)
-    worst = max(runs, key=lambda run: inf if isnan(run.max_rel) else run.max_rel)
-    return replace(worst, printed=runs[0].printed)
+    done: list[Checked] = []
+    notes: list[str] = []
+    for run in RUNS[:1] if case.name else RUNS:
+        found = _run(kernel, case, run, limit_s, notes)
+        if _wrong(found):
+            for easier, cause in (
+                (run._replace(rehearsed=False), check.of_second_launch),
+                (run._replace(fill=check.NAN_BYTE), check.of_old_values),
+            ):
+                if easier != run and not _wrong(_run(kernel, case, easier, limit_s, [])):
+                    wrong = found if isinstance(found, Finding) else check.finding(found, case)
+                    return cause(wrong)
+        if isinstance(found, Finding):
+            return found
+        done.append(found)
+    for each in done:
+        if each.problem:
+            wrong = check.finding(replace(each, printed=done[0].printed), case)
+            text = emulator.Source.shipped(str(kernel.source.path))
+            unset = emulator.unset_variables(text, kernel.defines)
+            return explained(kernel.source, wrong, [*notes, *unset])
+    worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
+    return replace(worst, printed=done[0].printed)
+
+
+def _wrong(found: Checked | Finding) -> bool:
+    return isinstance(found, Finding) or bool(found.problem)
+
+
+def _run(
+    kernel: Kernel, case: Case, run: Run, limit_s: float, notes: list[str]
+) -> Checked | Finding:
+    """The result of one launch, or what the emulator reports. notes: gets what may be a cause."""
+    texts: list[str] = []
+    checks = Checks(
+        run.races, limit_s, texts.append, run.rehearsed, confined(run.races), run.build,
+        notes.append,
+    )  # fmt: skip
+    try:
+        with (
+            emulated(run.order, checks=checks) as device,
+            device.early_launches() if kernel.source.waits else nullcontext(),
+        ):
+            found = check.compare(kernel, case, guarded=False, fill=run.fill)
+    except ShimError as error:
+        if "does not compile" in str(error):
+            return of_compiler(kernel.source, error.report)
+        at = f"at {case.label}, {run.order} order"
+        return replace(of_emulator(kernel.source, error.report, at), printed="".join(texts))
+    problem = found.problem and f"{found.problem} ({run.order} order)"
+    return replace(found, problem=problem, printed="".join(texts))
 
 
 def _compile_ahead(kernel: Kernel, case: Case) -> None:
@@ -101,7 +173,8 @@ def _compile_ahead(kernel: Kernel, case: Case) -> None:
 
     with emulated():
         arrays = tuple(map(measure.uploaded, case.inputs))
-        stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches)
+        checks = [Checks(run.races, build=run.build) for run in RUNS]
+        stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches, checks)
 
 
 @dataclass(frozen=True)
@@ -165,8 +238,8 @@ def _variant(
     off, why = (0.0, 0.0), ""
     for operation, sizes, host, truth in prepared:
         try:
-            for order, races in sorted(RUNS, key=lambda run: run[1]):  # errors before races
-                with emulated(order, checks=Checks(races)):
+            for run in sorted(RUNS, key=lambda run: run.races):  # errors before races
+                with emulated(run.order, checks=Checks(run.races)):
                     arrays = tuple(map(measure.uploaded, host))  # a launch keeps none alive
                     bound = _bound(operation, variant, arrays)
                     measure.poison(bound.out, arrays)

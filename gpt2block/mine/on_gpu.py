@@ -13,7 +13,8 @@ from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_va
 from gpt2block.bench.variants import CEILINGS
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
-from gpt2block.mine.check import Case, Checked
+from gpt2block.mine.cases import Case
+from gpt2block.mine.check import Checked
 from gpt2block.mine.child import Ended, Send, Stage, supervised
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
@@ -26,12 +27,16 @@ CHECK_S, RACE_S = 20.0, 600.0
 
 @dataclass(frozen=True)
 class Job:
-    """What the child does. variants: the names of the built-in ones in the race."""
+    """What the child does.
+
+    variants: the names of the built-in ones in the race. sizes: those of the race; None for checks
+    alone.
+    """
 
     kernel: Kernel
     cases: tuple[Case, ...]
     variants: tuple[str, ...]
-    sizes: Sizes
+    sizes: Sizes | None
     stored: tuple[str, str]
     peer: str | None = None
     sweep: bool = False  # every block size of the built-in ones
@@ -50,7 +55,8 @@ class Raced:
 def run(job: Job) -> Iterator[Checked | Finding | Raced]:
     """The result of each case, then of the race; ends with a Finding at the first problem.
 
-    Raises InputError for sizes that a launch cannot have, and DeviceError.
+    A kernel that is wrong on special inputs alone is timed all the same. Raises InputError for
+    sizes that a launch cannot have, and DeviceError.
     """
     for message in supervised(serve, (job,), START):
         if isinstance(message, (DeviceError, InputError)):
@@ -64,23 +70,23 @@ def run(job: Job) -> Iterator[Checked | Finding | Raced]:
 def serve(send: Send, job: Job) -> None:
     """In the child: check, then time."""
     try:
-        if _compiled(send, job) and _right(send, job):
-            _race(send, job)
+        if _compiled(send, job) and _right(send, job) and job.sizes:
+            _race(send, job, job.sizes)
     except (DeviceError, InputError) as error:
-        send(type(error)(str(error)))
+        send(error)
 
 
-def _race(send: Send, job: Job) -> None:
-    send(Stage(f"the race at {described(job.sizes)}", RACE_S))
+def _race(send: Send, job: Job, sizes: Sizes) -> None:
+    send(Stage(f"the race at {described(sizes)}", RACE_S))
     raced = job.kernel.as_operation()
     variants = [each for each in raced.variants if each.name in (*job.variants, MINE)]
     ceiling = ceilings.measured(CEILINGS)
     try:
         rows, skipped = measure_variants(
-            raced, variants, job.sizes, ceiling, job.stored, job.sweep, job.peer
+            raced, variants, sizes, ceiling, job.stored, job.sweep, job.peer
         )
     except Exception as error:
-        send(_failed(error, job.sizes))
+        send(_failed(error, described(sizes)))
         return
     send(Raced(rows, skipped, ceiling))
 
@@ -100,24 +106,35 @@ def _compiled(send: Send, job: Job) -> bool:
 
 
 def _right(send: Send, job: Job) -> bool:
-    """Whether every case is right; sends the result of each."""
+    """Whether every case but special ones is right; sends the result of each."""
     for case in job.cases:
-        send(Stage(f"the check at {described(case.sizes)}", job.check_s))
+        send(Stage(f"the check at {case.label}", job.check_s))
         try:
-            found = check.compare(job.kernel, case, guarded=True)
-        except InputError:
-            raise
+            found = _launched(job.kernel, case)
+        except InputError as error:
+            if not case.hint:
+                raise
+            found = Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
         except Exception as error:
-            send(_failed(error, case.sizes))
-            return False
-        if found.problem:
-            send(Finding(found.problem, at=f"at {described(case.sizes)}"))
-            return False
+            found = _failed(error, case.label)
         send(found)
+        if isinstance(found, Finding):
+            return found.fragile
     return True
 
 
-def _failed(error: Exception, sizes: Sizes) -> Finding:
+def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
+    """The result of three launches in this process, of which the last is on other outputs."""
+    first, second = (check.compare(kernel, case, guarded=True) for _ in range(2))
+    if first.problem:
+        return check.finding(first, case)
+    if second.problem:
+        return check.of_second_launch(check.finding(second, case))
+    third = check.compare(kernel, case, guarded=True, fill=check.POSITIVE_BYTE)
+    return check.of_old_values(check.finding(third, case)) if third.problem else first
+
+
+def _failed(error: Exception, where: str) -> Finding:
     """An exception of CUDA, after which the process has no usable GPU; raises any other."""
     if not type(error).__name__.startswith(("CUDA", "OutOfMemory")):
         raise error
@@ -128,7 +145,7 @@ def _failed(error: Exception, sizes: Sizes) -> Finding:
         said = (
             "a misaligned access, such as a float4 at an odd address: --device cpu shows the line"
         )
-    return Finding(said, at=f"at {described(sizes)}")
+    return Finding(said, at=f"at {where}")
 
 
 def _ended(kernel: Kernel, end: Ended) -> Finding:

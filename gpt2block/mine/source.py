@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter
-from gpt2block.errors import InputError
+from gpt2block.errors import Argument, InputError
+from gpt2block.mine.expressions import evaluated
 
+OWN = Argument("mine")  # the file, in messages
+TEMPLATE = "`gpt2block kernels OPERATION --template`"
+EXAMPLE = "// launch: grid=ceil(N / block) block=256"
 BLOCK = "256"
 LARGEST_FILE = 1 << 20  # bytes
 _LAUNCH = re.compile(r"^[ \t]*//[ \t]*launch:(.*)$", re.MULTILINE)
 _SETTING = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=\w+\s*=|$)")
 _GLOBAL = re.compile(r"__global__\s[^;{(]*?(\w+)\s*\(")
+_NUMBER = re.compile(
+    r"(?:^[ \t]*#[ \t]*define[ \t]+|\b(?:constexpr|const)\s+(?:unsigned\s+)?\w+\s+)(\w+)"
+    r"(?:[ \t]+|\s*=\s*)([\w \t+*/()-]+)",
+    re.MULTILINE,
+)
 _KEYS = ("grid", "block", "shared")
 
 
@@ -31,13 +41,15 @@ class LaunchText:
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel of a file. `lines` are those of the file, for messages."""
+    """One kernel of a file. `stated`: the settings that its launch line, `launch_line`, gives."""
 
     path: Path
     text: str
     name: str
     parameters: tuple[Parameter, ...]
     launch: LaunchText
+    launch_line: int = 0
+    stated: frozenset[str] = frozenset()
 
     @property
     def file(self) -> str:
@@ -45,18 +57,51 @@ class Source:
 
     def place(self, parameter: str | None = None) -> str:
         """File and line of the kernel's name, or of one of its parameters: my.cu:12."""
-        plain = kernels.without_comments(self.text)
-        found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
-        end = found.end() if found else 0
+        plain, end = kernels.without_comments(self.text), self._named[1]
         if parameter:
             named = rf"[^)]*?\b{re.escape(parameter)}(?=\s*[,)])"
             inside = re.compile(named).match(plain, end)
             end = inside.end() if inside else end
         return f"{self.file}:{plain.count(chr(10), 0, end) + 1}"
 
+    def setting(self, key: str, value: str = "") -> tuple[object, ...]:
+        """The parts of a message that name a setting: its option, or its place in the file."""
+        if key not in self.stated:
+            return Argument(key), f" {value}" if value else ""
+        written = f"{key}={value}" if value else key
+        return (f"{self.file}:{self.launch_line}: launch line: {written}",)
+
+    @property
+    def number(self) -> int:
+        """The line of the kernel's name."""
+        return self.text.count("\n", 0, self._named[1]) + 1
+
+    @property
+    def most_threads(self) -> int | None:
+        """The threads of a block that `__launch_bounds__` allows, if it states a number."""
+        start, end = self._named
+        plain = kernels.without_comments(self.text)[start:end]
+        stated = re.search(r"__launch_bounds__\s*\(([^,()]*)", plain)
+        try:
+            return evaluated(stated[1], numbers(self.text)) if stated else None
+        except InputError:
+            return None
+
+    @property
+    def _named(self) -> tuple[int, int]:
+        """Where the prototype begins, and where the kernel's name ends."""
+        plain = kernels.without_comments(self.text)
+        found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
+        return found.span() if found else (0, 0)
+
     def line(self, number: int) -> str:
         lines = self.text.splitlines()
         return lines[number - 1] if 0 < number <= len(lines) else ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the file is one for launches that overlap (kernels_cu/lib/overlap.cuh)."""
+        return "wait_for_previous(" in kernels.without_comments(self.text)
 
 
 def read(
@@ -77,40 +122,63 @@ def read(
         raise InputError(f"{path}{_no_kernel(text)}")
     if kernel is None and len(found) > 1:
         raise InputError(
-            f"{path} has {len(found)} kernels: choose one with --kernel {'|'.join(found)}"
+            f"{path} has {len(found)} kernels: choose one with ",
+            Argument("kernel"),
+            f" {'|'.join(found)}",
         )
     name = kernel or next(iter(found))
     if name not in found:
         near = get_close_matches(name, found, 1) or list(found)
-        raise InputError(f"--kernel {name}: {path.name} has no such kernel: use {', '.join(near)}")
+        use = f"use {', '.join(near)}"
+        raise InputError(Argument("kernel"), f" {name}: {path.name} has no such kernel: {use}")
     source = Source(path.resolve(), text, name, found[name].parameters, LaunchText(""))
-    stated = _stated(source)
-    given = {"grid": grid, "block": block, "shared": shared}
-    settings = {**stated, **{key: value for key, value in given.items() if value is not None}}
+    line, stated = _stated(source)
+    options = {"grid": grid, "block": block, "shared": shared}
+    given = {key: value for key, value in options.items() if value is not None}
+    settings = {**stated, **given}
     if "grid" not in settings:
         raise InputError(
-            f"{source.place()}: the grid of {name} is not stated: pass --grid, or write a launch "
-            "line above the kernel, as in --template"
+            f"{source.place()}: the grid of {name} is not stated: pass ",
+            Argument("grid"),
+            f", or write a launch line above the kernel, such as `{EXAMPLE}`",
         )
-    return replace(source, launch=LaunchText(**settings))
+    return replace(
+        source,
+        launch=LaunchText(**settings),
+        launch_line=line,
+        stated=frozenset(stated) - frozenset(given),
+    )
+
+
+def numbers(text: str) -> dict[str, int]:
+    """The whole numbers that a file gives names to, by #define or constexpr."""
+    found: dict[str, int] = {}
+    for name, value in _NUMBER.findall(kernels.without_comments(text)):
+        with suppress(InputError):
+            found[name] = evaluated(value, found)
+    return found
 
 
 def _text(path: Path) -> str:
     try:
         if any(not c.isprintable() or c in '"\\' for c in str(path.resolve())):
-            raise InputError(f"--mine {path}: a path with quotes or backslashes: rename it")
+            raise InputError(OWN, f" {path}: a path with quotes or backslashes: rename it")
         if path.stat().st_size > LARGEST_FILE:
-            raise InputError(
-                f"--mine {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file"
-            )
-        return path.read_bytes().decode()
+            raise InputError(OWN, f" {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file")
+        data = path.read_bytes()
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # what > of Windows PowerShell writes
+            raise InputError(OWN, f" {path}: expected UTF-8, got UTF-16: save the file as UTF-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"--mine {path}: byte {error.start} is not UTF-8") from None
+        raise InputError(OWN, f" {path}: expected UTF-8, byte {error.start} is not") from None
+    except FileNotFoundError:
+        what = f" {path}: no such file: {TEMPLATE} prints one to start from"
+        raise InputError(OWN, what) from None
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--mine {path}: {why}") from None
+        raise InputError(OWN, f" {path}: {why}") from None
 
 
 def _no_kernel(text: str) -> str:
@@ -118,7 +186,7 @@ def _no_kernel(text: str) -> str:
     plain = kernels.without_comments(text)
     found = _GLOBAL.search(plain)
     if found is None:
-        return ': no kernel: expected extern "C" __global__ void name(...), see --template'
+        return ': no kernel: expected extern "C" __global__ void name(...), as in ' + TEMPLATE
     line = plain.count("\n", 0, found.end()) + 1
     return (
         f':{line}: kernel {found[1]}: expected extern "C" __global__ void {found[1]}(...), so that '
@@ -126,20 +194,20 @@ def _no_kernel(text: str) -> str:
     )
 
 
-def _stated(source: Source) -> Mapping[str, str]:
-    """The settings of the last launch line before the kernel."""
+def _stated(source: Source) -> tuple[int, Mapping[str, str]]:
+    """The last launch line before the kernel: its number, 0 if there is none, and its settings."""
     text = source.text
     at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)
     above = [found for found in _LAUNCH.finditer(text) if at is None or found.start() < at.start()]
     if not above:
-        return {}
+        return 0, {}
+    number = text[: above[-1].start()].count("\n") + 1
     settings = dict(_SETTING.findall(above[-1][1]))
     unknown = [key for key in settings if key not in _KEYS]
     if unknown or not settings:
-        number = text[: above[-1].start()].count("\n") + 1
         what = f"unknown setting {unknown[0]!r}" if unknown else "it has no settings"
         raise InputError(
             f"{source.file}:{number}: launch line: {what}: expected 'grid=', 'block=' and "
-            "'shared=', as in --template"
+            f"'shared=', as in `{EXAMPLE}`"
         )
-    return settings
+    return number, settings

@@ -3,15 +3,18 @@
 
 namespace cooperative_groups {
 
-template <typename T>
-struct plus {
-    T operator()(T a, T b) const { return a + b; }
-};
-
-template <typename T>
-struct greater {  // the larger of two, as in CUDA's header
-    T operator()(T a, T b) const { return a < b ? b : a; }
-};
+#define OPERATOR(name, result)                        \
+    template <typename T>                             \
+    struct name {                                     \
+        T operator()(T a, T b) const { return result; } \
+    };
+OPERATOR(plus, a + b)
+OPERATOR(less, b < a ? b : a)     // the smaller of two, as in CUDA's header
+OPERATOR(greater, a < b ? b : a)  // the larger of two
+OPERATOR(bit_and, a & b)
+OPERATOR(bit_or, a | b)
+OPERATOR(bit_xor, a ^ b)
+#undef OPERATOR
 
 template <typename Tile, typename T, typename Op>
 T reduce(const Tile& tile, T value, Op op, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {

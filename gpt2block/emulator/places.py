@@ -1,0 +1,147 @@
+"""Lines and variables of a program by their addresses, as GNU binutils read them from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+_ENTRY = re.compile(r"^ <(\d+)><([0-9a-f]+)>: Abbrev Number: \d+ \((DW_TAG_\w+)\)", re.MULTILINE)
+_NUMBERS = ("__half", "__nv_bfloat16")  # classes here, numbers to those who use them
+_FIELD = re.compile(r"^ +<[0-9a-f]+> +(DW_AT_\w+) *: (.*)$", re.MULTILINE)
+
+
+def line(program: Path, address: int) -> str:
+    """File and line that an address in a program returns to, such as my.cu:12.
+
+    Of a function of the emulator's headers that is inlined, the line that calls it.
+    """
+    found = _output("addr2line", "-i", "-e", str(program), f"{address - 1:#x}").splitlines()
+    lines = [re.sub(r" \(discriminator \d+\)", "", each) for each in found]
+    return next((each for each in lines if str(HERE) not in each), lines[0])
+
+
+def variable(program: Path, address: int) -> str | None:
+    """The element at an address, such as tile[3][4]; None if no variable is known to be there.
+
+    The program has the locations of its variables (-g).
+    """
+    for entry in _entries(program).values():
+        place = re.search(r"DW_OP_addr: ([0-9a-f]+)\)", entry.fields.get("DW_AT_location", ""))
+        kind = entry.reference("DW_AT_type")
+        if not place or kind is None or "DW_AT_name" not in entry.fields:
+            continue
+        offset = address - int(place[1], 16)
+        if 0 <= offset < _size(kind):
+            return entry.name + _element(kind, offset)
+    return None
+
+
+@dataclass
+class _Entry:
+    """One entry of the debugging information, with those that it contains."""
+
+    tag: str
+    fields: dict[str, str]
+    all: dict[int, _Entry] = field(repr=False)
+    children: list[_Entry] = field(default_factory=list, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.fields["DW_AT_name"].rpartition("): ")[2].strip()
+
+    def reference(self, name: str) -> _Entry | None:
+        found = re.match(r"<0x([0-9a-f]+)>", self.fields.get(name, ""))
+        return self.all.get(int(found[1], 16)) if found else None
+
+
+class _Array(NamedTuple):
+    extents: tuple[int, ...]
+    element: _Entry
+
+
+@cache
+def _entries(program: Path) -> dict[int, _Entry]:
+    """The entries by their place; fields of a declaration are also those of its definition."""
+    text = _output("readelf", "--debug-dump=info", str(program))
+    found: dict[int, _Entry] = {}
+    parents: list[_Entry] = []
+    for depth, place, tag, body in _parts(text):
+        entry = _Entry(tag, dict(_FIELD.findall(body)), found)
+        del parents[depth:]
+        if parents:
+            parents[-1].children.append(entry)
+        parents.append(entry)
+        found[place] = entry
+    for entry in found.values():
+        for name in ("DW_AT_specification", "DW_AT_abstract_origin"):
+            if declared := entry.reference(name):
+                entry.fields = declared.fields | entry.fields
+    return found
+
+
+def _parts(text: str) -> Iterator[tuple[int, int, str, str]]:
+    headers = list(_ENTRY.finditer(text))
+    for header, following in zip(headers, [*headers[1:], None], strict=True):
+        body = text[header.end() : following.start() if following else len(text)]
+        yield int(header[1]), int(header[2], 16), header[3], body
+
+
+def _plain(kind: _Entry) -> _Entry:
+    """A type without its names, const and volatile."""
+    while kind.tag in ("DW_TAG_typedef", "DW_TAG_const_type", "DW_TAG_volatile_type"):
+        inner = kind.reference("DW_AT_type")
+        if inner is None:
+            break
+        kind = inner
+    return kind
+
+
+def _array(kind: _Entry) -> _Array | None:
+    element = kind.reference("DW_AT_type")
+    if kind.tag != "DW_TAG_array_type" or element is None:
+        return None
+    bounds = [e.fields.get("DW_AT_upper_bound") for e in kind.children]
+    return _Array(tuple(int(bound, 0) + 1 for bound in bounds if bound), element)
+
+
+def _size(kind: _Entry) -> int:
+    kind = _plain(kind)
+    if array := _array(kind):
+        size = _size(array.element)
+        for extent in array.extents:
+            size *= extent
+        return size
+    return int(kind.fields.get("DW_AT_byte_size", "1"), 0)
+
+
+def _element(kind: _Entry, offset: int) -> str:
+    """What follows the name of a variable at an offset in it: indices and members."""
+    kind = _plain(kind)
+    if array := _array(kind):
+        index, inside = divmod(offset, max(1, _size(array.element)))
+        indices = []
+        for extent in reversed(array.extents):
+            index, last = divmod(index, extent)
+            indices.append(f"[{last}]")
+        return "".join(reversed(indices)) + _element(array.element, inside)
+    if "DW_AT_name" in kind.fields and kind.name in _NUMBERS:
+        return ""
+    for member in (
+        kind.children if kind.tag in ("DW_TAG_structure_type", "DW_TAG_class_type") else ()
+    ):
+        inner = member.reference("DW_AT_type")
+        start = int(member.fields.get("DW_AT_data_member_location", "-1").split()[0], 0)
+        if inner and "DW_AT_name" in member.fields and 0 <= offset - start < _size(inner):
+            return f".{member.name}{_element(inner, offset - start)}"
+    return ""
+
+
+@cache
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

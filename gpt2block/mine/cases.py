@@ -1,0 +1,300 @@
+"""What a user's kernel is checked with: sizes, and inputs for which a fragile formula fails.
+
+The sizes are the operation's small ones, with which its own kernels are checked, and further ones:
+matrices of odd K and N, more rows than one block has threads, rows longer than a usual array in
+shared memory or registers. No block size and no vector divides them. The inputs are ordinary
+random numbers, then those of `SPECIAL`, whose exact result is finite: a formula that overflows,
+divides by zero or cancels gives another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.bench import measure
+from gpt2block.mine.arguments import values
+from gpt2block.mine.kernel import Kernel
+from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
+
+ULP = 2.0**-24  # the relative rounding error of float32
+MEAN, SPREAD = 2048.0, 0.6  # of rows with a large mean
+SCORE = 1024.0  # exp of which is infinite, and exp of minus it 0
+OTHER_SIZES = (
+    "right at the sizes before; a kernel for some sizes alone is checked at one of them by --shape "
+    "(in Python shape=)"
+)
+
+# Operation → sizes, with attributes that differ, besides `Operation.small`.
+FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
+    "add": ({"N": 13, "C": 769},),
+    "attention": ({"B": 1, "T": 257, "C": 8, "n_head": 2},),
+    "encoder": ({"B": 3, "T": 150, "C": 7, "V": 300}, {"B": 1, "T": 2, "C": 5001, "V": 3}),
+    "gelu": ({"N": 13, "C": 769},),
+    "gemm": ({"M": 70, "K": 24, "N": 264}, {"M": 2, "K": 1544, "N": 8}),
+    "layernorm": ({"B": 3, "T": 100, "C": 129}, {"B": 1, "T": 2, "C": 5001}),
+    "layernorm_gelu": ({"N": 300, "C": 129}, {"N": 2, "C": 5001}),
+    "linear": (
+        {"M": 3, "K": 37, "N": 19},
+        {"M": 70, "K": 5, "N": 301},
+        {"M": 2, "K": 1501, "N": 3},
+    ),
+    "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 5001}),
+    "matmul_bias": ({"M": 70, "K": 5, "N": 301}, {"M": 2, "K": 1501, "N": 3}),
+    "rmsnorm": ({"M": 300, "C": 129}, {"M": 2, "C": 5001}),
+    "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, {"M": 2, "K": 1501, "N": 3}),
+    "rmsnorm_matmul": (
+        {"M": 3, "K": 37, "N": 24, "head_dim": 8},
+        {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
+    ),
+    "silu_mul": ({"M": 7, "N": 1429},),
+    "softmax": ({"B": 1, "NH": 1, "T": 1023},),
+    "to_fp8": ({"K": 13, "N": 769},),
+    "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4},),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs on the host, and the exact value of every output."""
+
+    sizes: Sizes
+    attrs: Attrs
+    inputs: tuple[Any, ...]
+    truths: Mapping[str, NDArray[Any]]
+    name: str = ""  # of special inputs
+    hint: str = ""  # what to say where the kernel is wrong, and was right in the cases before
+    slack: float = 0.0  # the relative error, besides rounding, that a stable formula may have
+
+    @property
+    def label(self) -> str:
+        """Sizes and inputs, for messages."""
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{sizes}, {self.name}" if self.name else sizes
+
+
+@dataclass(frozen=True)
+class Special:
+    """Inputs of a kind. change: of random inputs, their sizes and attributes."""
+
+    name: str
+    why: str  # a formula fails, and what is stable
+    change: Callable[[Inputs, Mapping[str, Any]], Inputs]
+    slack: float = 0.0
+
+
+def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Case, ...]:
+    """Every case in the order of the checks. stated: sizes that the last small one gets, alone.
+
+    Raises InputError for sizes that do not fit together.
+    """
+    operation = kernel.operation
+    usual = operation.cases
+    if stated:
+        sizes, attrs = usual[-1]
+        usual = (({**sizes, **stated}, attrs),)
+    further = () if stated else replace(operation, small=FURTHER.get(operation.name, ())).cases
+    found = [case(kernel, *each, layout) for each in usual]
+    found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
+    several = usual[min(1, len(usual) - 1)]  # rows, of a length that no vector divides
+    for special in SPECIAL.get(operation.name, ()):
+        found.append(case(kernel, *several, layout, special))
+    return tuple(found)
+
+
+def case(
+    kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str, special: Special | None = None
+) -> Case:
+    """Inputs of these sizes; raises InputError for sizes that do not fit together."""
+    own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
+    drawn = replace(own, draw=_changed(own, special)) if special else own
+    host, truth = measure.inputs_and_truth(drawn, sizes, kernel.dtype, layout)
+    truths = [truth]
+    if own.further is not None:
+        truths += own.further(*map(measure.widened, host), **own.attrs)
+    outputs = values(own, host, own.attrs).outputs
+    found = Case(sizes, own.attrs, host, dict(zip(outputs, truths, strict=True)))
+    if special is None:
+        return found
+    return replace(found, name=special.name, hint=special.why, slack=special.slack)
+
+
+def _changed(
+    operation: Operation, special: Special
+) -> Callable[[Sizes, np.random.Generator], Inputs]:
+    def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+        return special.change(operation.make(sizes, rng), {**operation.attrs, **sizes})
+
+    return draw
+
+
+def _steps(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Whole numbers from -8 to 8 in no order, another one in each row."""
+    i = np.arange(np.prod(shape))
+    return ((7 * i + i // 17) % 17 - 8).astype(np.float32).reshape(shape)
+
+
+def _first(
+    value: Callable[[tuple[int, ...]], NDArray[Any]],
+) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+    """A change of the first input alone, of which only the shape counts."""
+    return lambda given, _: (value(given[0].shape).astype(np.float32), *given[1:])
+
+
+def _equal(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Rows of 0, 1.5 and -3."""
+    rows = np.resize([0.0, 1.5, -3.0], shape[:-1])
+    return np.broadcast_to(rows[..., None], shape).astype(np.float32)
+
+
+def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+    """Scores of -inf at the begin, the end and every other place, but not at a target."""
+    scores, *targets = given
+    rows = scores.reshape(-1, scores.shape[-1]).copy()
+    columns = np.arange(rows.shape[1])
+    for i, row in enumerate(rows):
+        kept = (columns == targets[0].ravel()[i]) if targets else columns == len(columns) // 2
+        row[~kept & [columns < 2, columns > 1, columns % 2 == 0][i % 3]] = -np.inf
+    return rows.reshape(scores.shape), *targets
+
+
+def _unlikely(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+    """Targets whose logits are 200 below the others."""
+    logits, targets = given[0].copy(), given[1]
+    logits[np.arange(len(targets)), targets] -= 200
+    return logits, targets
+
+
+def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+    """Attention whose scores are all near 4096 / sqrt(HS), or near minus it."""
+
+    def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
+        (qkv,) = given
+        parts = _steps((*qkv.shape[:-1], 3, at["n_head"], at["C"] // at["n_head"])) / 8
+        parts[..., 0, :, 0], parts[..., 1, :, 0] = sign * 64, 64
+        return (parts.reshape(qkv.shape),)
+
+    return change
+
+
+def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Ties between two numbers of E5M2, numbers below the smallest normal one, the largest ones."""
+    ties = [(1 + f / 4 + 1 / 8) * 2.0**e for e in (-14, 0, 1) for f in range(4)]
+    small = [n * 2.0**-17 for n in range(1, 9)]
+    magnitudes = np.array([*ties, *small, 49152.0, 53248.0, 57344.0, 60000.0, 65504.0])
+    return np.resize(np.concatenate([magnitudes, -magnitudes]), shape)
+
+
+def _gates(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+    gate, up = given
+    return np.resize([-100, -20, 0, 20, 100], gate.shape).astype(np.float32), up
+
+
+_MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # of a mean that is added up in any order
+_SCORE_SLACK = 16 * ULP * SCORE  # of exp2(score * log2(e)), whose argument is rounded
+_EPS = "1 / sqrt(variance + eps): eps is added to the variance, before the root"
+_SCORES = (
+    Special(
+        "scores near 1024",
+        "exp is infinite above 88.7: subtract the largest score of the row before exp",
+        _first(lambda shape: SCORE + _steps(shape) / 8),
+        _SCORE_SLACK,
+    ),
+    Special(
+        "scores near -1024",
+        "exp of all scores is 0, and 0 / 0 is NaN: the largest score of the row, which is "
+        "subtracted before exp, may be negative: begin with -infinity or a score, not with 0",
+        _first(lambda shape: _steps(shape) / 8 - SCORE),
+        _SCORE_SLACK,
+    ),
+    Special(
+        "-inf scores",
+        "a score of -inf has weight 0, as masks have: -inf - (-inf) is NaN where the largest "
+        "score so far is -inf",
+        _masked,
+    ),
+)
+_NORM = (
+    Special(
+        "equal values",
+        f"the variance is 0, and 1 / sqrt(0) infinite: {_EPS}",
+        _first(_equal),
+        16 * ULP * 3 / 1e-5**0.5,  # what an error of the mean becomes
+    ),
+    Special(
+        "variance near eps",
+        _EPS,
+        _first(lambda shape: _steps(shape) * 2.0**-10),
+    ),
+    Special(
+        "large mean",
+        "E[x^2] - E[x]^2 cancels where the mean is large compared with the standard deviation: "
+        "add up the squares of x - mean",
+        _first(lambda shape: MEAN + _steps(shape) / 8),
+        _MEAN_SLACK,
+    ),
+)
+_ROOT_MEAN_SQUARE = (
+    Special(
+        "zeros",
+        "the mean square is 0, and 1 / sqrt(0) infinite: 1 / sqrt(mean square + eps)",
+        _first(np.zeros),
+    ),
+    Special(
+        "mean square near eps",
+        "1 / sqrt(mean square + eps): eps is added to the mean square, before the root",
+        _first(lambda shape: _steps(shape) * 2.0**-12),
+    ),
+    Special(
+        "large values",
+        "a sum of squares in 16 bits overflows: add up in float",
+        _first(lambda shape: 128 * _steps(shape)),
+    ),
+)
+SPECIAL: Mapping[str, tuple[Special, ...]] = {
+    "attention": tuple(
+        replace(each, change=_scored(sign))
+        for each, sign in zip(_SCORES[:2], (1.0, -1.0), strict=True)
+    ),
+    "gelu": (
+        Special(
+            "large values",
+            "exp of a large number is infinite, and inf / inf NaN: use tanhf, or "
+            "tanh(u) = 1 - 2 / (1 + exp(2u))",
+            _first(lambda shape: _steps(shape) * 20),
+        ),
+    ),
+    "layernorm": _NORM,
+    "layernorm_gelu": _NORM,
+    "log_likelihood": (
+        *(replace(each, slack=_SCORE_SLACK) for each in _SCORES),
+        Special(
+            "unlikely targets",
+            "log(exp(x) / sum) is -inf where exp(x) is 0: x[target] - largest - log(sum)",
+            _unlikely,
+        ),
+    ),
+    "rmsnorm": _ROOT_MEAN_SQUARE,
+    "rmsnorm_ffn": _ROOT_MEAN_SQUARE,
+    "rmsnorm_matmul": _ROOT_MEAN_SQUARE,
+    "silu_mul": (
+        Special(
+            "large values",
+            "exp of a large number is infinite, and inf / inf NaN: gate / (1 + exp(-gate))",
+            _gates,
+        ),
+    ),
+    "softmax": _SCORES,
+    "to_fp8": (
+        Special(
+            "ties and limits",
+            "a number halfway between two goes to the one with the even byte, numbers below the "
+            "smallest normal one are rounded too, and those beyond the largest one become it",
+            _first(_numbers_of_fp8),
+        ),
+    ),
+}

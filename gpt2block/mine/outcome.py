@@ -1,0 +1,77 @@
+"""Everything found about a user's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpt2block.mine.check import Checked
+from gpt2block.mine.finding import Finding
+from gpt2block.mine.kernel import Kernel
+from gpt2block.mine.on_gpu import Raced
+
+CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
+FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
+RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # on the emulator
+
+
+def titled(kernel: Kernel, on_cpu: bool) -> str:
+    """What was checked, and where."""
+    source = kernel.source
+    return f"{kernel.operation.name}: {source.name} of {source.file}, {CPU if on_cpu else GPU}"
+
+
+@dataclass
+class Outcome:
+    """The results in the order of the checks; `problem` is what ended them."""
+
+    checked: list[Checked] = field(default_factory=list)
+    problem: Finding | None = None
+    raced: Raced | None = None
+
+    @classmethod
+    def of(cls, results: Iterable[Checked | Finding | Raced]) -> Outcome:
+        found = cls()
+        for result in results:
+            if isinstance(result, Checked):
+                found.checked.append(result)
+            elif isinstance(result, Finding):
+                found.problem = result
+            else:
+                found.raced = result
+        return found
+
+    @property
+    def right(self) -> bool:
+        rows = self.raced.rows if self.raced else []
+        return self.problem is None and all(row.right for row in rows)
+
+    def report(self, kernel: Kernel, device: str) -> dict[str, Any]:
+        """Everything for JSON."""
+        found: dict[str, Any] = {
+            "operation": kernel.operation.name,
+            "file": str(kernel.source.path),
+            "kernel": kernel.source.name,
+            "device": device,
+            "right": self.right,
+            "checked": [
+                {
+                    "sizes": dict(row.sizes),
+                    "inputs": row.inputs,
+                    **dict(zip(("grid", "block", "shared"), row.geometry, strict=True)),
+                    "max_abs": row.max_abs,
+                    "max_rel": row.max_rel,
+                    "bound": row.bound,
+                    "printed": row.printed,
+                }
+                for row in self.checked
+            ],
+            "problem": asdict(self.problem) if self.problem else None,
+        }
+        if self.raced:
+            found |= {
+                "rows": [asdict(row) for row in self.raced.rows],
+                "skipped": self.raced.skipped,
+            }
+        return found

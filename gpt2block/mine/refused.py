@@ -1,0 +1,172 @@
+"""What the compiler of CUDA refuses, and g++ accepts: found before the emulator runs a kernel.
+
+Where CuPy is installed, NVRTC compiles the file; it needs no GPU. Without it, the file is searched
+for the usual cases. What NVRTC accepts, but no GPU can run, is checked in both cases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from gpt2block.cuda import kernels
+from gpt2block.errors import DeviceError, InputError, KernelError
+from gpt2block.mine.expressions import evaluated
+from gpt2block.mine.finding import HOST, Finding, of_compiler
+from gpt2block.mine.kernel import Geometry, Kernel
+from gpt2block.mine.source import Source, numbers
+
+MOST_STATIC = 48 << 10  # bytes of shared variables of a kernel
+MOST_CONSTANT = 64 << 10  # bytes of constants of a file
+REGISTERS = 1 << 16  # of a block
+WARP, UNIT = 32, 8  # registers are given to a warp, so many of each thread at a time
+ARCHITECTURE = "sm_80"  # what the emulator is
+_BYTES = {
+    "bool": 1, "char": 1, "short": 2, "half": 2, "__half": 2, "__nv_bfloat16": 2,
+    "int": 4, "unsigned": 4, "float": 4, "half2": 4, "__half2": 4, "__nv_bfloat162": 4,
+    "long": 8, "double": 8, "size_t": 8, "int2": 8, "float2": 8, "float3": 12,
+    "int4": 16, "uint4": 16, "float4": 16,
+}  # fmt: skip
+_DECLARED = (
+    r"\b{kind}\s+(?:(?:static|const|volatile|unsigned|__align__\(\w+\)|alignas\(\w+\))\s+)*"
+    r"(?P<type>\w+)\s+(?P<names>[^;={{]+)"
+)
+_NAMED = re.compile(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)")
+_TRANSPARENT = re.compile(r'(extern\s+"[^"]*"|namespace(\s+\w+)*)\s*$')
+_FUNCTION = re.compile(r"(\w+)\s*\((?:[^()]|\([^()]*\))*\)\s*(?:const|noexcept|\s)*$")
+_TYPE = re.compile(r"\b(struct|class|union|enum)\s+\w*\s*(:[^{]*)?$|=\s*$")
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\'')
+
+
+class Needs(NamedTuple):
+    """What a kernel takes of a multiprocessor; 0 if no compiler has said it."""
+
+    registers: int = 0  # of a thread
+    shared: int = 0  # bytes of its shared variables
+
+
+def refused(kernel: Kernel) -> Finding | Needs:
+    """What the compiler of CUDA says about the file of a kernel."""
+    text = without_literals(kernel.source.text)
+    needs = _compiled(kernel)
+    if isinstance(needs, Finding):
+        return needs
+    if needs is None:
+        found = _host_function(kernel.source, text) or _too_large(kernel.source, text)
+        if found:
+            return found
+    return _stored_constant(kernel.source, text) or needs or Needs()
+
+
+def too_many(kernel: Kernel, needs: Needs, geometry: Geometry, most_shared: int) -> Finding | None:
+    """Why no GPU can launch a block of this size; most_shared: bytes that a block can have."""
+    _, block, dynamic = geometry
+    warps = -(-prod(block) // WARP)
+    taken = warps * WARP * -(-needs.registers // UNIT) * UNIT
+    name, line = kernel.source.name, kernel.source.number
+    if taken > REGISTERS:
+        return Finding(
+            f"{name} takes {needs.registers} registers per thread: a block of {prod(block)} "
+            f"has {REGISTERS // (warps * WARP)} for each: write __launch_bounds__({prod(block)}) "
+            "before the name of the kernel, or choose a smaller block",
+            (line,),
+        )
+    if dynamic and needs.shared + dynamic > most_shared:
+        return Finding(
+            f"{name} has {needs.shared:,} bytes of shared variables and {dynamic:,} of extern "
+            f"__shared__ memory: at most {most_shared:,} together",
+            (line,),
+        )
+    return None
+
+
+def _compiled(kernel: Kernel) -> Finding | Needs | None:
+    """What NVRTC says; None if it cannot be used here."""
+    file = str(kernel.source.path)
+    try:
+        log = kernels.compile_for(file, ARCHITECTURE, kernels.stored_as(kernel.dtype)).log
+    except KernelError as error:
+        if re.search(r'cannot open source file "(cuda|cooperative)', str(error)):
+            return None  # a header of CUDA, which is not installed
+        return of_compiler(kernel.source, str(error))
+    except (DeviceError, ImportError, OSError, RuntimeError):  # no CuPy, or no library of NVRTC
+        return None
+    own = log.partition(f"'{kernel.source.name}'")[2]
+    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
+    return Needs(int(used[1]), int(used[2] or 0)) if used else Needs()
+
+
+def _host_function(source: Source, text: str) -> Finding | None:
+    for name, header, start in _functions(text):
+        if not re.search(r"__(device|global)__", header):
+            line = text.count("\n", 0, start) + 1
+            return Finding(f"{name}: {HOST}", (line,))
+    return None
+
+
+def _functions(text: str) -> Iterator[tuple[str, str, int]]:
+    """Name, text before the body, and start of each function of a namespace."""
+    begin, depth = 0, 0
+    for found in re.finditer(r"^[ \t]*#(?:[^\\\n]|\\.)*|[{};]", text, re.MULTILINE | re.DOTALL):
+        mark, header = found[0], text[begin : found.start()]
+        if mark == "{":
+            if depth == 0 and _TRANSPARENT.search(header):
+                begin = found.end()
+                continue
+            function = _FUNCTION.search(header)
+            if depth == 0 and function and not _TYPE.search(header):
+                yield function[1], header, begin + function.start()
+            depth += 1
+        elif mark == "}":
+            depth = max(0, depth - 1)
+        if depth == 0:
+            begin = found.end()
+
+
+def _too_large(source: Source, text: str) -> Finding | None:
+    own = kernels.with_only(source.name, text)
+    for kind, most, what in (
+        ("__shared__", MOST_STATIC, "shared variables: take an extern __shared__ array for more"),
+        ("__constant__", MOST_CONSTANT, "constants"),
+    ):
+        taken = sum(bytes_ for _, bytes_ in _declared(kind, own, source))
+        if taken > most:
+            line = own.count("\n", 0, own.index(kind)) + 1
+            return Finding(f"{taken:,} bytes of {kind} variables: a GPU has {most:,} for {what}",
+                           (line,))  # fmt: skip
+    return None
+
+
+def _declared(kind: str, text: str, source: Source) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each variable of a kind; 0 bytes where the type or a size is not known."""
+    known = numbers(source.text)
+    for found in re.finditer(_DECLARED.format(kind=kind), text):
+        for name, extents in _NAMED.findall(found["names"]):
+            try:
+                sizes = [evaluated(each, known) for each in re.findall(r"\[([^\]]*)\]", extents)]
+            except InputError:
+                sizes = [0]
+            yield name, _BYTES.get(found["type"], 0) * prod(sizes)
+
+
+def _stored_constant(source: Source, text: str) -> Finding | None:
+    """A store to a constant, which compiles, and which a GPU ignores or answers with an error."""
+    for name, _ in _declared("__constant__", text, source):
+        place = rf"\b{name}\s*(?:\[[^\]]*\]\s*)*(?:\.\w+\s*)?"
+        stored = rf"{place}(?:[-+*/|&^]|<<|>>)?=(?!=)|{place}(?:\+\+|--)|(?:\+\+|--)\s*{name}\b"
+        declared = re.compile(rf"__constant__[^;]*?\b{name}\b[^;=]*")
+        begins = [range(*each.span()) for each in declared.finditer(text)]
+        for found in re.finditer(stored, text):
+            if not any(found.start() in each for each in begins):
+                line = text.count("\n", 0, found.start()) + 1
+                return Finding(f"stores to {name}: a kernel can only read __constant__ variables",
+                               (line,))  # fmt: skip
+    return None
+
+
+def without_literals(text: str) -> str:
+    """The text of a file with blanks in place of comments and of what strings hold."""
+    plain = kernels.without_comments(text)
+    return _LITERAL.sub(lambda found: f'"{"_" * (len(found[0]) - 2)}"', plain)

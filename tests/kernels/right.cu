@@ -1,0 +1,398 @@
+// Right kernels, as strangers write them. The line above a kernel: launch settings and the NumPy expression of what it
+// writes to the first elements of out.
+#include <cooperative_groups.h>
+#include <cooperative_groups/reduce.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+
+namespace cg = cooperative_groups;
+
+extern __shared__ float at_file_scope[];
+static __constant__ float weights[3] = {0.25f, 0.5f, 0.25f};
+__device__ unsigned arrived = 0;
+
+// grid=3 block=64 right=2*x
+extern "C" __global__ void grid_stride(const float* __restrict__ x, float* out, int n) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) out[i] = 2.0f * __ldg(x + i);
+}
+
+// block=64 right=[x[32],x[0]]
+extern "C" __global__ void spin_on_other_warp(const float* x, float* out, int n) {
+    __shared__ volatile int flags[2];
+    __shared__ float data[2];
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x < 2) flags[threadIdx.x] = 0;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        data[warp] = x[threadIdx.x];
+        __threadfence_block();
+        flags[warp] = 1;
+        while (flags[1 - warp] == 0) {}
+        __threadfence_block();
+        out[warp] = data[1 - warp];
+    }
+}
+
+// block=256 right=[256]
+extern "C" __global__ void spin_lock(const float* x, float* out, int n) {
+    __shared__ int lock;
+    __shared__ float sum;
+    if (threadIdx.x == 0) lock = 0, sum = 0.0f;
+    __syncthreads();
+    while (atomicCAS(&lock, 0, 1) != 0) __nanosleep(20);
+    __threadfence();
+    sum += 1.0f;
+    __threadfence();
+    atomicExch(&lock, 0);
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = sum;
+}
+
+// grid=4 block=64 right=[x[:256].sum()]
+extern "C" __global__ void last_block(const float* x, float* out, int n) {
+    __shared__ float s[64];
+    __shared__ bool last;
+    s[threadIdx.x] = x[blockIdx.x * 64 + threadIdx.x];
+    __syncthreads();
+    for (int step = 32; step > 0; step /= 2) {
+        if (threadIdx.x < step) s[threadIdx.x] += s[threadIdx.x + step];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        out[100 + blockIdx.x] = s[0];
+        __threadfence();
+        last = atomicInc(&arrived, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int b = 0; b < gridDim.x; ++b) sum += out[100 + b];
+        out[0] = sum;
+    }
+}
+
+// block=64 right=[64,1,0,(x[:64]>0).sum()]
+extern "C" __global__ void votes_of_a_block(const float* x, float* out, int n) {
+    const int some = __syncthreads_or(threadIdx.x == 5), every = __syncthreads_and(threadIdx.x != 5);
+    const int all = __syncthreads_count(1), above = __syncthreads_count(x[threadIdx.x] > 0.0f);
+    if (threadIdx.x == 0) out[0] = all, out[1] = some, out[2] = every, out[3] = above;
+}
+
+// block=32 right=np.arange(32)%4+(28+np.arange(32)%4)*100
+extern "C" __global__ void matches(const float* x, float* out, int n) {
+    const unsigned same = __match_any_sync(0xffffffffu, threadIdx.x % 4);
+    int all;
+    assert(__match_all_sync(0xffffffffu, 7, &all) == 0xffffffffu && all);
+    out[threadIdx.x] = __ffs(same) - 1 + (31 - __clz(same)) * 100;
+}
+
+// block=32 right=np.full(32,16*31+31*1000+1e6)
+extern "C" __global__ void reductions(const float* x, float* out, int n) {
+    const unsigned all = 0xffffffffu, t = threadIdx.x;
+    out[t] = __reduce_add_sync(all, t) + 1000 * __reduce_max_sync(all, (int)t) + 1000000 * __reduce_or_sync(all, 1u) +
+             __reduce_min_sync(all, t) + __reduce_and_sync(all, t) + __reduce_xor_sync(all, t);
+}
+
+// block=32 right=np.where(np.arange(32)%2,16,0)
+extern "C" __global__ void active_lanes(const float* x, float* out, int n) {
+    out[threadIdx.x] = 0.0f;
+    if (threadIdx.x % 2) out[threadIdx.x] = __popc(__activemask());
+}
+
+// block=32 right=np.clip(x[:32],0,1)
+extern "C" __global__ void numbers(const float* x, float* out, int n) {
+    const long long begin = clock64();
+    const uint2 pair = make_uint2(__float_as_uint(x[threadIdx.x]), (unsigned)clock());
+    const float same = __uint_as_float(pair.x);
+    const bool fine = isfinite(same) && !isnan(same) && !isinf(same) && clock64() >= begin;
+    out[threadIdx.x] = fine ? __saturatef(__int_as_float(__float_as_int(same))) : -1.0f;
+}
+
+// block=64 right=[x[:64].sum()]
+extern "C" __global__ void tile_reduction(const float* x, float* out, int n) {
+    cg::thread_block block = cg::this_thread_block();
+    cg::thread_block_tile<32> tile = cg::tiled_partition<32>(block);
+    __shared__ float sums[2];
+    const float sum = cg::reduce(tile, x[block.thread_rank()], cg::plus<float>());
+    if (tile.thread_rank() == 0) sums[tile.meta_group_rank()] = sum;
+    cg::sync(block);
+    if (block.thread_rank() == 0) out[0] = sums[0] + sums[1];
+}
+
+// block=32 right=[16]
+extern "C" __global__ void aggregated_atomics(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    if (threadIdx.x % 2) {
+        const cg::coalesced_group active = cg::coalesced_threads();
+        if (active.thread_rank() == 0) atomicAdd(&count, active.size());
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count;
+}
+
+// block=64 right=x[:64][::-1]
+extern "C" __global__ void asynchronous_copy(const float* x, float* out, int n) {
+    __shared__ alignas(16) float s[64];
+    if (threadIdx.x < 16) __pipeline_memcpy_async(s + 4 * threadIdx.x, x + 4 * threadIdx.x, 16);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    out[threadIdx.x] = s[63 - threadIdx.x];
+}
+
+// block=32,8 right=x[:992]
+extern "C" __global__ void transpose_twice(const float* x, float* out, int n) {
+    __shared__ float tile[32][33];
+    for (int y = threadIdx.y; y < 32; y += 8) tile[threadIdx.x][y] = 32 * y + threadIdx.x < n ? x[32 * y + threadIdx.x] : 0;
+    __syncthreads();
+    for (int y = threadIdx.y; y < 31; y += 8) out[32 * y + threadIdx.x] = tile[threadIdx.x][y];
+}
+
+// block=64 shared=256 right=x[:64][::-1]
+extern "C" __global__ void shared_at_file_scope(const float* x, float* out, int n) {
+    at_file_scope[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = at_file_scope[63 - threadIdx.x];
+}
+
+// block=64 right=np.histogram(x[:64],4,(-4,4))[0]
+extern "C" __global__ void histogram(const float* x, float* out, int n) {
+    static __shared__ unsigned bins[4];
+    if (threadIdx.x < 4) bins[threadIdx.x] = 0;
+    __syncthreads();
+    atomicAdd(&bins[min(3, max(0, (int)floorf((x[threadIdx.x] + 4.0f) / 2.0f)))], 1u);
+    __syncthreads();
+    if (threadIdx.x < 4) out[threadIdx.x] = bins[threadIdx.x];
+}
+
+// block=62 right=0.25*x[:62]+0.5*x[1:63]+0.25*x[2:64]
+extern "C" __global__ void constants(const float* x, float* out, int n) {
+    float sum = 0.0f;
+    #pragma unroll
+    for (int k = 0; k < 3; ++k) sum = fmaf(weights[k], x[threadIdx.x + k], sum);
+    out[threadIdx.x] = sum;
+}
+
+template <typename Op>
+__device__ __forceinline__ float warp_all(float v, Op op) {
+    for (int lanes = 16; lanes; lanes >>= 1) v = op(v, __shfl_xor_sync(0xffffffffu, v, lanes));
+    return v;
+}
+
+// block=32 right=np.exp(x[:32]-x[:32].max())/np.exp(x[:32]-x[:32].max()).sum()
+extern "C" __global__ void softmax_with_lambdas(const float* x, float* out, int n) {
+    const float v = x[threadIdx.x], largest = warp_all(v, [](float a, float b) { return fmaxf(a, b); });
+    const float e = __expf(v - largest);
+    out[threadIdx.x] = __fdividef(e, warp_all(e, [](float a, float b) { return a + b; }));
+}
+
+// block=16 right=abs(x[:64])+1/np.sqrt(4)
+extern "C" __global__ void vectors(const float* x, float* out, int n) {
+    float4 v = reinterpret_cast<const float4*>(x)[threadIdx.x];
+    const float half = rsqrtf(4.0f);
+    v = make_float4(abs(v.x) + half, fabsf(v.y) + half, abs(v.z) + half, fabs(v.w) + half);
+    reinterpret_cast<float4*>(out)[threadIdx.x] = v;
+}
+
+// block=64 right=np.cumsum(x[:64])
+extern "C" __global__ void scan_with_two_buffers(const float* x, float* out, int n) {
+    __shared__ float s[2][64];
+    int now = 0;
+    s[0][threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    for (int step = 1; step < 64; step *= 2, now ^= 1) {
+        s[now ^ 1][threadIdx.x] = s[now][threadIdx.x] + (threadIdx.x >= step ? s[now][threadIdx.x - step] : 0.0f);
+        __syncthreads();
+    }
+    out[threadIdx.x] = s[now][threadIdx.x];
+}
+
+// grid=4 block=64 right=[256]
+extern "C" __global__ void barrier(const float* x, float* out, int n) {  // a name of the emulator's own
+    atomicAdd(&out[0], 1.0f);
+}
+
+// grid=4 block=64 right=np.float16(1.5*x[:512].astype(np.float16).astype(float)+2)
+extern "C" __global__ void half_axpy(const float* __restrict__ x, float* out, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const half2 a = __float2half2_rn(1.5f), c = __half2half2(__int2half_rn(2));
+    const half2 y = __hfma2(a, __floats2half2_rn(x[2 * i], x[2 * i + 1]), c);
+    const float2 f = __half22float2(y);
+    out[2 * i] = f.x;
+    out[2 * i + 1] = f.y;
+}
+
+__device__ __forceinline__ half2 warp_sum(half2 v) {
+#pragma unroll
+    for (int offset = warpSize / 2; offset > 0; offset >>= 1) v = __hadd2(v, __shfl_down_sync(0xffffffff, v, offset));
+    return v;
+}
+
+// block=32 right=[496,992]
+extern "C" __global__ void half2_shuffle(const float* x, float* out, int n) {
+    const half2 sum = warp_sum(__halves2half2(__int2half_rn(threadIdx.x), __float2half(2.0f * threadIdx.x)));
+    if (threadIdx.x == 0) {
+        out[0] = __low2float(sum);
+        out[1] = __half2float(__high2half(sum));
+    }
+}
+
+// block=64 right=np.maximum(x[:64].astype(np.float16),np.float16(0))*np.float16(0.5)
+extern "C" __global__ void half_relu_in_shared(const float* x, float* out, int n) {
+    __shared__ half s[64];
+    half* mine = s + threadIdx.x;
+    *mine = x[threadIdx.x];
+    *mine *= half(0.5f);
+    __syncthreads();
+    half v = s[threadIdx.x ^ 1];
+    if (v < __float2half(0.f)) v = 0;
+    s[threadIdx.x ^ 1] = v;
+    __syncthreads();
+    out[threadIdx.x] = s[threadIdx.x];
+}
+
+template <typename T> struct Pair;
+template <> struct Pair<float> { using type = float2; };
+template <> struct Pair<__half> { using type = __half2; };
+template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
+
+template <typename T>
+__device__ T silu(T v) { return v / (T(1.0f) + hexp(-v)); }
+template <>
+__device__ float silu<float>(float v) { return v / (1.0f + __expf(-v)); }
+
+// block=32 right=np.repeat(x[:32]/(1+np.exp(-x[:32])),3)
+extern "C" __global__ void silu_in_three_types(const float* x, float* out, int n) {
+    const float v = x[threadIdx.x], s = silu(v);
+    typename Pair<__half>::type h = {silu(__float2half(v)), silu(__float2half(v))};
+    const float a = __low2float(h), b = __bfloat162float(silu(__float2bfloat16(v)));
+    const bool near = fabsf(a - s) < 4e-3f && fabsf(b - s) < 4e-2f;
+    for (int k = 0; k < 3; ++k) out[3 * threadIdx.x + k] = near ? s : -1.0f;
+}
+
+// block=32 right=[16,16]
+extern "C" __global__ void atomic_halves(const float* x, float* out, int n) {
+    __shared__ half2 total;
+    __shared__ __nv_bfloat16 other;
+    if (threadIdx.x == 0) total = make_half2(0, 0), other = __float2bfloat16(0.0f);
+    __syncthreads();
+    atomicAdd(&total, __float2half2_rn(0.5f));
+    atomicAdd(&other, __float2bfloat16(0.5f));
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = __high2float(total), out[1] = __bfloat162float(other);
+}
+
+// block=64 right=[abs(x[:128].astype(np.float16)).max()]
+extern "C" __global__ void half_absmax(const float* x, float* out, int n) {
+    cg::thread_block block = cg::this_thread_block();
+    auto tile = cg::tiled_partition<32>(block);
+    __shared__ half partial[2];
+    half m = __hmax(__habs(__float2half(x[block.thread_rank()])), __habs(__float2half(x[64 + block.thread_rank()])));
+    for (int i = tile.size() / 2; i > 0; i /= 2) m = __hmax(m, tile.shfl_down(m, i));
+    if (tile.thread_rank() == 0) partial[tile.meta_group_rank()] = m;
+    block.sync();
+    if (block.thread_rank() == 0) out[0] = __hgt(partial[0], partial[1]) ? partial[0] : partial[1];
+}
+
+struct Complex {
+    float re, im;
+    __device__ Complex(float r = 0, float i = 0) : re(r), im(i) {}
+    __device__ Complex operator*(const Complex& o) const { return {re * o.re - im * o.im, re * o.im + im * o.re}; }
+    __device__ friend Complex operator+(Complex a, Complex b) { return Complex(a.re + b.re, a.im + b.im); }
+    __device__ float norm() const { return hypotf(re, im); }
+};
+
+// block=32 right=np.abs((x[:32]+1j)**2+1)
+extern "C" __global__ void structs(const float* x, float* out, int n) {
+    Complex z(x[threadIdx.x], 1.f);
+    out[threadIdx.x] = (z * z + Complex(1.f)).norm();
+}
+
+enum class Activation : int { relu, gelu, gelu_tanh, count };
+
+template <Activation A>
+__device__ float activate(float v) {
+    if constexpr (A == Activation::relu) return v > 0 ? v : 0;
+    else if constexpr (A == Activation::gelu) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+    else return 0.5f * v * (1.0f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+}
+
+// block=100 right=0.5*x[:100]*(1+np.tanh(0.79788456*(x[:100]+0.044715*x[:100]**3)))
+extern "C" __global__ void __launch_bounds__(128, 2) activations(const float* const __restrict__ x, float* out,
+                                                                          const int n) {
+    static_assert(static_cast<int>(Activation::count) == 3, "");
+    const auto tid = threadIdx.x;
+    const float v = x[tid], a = activate<Activation::gelu>(v), b = activate<Activation::gelu_tanh>(v);
+    if (fabsf(a - b) > 1e-3f) printf("thread %d: %f and %f differ by %g\n", tid, a, b, a - b);
+    out[tid] = b;
+}
+
+// block=64 shared=512 right=x[:64][::-1]+1
+extern "C" __global__ void carved_shared(const float* x, float* out, int n) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    float* values = reinterpret_cast<float*>(smem);
+    half* ones = reinterpret_cast<half*>(values + 64);
+    int* unused = (int*)(ones + 64);
+    values[threadIdx.x] = x[threadIdx.x];
+    ones[threadIdx.x] = __float2half(1.0f);
+    if (threadIdx.x < 32) unused[threadIdx.x] = 0;
+    __syncthreads();
+    out[threadIdx.x] = values[63 - threadIdx.x] + __half2float(ones[63 - threadIdx.x]);
+}
+
+// block=32 right=np.arange(1,33)
+extern "C" __global__ void math_of_cuda(const float* x, float* out, int n) {
+    const float v = fabsf(x[threadIdx.x]) + 0.1f;
+    float s, c, whole;
+    sincosf(v, &s, &c);
+    bool ok = fabsf(s * s + c * c - 1.0f) < 1e-5f;
+    sincospif(v, &s, &c);
+    ok = ok && fabsf(s * s + c * c - 1.0f) < 1e-5f;
+    ok = ok && fabsf(exp10f(log10f(v)) - v) < 1e-4f;
+    ok = ok && fabsf(rhypotf(3.0f, 4.0f) - 0.2f) < 1e-6f;
+    ok = ok && fabsf(modff(2.25f, &whole) - 0.25f) < 1e-6f && fdimf(1, 2) == 0.0f && copysignf(v, -1.0f) < 0;
+    ok = ok && fabsf(rnorm3df(1, 2, 2) - 1.0f / 3) < 1e-6f;
+    ok = ok && lgammaf(3.0f) > 0.6f;
+    ok = ok && ilogbf(8.0f) == 3 && scalbnf(1.0f, 3) == 8.0f && __float2int_rn(2.5f) == 2 && signbit(-v) &&
+         norm4df(1, 1, 1, 1) == 2.0f;
+    ok = ok && __isnanf(v - v) == 0 && llrintf(2.5f) == 2 && remainderf(5, 3) == -1.0f &&
+         fabsf(cbrtf(8.0f) - 2) < 1e-6f;
+    ok = ok && __hadd(3, 4) == 3 && __rhadd(3, 4) == 4 && __brevll(1ull) == 1ull << 63;
+    out[threadIdx.x] = ok ? threadIdx.x + 1 : -1.0f;
+}
+
+// block=32 right=np.arange(1,33)
+extern "C" __global__ void groups(const float* x, float* out, int n) {
+    auto grid = cg::this_grid();
+    auto block = cg::this_thread_block();
+    auto warp = cg::tiled_partition<32>(block);
+    auto four = cg::tiled_partition<4>(warp);
+    bool ok = grid.thread_rank() == threadIdx.x && grid.size() == 32 && block.group_index().x == 0;
+    ok = ok && four.meta_group_size() == 8 && four.meta_group_rank() == threadIdx.x / 4;
+    ok = ok && four.match_any(threadIdx.x / 2) == (threadIdx.x % 4 < 2 ? 3u : 12u);
+    ok = ok && cg::reduce(four, 1, cg::plus<int>()) == 4;
+    const int place = threadIdx.x + 1;
+    ok = ok && block.dim_threads().x == 32 && warp.all(place > 0) && warp.ballot(place > 16) == 0xffff0000u;
+    cg::sync(warp);
+    out[grid.thread_rank()] = ok ? place : -1;
+}
+
+// block=32 right=(x[:32].astype(np.float16).astype(float)*2)
+extern "C" __global__ void half_loads(const float* x, float* out, int n) {
+    __shared__ __align__(16) half s[32];
+    s[threadIdx.x] = __float2half_rn(x[threadIdx.x]);
+    __syncthreads();
+    if (threadIdx.x < 4) {
+        int4 raw = reinterpret_cast<const int4*>(s)[threadIdx.x];
+        const half2* p = reinterpret_cast<const half2*>(&raw);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            half2 v = p[k] + p[k];
+            out[8 * threadIdx.x + 2 * k] = v.x;
+            out[8 * threadIdx.x + 2 * k + 1] = v.y;
+        }
+    }
+}

@@ -1,0 +1,398 @@
+"""Kernels as users write them, through `check_kernel`: right ones pass, wrong ones do not."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpt2block
+from gpt2block import DeviceError, InputError, check_kernel, emulator
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
+from gpt2block.mine import confined
+from gpt2block.mine.kernel import matched
+from gpt2block.mine.refused import Needs, too_many
+from gpt2block.mine.source import read
+from gpt2block.mine.templates import template
+from gpt2block.ops.registry import find
+from tests.test_mine import no_nvrtc
+
+pytestmark = pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)
+
+LAYERNORM = """// launch: grid=ceil(N / 64) block=64
+extern "C" __global__ void ln(const float* x, const float* gamma, const float* beta, float* out,
+                              float eps, int N, int C) {
+    const int row = blockIdx.x * 64 + threadIdx.x;
+    if (row >= N) return;
+    x += (size_t)row * C;
+    out += (size_t)row * C;
+    float mean = 0, var = 0;
+    VARIANCE
+    const float rstd = RSTD;
+    for (int c = 0; c < C; ++c) out[c] = (x[c] - mean) * rstd * gamma[c] + beta[c];
+}
+"""
+TWO_PASS = """for (int c = 0; c < C; ++c) mean += x[c];
+    mean /= C;
+    for (int c = 0; c < C; ++c) var += (x[c] - mean) * (x[c] - mean);
+    var /= C;"""
+ONE_PASS = """for (int c = 0; c < C; ++c) mean += x[c], var += x[c] * x[c];
+    mean /= C;
+    var = var / C - mean * mean;"""
+WELFORD = """for (int c = 0; c < C; ++c) {
+        const float d = x[c] - mean;
+        mean += d / (c + 1);
+        var += d * (x[c] - mean);
+    }
+    var /= C;"""
+SOFTMAX = """// launch: grid=ceil(rows / 64) block=64
+extern "C" __global__ void sm(const float* x, float* y, int rows, int n) {
+    const int row = blockIdx.x * 64 + threadIdx.x;
+    if (row >= rows) return;
+    x += (size_t)row * n;
+    y += (size_t)row * n;
+    float m = START, sum = 0;
+    for (int i = 0; i < n; ++i) {
+        const float larger = fmaxf(m, x[i]);
+        sum = sum * expf(m - larger) + expf(x[i] - larger);
+        m = larger;
+    }
+    for (int i = 0; i < n; ++i) y[i] = expf(x[i] - m) / sum;
+}
+"""
+GELU = """FIRST// launch: grid=ceil(n / 256) block=256
+extern "C" __global__ void g(float* x, int n) {
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) return;
+    const float v = x[i], u = 0.7978845608f * (v + 0.044715f * v * v * v);
+    BODY
+}
+"""
+GELU_TANH = "x[i] = 0.5f * v * (1.0f + tanhf(u));"
+LINEAR = """// launch: grid=ceil(N / 64), M block=64
+extern "C" __global__ void lin(const float* x, const float* w, const float* bias, float* out,
+                               int N, int K) {
+    const int m = blockIdx.y, n = blockIdx.x * 64 + threadIdx.x;
+    if (n >= N) return;
+    float sum = bias[n];
+    int k = 0;
+    for (; k + 4 <= K; k += 4)
+        for (int j = k; j < k + 4; ++j) sum += x[m * K + j] * w[n * K + j];
+    TAIL
+    out[m * N + n] = sum;
+}
+"""
+ADD = """FIRST// launch: grid=ceil(n / 64) block=64
+extern "C" __global__ void add(const float* a, const float* b, float* y, int n) {
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    BODY
+}
+"""
+ADD_RIGHT = "if (i < n) y[i] = a[i] + b[i];"
+
+
+def layernorm(variance: str, rstd: str = "rsqrtf(var + eps)") -> str:
+    return LAYERNORM.replace("VARIANCE", variance).replace("RSTD", rstd)
+
+
+def gelu(body: str = GELU_TANH, first: str = "") -> str:
+    return GELU.replace("BODY", body).replace("FIRST", first)
+
+
+def add(body: str = ADD_RIGHT, first: str = "") -> str:
+    return ADD.replace("BODY", body).replace("FIRST", first)
+
+
+IN_C_BLOCK = (
+    '/* no asm here */ extern "C" {\n__device__ float twice(float v) { return v + v; }\n'
+    "// launch: grid=4 block=32\n__global__ void add(const float* __restrict a, const float* b,\n"
+    "    float* y, unsigned long long n) {\n"
+    "    for (unsigned long long i = blockIdx.x * 32 + threadIdx.x; i < n; i += 128)\n"
+    "        y[i] = 0.5f * twice(a[i] + b[i]);\n}\n}\n"
+)
+RIGHT = {
+    "layernorm, Welford": ("layernorm", layernorm(WELFORD)),
+    "softmax, online": ("softmax", SOFTMAX.replace("START", "-3.0e38f")),
+    "linear with a tail": (
+        "linear",
+        LINEAR.replace("TAIL", "for (; k < K; ++k) sum += x[m * K + k] * w[n * K + k];"),
+    ),
+    "a block of C linkage": ("add", IN_C_BLOCK),
+    "a byte order mark, asm in a string": (
+        "gelu",
+        gelu('if (v != v) printf("asm\\n");\n    ' + GELU_TANH, "\ufeff"),
+    ),
+    "constants that are read": (
+        "gelu",
+        gelu(GELU_TANH.replace("0.5f", "half[0]"), "__constant__ float half[2] = {0.5f, 1};\n"),
+    ),
+    "a counter that is set back": (
+        "add",
+        add(
+            "if (threadIdx.x == 0 && atomicAdd(&done, 1) == gridDim.x - 1) done = 0;\n    "
+            + ADD_RIGHT,
+            "__device__ unsigned done;\n",
+        ),
+    ),
+}
+EXP = "x[i] = 0.5f * v * (1 + (expf(2 * u) - 1) / (expf(2 * u) + 1));"
+WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
+    "E[x^2] - E[x]^2": ("layernorm", layernorm(ONE_PASS), "E[x^2] - E[x]^2 cancels"),
+    "no eps": ("layernorm", layernorm(TWO_PASS, "rsqrtf(var)"), "the variance is 0"),
+    "eps after the root": (
+        "layernorm",
+        layernorm(TWO_PASS, "1 / (sqrtf(var) + eps)"),
+        "before the root",
+    ),
+    "largest score from 0": ("softmax", SOFTMAX.replace("START", "0.0f"), "begin with -infinity"),
+    "-inf - -inf": (
+        "softmax",
+        SOFTMAX.replace("START", "__int_as_float(0xff800000)"),
+        "-inf - (-inf) is NaN",
+    ),
+    "inf / inf": ("gelu", gelu(EXP), "fragile: right for ordinary inputs"),
+    "no tail of K": ("linear", LINEAR.replace("TAIL", ""), "at M=3, K=37, N=19"),
+    "at most 64 blocks": (
+        "add",
+        add().replace("grid=ceil(n / block)", "grid=64").replace("ceil(n / 64)", "64"),
+        "right at the sizes before",
+    ),
+    "a counter that is not set back": (
+        "add",
+        add(
+            "__shared__ int before;\n    if (threadIdx.x == 0) before = atomicAdd(&calls, 1);\n"
+            "    __syncthreads();\n    if (i < n) y[i] = a[i] + b[i] + (before >= gridDim.x);",
+            "__device__ int calls;\n",
+        ),
+        "right in the first launch of a process, wrong in the second",
+    ),
+    "results kept for the next launch": (
+        "add",
+        add(
+            "if (i < n && !have[i]) kept[i] = a[i] + b[i], have[i] = true;\n"
+            "    if (i < n) y[i] = kept[i];",
+            "__device__ float kept[1 << 14];\n__device__ bool have[1 << 14];\n",
+        ),
+        "keep their values between launches",
+    ),
+    "a function of the host": (
+        "gelu",
+        gelu(
+            GELU_TANH.replace("tanhf(u)", "t(u)"), "static float t(float u) { return tanhf(u); }\n"
+        ),
+        "a function without __device__ is one of the host",
+    ),
+    "a store to a constant": (
+        "gelu",
+        gelu("c[1] = v;\n    " + GELU_TANH, "__constant__ float c[2] = {1, 2};\n"),
+        "stores to c: a kernel can only read __constant__ variables",
+    ),
+    "too much shared memory": (
+        "gelu",
+        gelu(
+            "__shared__ float s[4][4096];\n    s[i % 4][threadIdx.x] = v;\n    "
+            + GELU_TANH.replace("f * v", "f * s[i % 4][threadIdx.x]")
+        ),
+        "65,536",
+    ),
+    "too many constants": (
+        "gelu",
+        gelu(
+            GELU_TANH.replace("0.5f", "c[n]"), "#define MOST 20000\n__constant__ float c[MOST];\n"
+        ),
+        "80,000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_kernel_passes(name: str) -> None:
+    operation, source = RIGHT[name]
+    found = check_kernel(operation, source, device="cpu")
+    assert found.right, str(found)
+    assert "Right in forward, reverse and shuffled thread order." in str(found)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_does_not(name: str) -> None:
+    operation, source, said = WRONG[name]
+    found = check_kernel(operation, source, device="cpu")
+    assert not found.right
+    assert said in str(found)
+    assert said in found.verdict
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a function of the host", "a store to a constant", "too much shared memory",
+     "too many constants"],
+)  # fmt: skip
+def test_without_nvrtc_the_text_is_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
+    operation, source, said = WRONG[name]
+    found = check_kernel(operation, source, device="cpu")
+    assert found.problem
+    assert said in found.problem.what
+    assert found.problem.lines
+
+
+def test_a_right_file_passes_the_search_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
+    for name in ("a block of C linkage", "constants that are read"):
+        operation, source = RIGHT[name]
+        assert check_kernel(operation, source, device="cpu").right
+
+
+def test_a_kernel_for_some_sizes_is_checked_at_one() -> None:
+    source = LINEAR.replace("TAIL", "")
+    found = check_kernel("linear", source, shape={"K": 64, "N": 24}, device="cpu")
+    assert found.right
+    assert [row.sizes for row in found.checks] == [{"M": 17, "K": 64, "N": 24}]
+    with pytest.raises(InputError, match="linear has no size C"):
+        check_kernel("linear", source, shape={"C": 64}, device="cpu")
+
+
+def test_a_wrong_result_has_its_error_and_the_bound() -> None:
+    found = check_kernel("add", add("if (i < n) y[i] = a[i] - b[i];"), device="cpu").problem
+    assert found
+    assert found.max_abs is not None
+    assert found.max_rel is not None
+    assert found.bound is not None
+    assert found.max_rel > found.bound > 1e-5
+    assert f"largest error {found.max_abs:.1e}" in found.what
+
+
+@pytest.mark.parametrize(
+    ("bounds", "block", "said"),
+    [("__launch_bounds__(MOST)", "256", "allows 128"), ("", "2048", "at most 1024")],
+)
+def test_a_block_that_no_launch_can_have(bounds: str, block: str, said: str) -> None:
+    source = gelu(first="#define MOST (4 * 32)\n").replace("void g", f"void {bounds} g")
+    with pytest.raises(InputError, match=f"^block {block}: {block} threads: .*{said}"):
+        check_kernel("gelu", source, block=block, device="cpu")
+
+
+def test_registers_and_shared_memory_limit_the_block(tmp_path: Path) -> None:
+    file = tmp_path / "my.cu"
+    file.write_text(gelu(), encoding="utf-8")
+    kernel = matched(read(file), find("gelu"), ("float32", "KN"))
+    assert too_many(kernel, Needs(64, 100), ((1,), (1024,), 900), 1000) is None
+    found = too_many(kernel, Needs(65), ((1,), (1000,), 0), 1000)
+    assert found
+    assert found.what.startswith("g takes 65 registers per thread: a block of 1000 has 64 for each")
+    assert found.lines == (2,)
+    found = too_many(kernel, Needs(64, 101), ((1,), (32, 32), 900), 1000)
+    assert found
+    assert "101 bytes of shared variables and 900 of extern __shared__ memory" in found.what
+
+
+def test_the_result_is_shown_as_text_and_in_a_notebook(tmp_path: Path) -> None:
+    file = tmp_path / "<my>.cu"
+    file.write_text(template(find("gelu")), encoding="utf-8")
+    found = check_kernel("gelu", file, device="cpu")
+    assert (found.right, found.device, found.problem, found.printed) == (True, "cpu", None, "")
+    title = "gelu: my_gelu of <my>.cu, on the CPU, by an emulator of CUDA"
+    assert str(found).startswith(title)
+    assert "N=7 C=33, large values" in str(found)
+    html = found._repr_html_()
+    assert "&lt;my&gt;.cu" in html
+    assert html.count("<tr>") == 1 + len(found.checks) == 6
+    wrong = check_kernel("gelu", gelu(EXP), device="cpu")
+    assert "color: #c62828" in wrong._repr_html_()
+    assert wrong.problem
+    assert wrong.problem.fragile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nope", "x"), "unknown operation 'nope'"),
+        (("add", 3), "source: expected the text of a .cu file or its path, got 3"),
+        (("add", "nope.cu"), "source nope.cu: no such file"),
+        (("add", "int x;\n"), "no kernel: expected extern"),
+        (
+            ("add", template(find("gelu")).replace("float* x", "float* q")),
+            "name the argument of each",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: str) -> None:
+    with pytest.raises(InputError) as error:
+        check_kernel(*arguments, device="cpu")
+    assert said in str(error.value)
+    assert "--a" not in str(error.value)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt2block.doctor, "cuda_problem", lambda: "no driver today")
+    assert check_kernel("add", add()).device == "cpu"
+    with pytest.raises(DeviceError, match="device 'cuda': no driver today"):
+        check_kernel("add", add(), device="cuda")
+    with pytest.raises(InputError, match="device: expected 'cpu', 'cuda' or None, got 'tpu'"):
+        check_kernel("add", add(), device="tpu")
+
+
+# What the host code of a file may do
+
+HOST = """#include <arpa/inet.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+"""
+BEGUN = """static int begun = [] {
+    const char* file = "FILE";
+    const int s = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(PORT);
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const bool connected = connect(s, (sockaddr*)&to, sizeof to) == 0;
+    bool wrote = false;
+    if (FILE* f = fopen(file, "w")) wrote = fputs("x", f) >= 0 && fflush(f) == 0;
+    fprintf(stderr, "cuda_on_cpu: host: connected %d, wrote %d\\n", connected, wrote);
+    _exit(3);
+    return 0;
+}();
+"""
+
+
+def test_host_code_has_no_network_and_writes_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--net" not in confined.confined(races=False):
+        pytest.skip("this system allows no namespaces")
+    monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        begun = BEGUN.replace("PORT", str(server.getsockname()[1]))
+        begun = begun.replace('"FILE"', f'"{tmp_path / "written"}"')
+        # The names of the system are not those of the file's namespace.
+        source = "}\n" + HOST + "namespace {\n" + begun + add()
+        found = check_kernel("add", source, device="cpu").problem
+    assert found
+    assert "host: connected 0, wrote 0" in found.what
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_memory_is_limited(races: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confined, "MEMORY", 1 << 29)
+    monkeypatch.setattr(confined, "_limits", confined._limits.__wrapped__)
+    if "prlimit" not in confined.confined(races=True):
+        pytest.skip("this system has no prlimit")
+    body = (
+        "if (i == 0) for (int k = 0; k < 40; ++k) {\n        char* p = (char*)malloc(1 << 26);\n"
+        "        if (!p) __trap();\n        for (int j = 0; j < 1 << 26; j += 4096) p[j] = 1;\n"
+        "    }\n    "
+    )
+    checks = emulator.Checks(races, 30.0, within=confined.confined(races))
+    spans = [loader.Span(np.zeros(20, np.uint8), 0) for _ in range(3)]
+    source = emulator.Source("my.cu", add(body + ADD_RIGHT))
+    with pytest.raises(emulator.ShimError, match=r"limit exhausted|__trap|rss"):
+        loader.run_spans(source, "add", (1,), (64,), [*spans, np.int32(5)], checks=checks)
