@@ -32,7 +32,7 @@ from gpt2block.run.model import (
     check_dtype,
     kv_cache_dtype,
 )
-from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
+from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
 from gpt2block.text.lookup import Lookup, of_inputs
 
@@ -62,9 +62,11 @@ class StreamOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
+    logit_bias: LogitBias
     sampling: Sampling | None
     stop: str | Iterable[str]
     stop_ids: Iterable[int] | None
+    top_logprobs: int
     overflow: Overflow
 
 
@@ -407,9 +409,11 @@ class Model(Generic[Weights]):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
+        logit_bias: LogitBias = (),
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
+        top_logprobs: int = 0,
         samples: int = 1,
         overflow: Overflow = "error",
         rows_at_once: int | None = None,
@@ -428,9 +432,13 @@ class Model(Generic[Weights]):
         repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
         seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
             None chooses a new one, which Generation.seed reports.
-        sampling: a Sampling, instead of the keywords from temperature to seed.
+        logit_bias: numbers by token id, added to the logits before anything else; at most 127
+            different ones.
+        sampling: a Sampling, instead of the keywords from temperature to logit_bias.
         stop: a string, or several; the text ends before the first occurrence.
         stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
+        top_logprobs: for each token, report so many of the most likely ones, up to 20, in
+            Generation.top_logprobs.
         samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.
@@ -450,10 +458,11 @@ class Model(Generic[Weights]):
             max_new_tokens=max_new_tokens,
             sampling=chosen(
                 sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty,
+                repetition_penalty=repetition_penalty, logit_bias=logit_bias,
             ),
             stop=stop,
             stop_ids=stop_ids,
+            top_logprobs=top_logprobs,
             samples=samples,
             overflow=overflow,
             rows_at_once=rows_at_once,
@@ -472,9 +481,11 @@ class Model(Generic[Weights]):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
+        logit_bias: LogitBias = (),
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
+        top_logprobs: int = 0,
         overflow: Overflow = "error",
     ) -> Generator[str, None, Generation]:
         """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
@@ -491,10 +502,11 @@ class Model(Generic[Weights]):
             max_new_tokens=max_new_tokens,
             sampling=chosen(
                 sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty,
+                repetition_penalty=repetition_penalty, logit_bias=logit_bias,
             ),
             stop=stop,
             stop_ids=stop_ids,
+            top_logprobs=top_logprobs,
             overflow=overflow,
         )  # fmt: skip
 

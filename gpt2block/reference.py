@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_integer
 from gpt2block.contract import takes
 from gpt2block.errors import InputError, shown
-from gpt2block.sampling import Sampling, choose, rows_of
+from gpt2block.sampling import (
+    MOST_ALTERNATIVES,
+    Sampling,
+    check_alternatives,
+    choose,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from gpt2block.architectures.gpt2_weights import BlockWeights
@@ -910,6 +916,25 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
         total: Array = np.exp(shifted).sum(axis=-1)
         found: Array = np.take_along_axis(shifted, at, axis=-1)[..., 0] - np.log(total)
     return np.where(known, found, found.dtype.type(math.nan))
+
+
+@takes("logits f32 M V -> ids i32 M K; logprobs f32 M K")
+def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.int32], Array]:
+    """The K most likely tokens of each row, and their log-probabilities, both (M, K).
+
+    Of equal logits the lower id comes first. A row of fewer than K tokens ends with id -1 and -inf.
+    A row with NaN gives log-probabilities of NaN. K: 1 to 20.
+    """
+    K, (M, V) = check_alternatives("K", K, least=1), logits.shape
+    ids = np.full((M, K), -1, np.int32)
+    logprobs = np.full((M, K), -np.inf, logits.dtype)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :K]
+    ids[:, :V] = order
+    with np.errstate(invalid="ignore", over="ignore"):
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        total = np.exp(shifted).sum(axis=-1, keepdims=True)
+        logprobs[:, :V] = np.take_along_axis(shifted, order, axis=-1) - np.log(total)
+    return ids, logprobs
 
 
 @takes("logits f32 B V; seen? u8 B V -> token i32 B")

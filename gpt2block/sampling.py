@@ -7,9 +7,9 @@ last bit. The algorithm is documented in kernels_cu/tokens/sample.cu.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,12 @@ SMALLEST = 2.0**-126  # the smallest normal float32
 LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32
 UNIT = np.float32(2**40)  # the mass of the most likely token
 ROUNDS = 10  # of Philox
+BIASES = 128  # numbers in the table of a row, the first of which says whether it has biases
+MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
 
+MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
 Floats = NDArray[np.floating[Any]]
+LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
 
 
@@ -32,10 +36,10 @@ Masses = NDArray[np.uint64]
 class Sampling:
     """The sampling options of one row.
 
-    The repetition penalty is applied first, then the other options in the order of the fields. A
-    temperature of 1 with all filters off draws from the model's own distribution. The same logits,
-    seed, sample and step give the same token, alone or in a batch. Raises InputError for values
-    out of range.
+    logit_bias and then the repetition penalty are applied first, then the other options in the
+    order of the fields. A temperature of 1 with all filters off draws from the model's own
+    distribution. The same logits, seed, sample and step give the same token, alone or in a batch.
+    Raises InputError for values out of range.
     """
 
     temperature: float = DEFAULT_TEMPERATURE  # divides the logits; 0: the most likely token
@@ -45,6 +49,7 @@ class Sampling:
     repetition_penalty: float = 1.0  # seen tokens: divides logits > 0, multiplies the others
     seed: int = 0  # 64 bits
     sample: int = 0  # index among the samples of one prompt
+    logit_bias: LogitBias = ()  # token → number added to its logit; here as sorted pairs
 
     def __post_init__(self) -> None:
         usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
@@ -66,6 +71,32 @@ class Sampling:
             object.__setattr__(self, name, check_number(name, getattr(self, name), *limits))
         for name, range_ in integers.items():
             object.__setattr__(self, name, check_integer(name, getattr(self, name), *range_))
+        if self.logit_bias != ():
+            object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias as it is stored: tokens in ascending order, and the number of each."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+
+def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """Tokens and biases, sorted; InputError unless they are that, each token once."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        pairs = [(token, bias) for token, bias in pairs]
+    except (TypeError, ValueError):
+        raise InputError(f"logit_bias: expected numbers by token, got {shown(given)}") from None
+    expected = "a finite number, added to the logit of a token"
+    found = {
+        check_integer("logit_bias", token, 0, 2**31 - 1, "token ids"): check_number(
+            "logit_bias", bias, -MOST_BIAS, MOST_BIAS, expected
+        )
+        for token, bias in pairs
+    }
+    if len({np.float32(bias) for bias in found.values()}) >= BIASES:
+        raise InputError(f"logit_bias: expected at most {BIASES - 1} different numbers")
+    return tuple(sorted(found.items()))
 
 
 def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampling:
@@ -112,8 +143,38 @@ def choose(
     return Choice(token, float(exact[token] - largest - np.log(np.exp(exact - largest).sum())))
 
 
+def check_biased(sampling: Sampling, V: int) -> None:
+    """InputError for a token with a bias that a vocabulary of V does not have."""
+    if sampling.biases and sampling.biases[-1][0] >= V:
+        token = sampling.biases[-1][0]
+        raise InputError(f"logit_bias: expected token ids from 0 to {V - 1}, got {token}")
+
+
+def biases(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """A row's biases as the kernel reads them: (BIASES,), and (V,) twice the place of each token's.
+
+    Place 0 of the first is 1 if there are any.
+    """
+    check_biased(sampling, V)
+    values, places = np.zeros(BIASES, np.float32), np.zeros(V, np.uint8)
+    if sampling.biases:
+        ids, of_ids = zip(*sampling.biases, strict=True)
+        different, place = np.unique(np.array(of_ids, np.float32), return_inverse=True)
+        values[0], values[1 : 1 + len(different)] = 1, different
+        places[list(ids)] = 2 * (1 + place)
+    return values, places
+
+
 def penalized(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Floats:
-    """Logits after the repetition penalty. Source: Keskar et al., "CTRL" (2019)."""
+    """Logits with biases, and after the repetition penalty.
+
+    Source: Keskar et al., "CTRL" (2019).
+    """
+    if sampling.biases:
+        check_biased(sampling, len(raw))
+        ids, of_ids = zip(*sampling.biases, strict=True)
+        raw = raw.copy()
+        raw[list(ids)] += np.array(of_ids, np.float32)
     penalty = np.float32(sampling.repetition_penalty)
     if seen is None or penalty == 1:
         return raw
@@ -142,6 +203,26 @@ def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = Non
         mass[l < l[order[np.searchsorted(together, np.uint64(need))]]] = 0
     mass[mass < np.uint64(np.float32(sampling.min_p) * UNIT)] = 0
     return mass
+
+
+def probabilities(
+    logits: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None
+) -> NDArray[np.float64]:
+    """The probability with which `choose` draws each token, (V,): 0 if it is filtered out.
+
+    logits and seen: as for `choose`. All are 0 if a logit is NaN or all are -inf.
+    """
+    raw = logits.astype(np.float32)
+    found = np.zeros(len(raw))
+    largest = raw.max()
+    if np.isnan(largest) or largest == -np.inf:
+        return found
+    if sampling.temperature == 0:
+        found[penalized(raw, sampling, seen).argmax()] = 1
+        return found
+    mass = masses(raw, sampling, seen)
+    found[:] = mass / mass.sum()
+    return found
 
 
 def _part(p: float, mass: int) -> int:
@@ -181,6 +262,12 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 def check_step(step: object) -> int:
     """The step as an int; InputError unless it is a possible number of drawn tokens."""
     return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
+
+
+def check_alternatives(name: str, value: object, least: int = 0) -> int:
+    """The value as an int; InputError unless that many alternatives can be reported."""
+    most = MOST_ALTERNATIVES
+    return check_integer(name, value, least, most, f"an integer from {least} to {most}")
 
 
 def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Sampling]:

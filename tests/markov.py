@@ -67,6 +67,7 @@ class MarkovEngine:
         self.batches: list[list[int]] = []  # lengths of the sequences in each call
         self.decodings: list[MarkovDecoding] = []
         self.restarts: list[tuple[int, list[int]]] = []
+        self.pieces: list[tuple[int, int, int]] = []  # slot, first token, end
 
     @property
     def cache_kind(self) -> CacheKind:
@@ -135,6 +136,9 @@ class MarkovDecoding:
                 self.sampling.append(start.sampling)
                 self._scripts[start.slot] = next(self._script, iter(()))
             self._rows[start.slot], self._last[start.slot] = start, int(start.ids[-1])
+
+    def extend(self, starts: Sequence[Start]) -> None:
+        self.engine.pieces += [(start.slot, start.cached, len(start.ids)) for start in starts]
 
     def stop(self, slots: Ids) -> None:
         for slot in slots.tolist():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -89,6 +92,30 @@ def serving(
         thread.join(SECONDS)
         listening.close()
     assert not thread.is_alive()
+
+
+def post(
+    running: Running,
+    path: str,
+    body: Any,
+    media: str | None = "application/json",
+    **headers: str,
+) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(running.url + path, data)
+    request.add_header("Content-Type", media or "")
+    for name, value in headers.items():
+        request.add_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        found = error.read()
+        try:
+            return error.code, json.loads(found)
+        except ValueError:
+            return error.code, found.decode()
 
 
 def eventually(happened: Callable[[], bool]) -> None:

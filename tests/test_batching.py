@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,8 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
         "repetition_penalty": float(rng.choice([1, 1.3])),
         "seed": int(rng.integers(100)),
         "stop_ids": rng.integers(TINY.vocab_size, size=rng.integers(1, 4)).tolist(),
+        "top_logprobs": int(rng.choice([0, 3])),
+        "logit_bias": {} if rng.random() < 0.7 else {int(rng.integers(37)): 3.5, 5: -2.0},
         "overflow": str(rng.choice(["error", "truncate"])),
     }
 
@@ -57,7 +61,7 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 @EVERYWHERE
 def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
     """On a GPU with the same bits. Some rows are cancelled, while they wait or run."""
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(4)
     with on(device):
         m = model(device)
         count = 200 if device in ("cpu", "gpu") else 12
@@ -85,11 +89,91 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
             else:
                 assert row.finish_reason == expected.finish_reason
                 assert tuple(row.tokens) == expected.tokens
+            assert [len(top) for top in row.tops] == [options["top_logprobs"]] * len(row.tops)
             if device == "cpu":  # BLAS depends on the number of rows
                 np.testing.assert_allclose(row.logprobs, expected.logprobs[:n], atol=1e-4)
             else:
                 assert tuple(row.logprobs) == expected.logprobs[:n]
+                assert tuple(row.tops) == expected.top_logprobs[:n]
     assert cancelled
+
+
+@EVERYWHERE
+def test_prompts_in_pieces(device: str) -> None:
+    """A row's pieces, and so its bits, are those alone; rows that run get a token in each step."""
+    rng = np.random.default_rng(1)
+    with on(device):
+        m = model(device)
+        prompts = [rng.integers(37, size=n).tolist() for n in (3, 17, 10, 24, 5, 11)]
+
+        def row(index: int) -> Row:
+            new = 12 if index == 0 else 1 + index % 3
+            return row_of(m.engine, prompts[index], max_new_tokens=new, seed=index)
+
+        def batch(slots: int) -> Batch:
+            return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6, piece=5)
+
+        rows, together = [row(index) for index in range(6)], batch(4)
+        together.submit(rows[:1])
+        together.step()
+        together.submit(rows[1:4])
+        for _ in range(6):  # in which no two of the pieces are computed together
+            assert together.step()
+        assert len(rows[0].tokens) >= 4
+        cancelled = row(3)
+        together.submit([*rows[4:], cancelled])
+        together.step()
+        together.cancel([cancelled])
+        finish(together)
+        for index, each in enumerate(rows):
+            alone, one = row(index), batch(1)
+            one.submit([alone])
+            finish(one)
+            whole = m.generate(prompts[index], max_new_tokens=len(each.tokens), seed=index)
+            assert each.tokens == alone.tokens == list(whole.tokens)
+            np.testing.assert_allclose(each.logprobs, whole.logprobs, atol=1e-4)
+            if device != "cpu":
+                assert each.logprobs == alone.logprobs
+    assert cancelled.finish_reason == "cancelled"
+
+
+def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while they wait, or their prompt is computed; the others go on."""
+    engine, now = MarkovEngine(cycle(8)), [10.0]
+    monkeypatch.setattr("gpt2block.text.batching.monotonic", lambda: now[0])
+    rows = [row_of(engine, [1] * n, max_new_tokens=6, temperature=0) for n in (1, 1, 3, 1, 1)]
+    batch = Batch(engine, 3, engine.config.n_ctx, tokens_at_once=1, piece=1)
+    batch.submit(rows[:1])
+    batch.submit(rows[1:2], deadline=13)
+    batch.submit(rows[2:4], deadline=12)
+    batch.submit(rows[4:], deadline=1000)
+    batch.step()
+    batch.step()
+    late = {id(row): list(row.tokens) for row in rows}
+    now[0] = 12.0
+    assert {id(row) for row in batch.step()} == {id(row) for row in rows[2:4]}
+    assert [row.finish_reason for row in rows] == [None, None, "deadline", "deadline", None]
+    now[0] = 13.5
+    assert batch.step() == rows[1:2]
+    assert rows[1].tokens == late[id(rows[1])]
+    finish(batch)
+    assert [row.finish_reason for row in rows[::4]] == ["length", "length"]
+    assert rows[4].tokens == [2, 3, 4, 5, 6, 7]
+    assert not batch.waiting
+
+
+def test_ended_rows_are_forgotten_before_their_deadline() -> None:
+    """A server with a long timeout does not keep every text until then."""
+    engine = MarkovEngine(cycle(8))
+    batch = Batch(engine, 2, engine.config.n_ctx)
+    left = []
+    for _ in range(20):
+        row = row_of(engine, [1], max_new_tokens=2, temperature=0)
+        batch.submit([row], monotonic() + 1000)
+        finish(batch)
+        left.append(weakref.ref(row))
+    del row
+    assert sum(each() is not None for each in left) <= 1
 
 
 def test_each_row_has_its_own_end() -> None:

@@ -118,7 +118,7 @@ def test_sequences_come_and_go(device: str) -> None:
                 starts.append(Start(slot, ids, Sampling(temperature=0), left[slot]))
         if starts:
             decoding.start(starts)
-        slots, tokens, logprobs = decoding.next()
+        slots, tokens, logprobs, _ = decoding.next()
         assert slots.dtype == tokens.dtype == np.int32
         assert logprobs.dtype == np.float32
         assert set(slots.tolist()) <= set(running)

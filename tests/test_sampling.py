@@ -27,7 +27,7 @@ from gpt2block.ops.sample_token import (
     bind_state,
     choose_geometry,
 )
-from gpt2block.sampling import Sampling, choose, masses, philox, random_bits
+from gpt2block.sampling import BIASES, Sampling, biases, choose, masses, philox, random_bits
 from tests import plain
 from tests.devices import H200, every_device, on_gpu, one_order, running_on
 
@@ -229,6 +229,77 @@ def test_the_repetition_penalty() -> None:
     np.testing.assert_allclose(mass / 2**40, np.exp(logits - 1), rtol=1e-6)
 
 
+def test_biases() -> None:
+    """Added before the penalty; the log-probability is that of the logits alone."""
+    x = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
+    assert choose(x, Sampling(temperature=0, logit_bias={3: 10, 2: -5}), 0)[0] == 3
+    token, logprob = choose(x, Sampling(temperature=0, logit_bias=[(0, 100)]), 0)
+    assert token == 0
+    assert logprob == pytest.approx(-math.log(np.exp(x.astype(np.float64)).sum()))
+    seen = np.array([0, 0, 1, 1], np.uint8)
+    sampling = Sampling(temperature=1, repetition_penalty=2, logit_bias={2: -3, 3: 5})
+    mass = masses(x, sampling, seen)
+    exact = np.exp(np.array([0.0, 1.0, -2.0, 2.0]))
+    np.testing.assert_allclose(mass / mass.sum(), exact / exact.sum(), rtol=1e-6)
+    assert Sampling(logit_bias={5: 1, 2: 0.5}) == Sampling(logit_bias=[(2, 0.5), (5, 1)])
+    assert hash(Sampling(logit_bias={5: 1})) == hash(Sampling(logit_bias={5: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({-1: 2}, "logit_bias: expected token ids, got -1"),
+        ({1.5: 2}, "logit_bias: expected token ids, got 1.5"),
+        ({1: math.nan}, "logit_bias: expected a finite number.*got nan"),
+        ({1: "2"}, "logit_bias: expected a finite number.*got '2'"),
+        ([1, 2], r"logit_bias: expected numbers by token, got \[1, 2\]"),
+        (7, "logit_bias: expected numbers by token, got 7"),
+        ({n: n for n in range(128)}, "logit_bias: expected at most 127 different numbers"),
+    ],
+)
+def test_biases_that_mean_nothing(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Sampling(logit_bias=given)
+
+
+@every_device
+@pytest.mark.parametrize("stored", [0, 1, 2])
+def test_the_kernel_adds_biases(device: Any, stored: int) -> None:
+    """Some rows have none, and one changes a token by a bias and the penalty."""
+    B, V = 5, 777
+    x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
+    few = {1: 2.5, 70: 30, 71: 30, 776: -4, int(x[1].argmax()): -9}
+    rows = [
+        Sampling(temperature=0, logit_bias=few),
+        Sampling(top_k=40, logit_bias=few, repetition_penalty=1.3, seed=2),
+        Sampling(top_p=0.9, seed=3),
+        Sampling(repetition_penalty=2.0, top_p=0.8, seed=4),
+        Sampling(logit_bias={n: n % 127 / 7 for n in range(V)}, min_p=0.01, seed=5),
+    ]
+    defines = ((STORED, stored), ("SAMPLE_BIAS", 1)) if stored else (("SAMPLE_BIAS", 1),)
+    table = np.zeros((B, BIASES), np.float32)
+    places = np.zeros((B, V), np.uint8)
+    for b, row in enumerate(rows):
+        table[b], places[b] = biases(row, V)
+    got = run(device, x, rows, 3, seen | places, defines=defines, bias=table)
+    assert_as_chosen(x, rows, 3, seen, got._replace(seen=got.seen & 1))
+    np.testing.assert_array_equal(got.seen & 254, places)
+    without = run(device, x[2:4], rows[2:4], 3, seen[2:4])
+    np.testing.assert_array_equal(got.token[2:4], without.token)
+    np.testing.assert_array_equal(got.logprob[2:4], without.logprob)
+
+
+@one_order
+def test_a_call_with_biases(device: Any) -> None:
+    x, sampling = rows_of_logits(8, 2, 50), Sampling(logit_bias={4: 60.0, 9: 60.0}, seed=1)
+    logits = device.asarray(x)
+    expected = [choose(row, sampling, 0)[0] for row in x]
+    assert ops.sample_token(logits, sampling).get().tolist() == expected
+    assert set(expected) <= {4, 9}
+    with pytest.raises(InputError, match="logit_bias: expected token ids from 0 to 49, got 50"):
+        ops.sample_token(logits, Sampling(logit_bias={50: 1}))
+
+
 def test_rows_without_a_choice() -> None:
     inf = np.float32(np.inf)
     for bad in ([1, math.nan, 2], [-inf, -inf, -inf], [inf, 1, math.nan]):
@@ -299,7 +370,8 @@ def test_draws_have_the_probabilities(by: str) -> None:
         numbers = {"seed": 11, "step": 0, "sample": 0, by: i}
         r = random_bits(**numbers) * int(together[-1]) >> 64
         tokens[i] = np.searchsorted(together, np.uint64(r), side="right")
-    assert tokens[0] == choose(x, replace(sampling, **({"seed": 0} if by == "seed" else {})), 0)[0]
+    first = replace(sampling, seed=0) if by == "seed" else sampling
+    assert tokens[0] == choose(x, first, 0)[0]
     weights = np.where(mass > 0, np.exp(x.astype(np.float64) / 0.8), 0)
     probability = weights / weights.sum()
     assert chi_square(tokens, probability) < 5
@@ -342,6 +414,7 @@ def run(
     blocks: int | None = None,
     position: int = 5,
     n_ctx: int = 1024,
+    bias: Array | None = None,
 ) -> State:
     """On a GPU twice, with the same bits.
 
@@ -364,9 +437,10 @@ def run(
         for name, values in before._asdict().items():
             getattr(state, name).set(values)
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
+        given = None if bias is None else device.asarray(bias)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "choose_geometry", geometry)
-            bound = bind_state(logits, state, n_ctx, report)
+            bound = bind_state(logits, state, n_ctx, report, bias=given)
         assert bound.run() is state.token
         results.append(State(*(getattr(state, name).get() for name in State._fields)))
         check_report(report.get(), step, results[-1])

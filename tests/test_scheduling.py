@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block.text.scheduling import START_COST, RowScheduler
+from gpt2block.text.scheduling import START_COST, PieceScheduler, RowScheduler
 
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=40)
 
@@ -83,3 +83,43 @@ def test_rows_wait_for_others_while_many_run(ended: int) -> None:
         steps += 1
     assert placed == [(slot, slots + slot) for slot in range(ended)]
     assert steps == -(-(slots - ended) // START_COST // ended)
+
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=12)
+
+
+@given(prompts=PROMPTS, most=st.integers(1, 20), piece=st.integers(1, 9))
+def test_pieces_end_where_they_would_alone(
+    prompts: list[tuple[int, int]], most: int, piece: int
+) -> None:
+    """prompts: tokens computed before, and new ones. All arrive at once, which is the worst."""
+    pieces: PieceScheduler[int] = PieceScheduler(most, piece)
+    for row, (first, new) in enumerate(prompts):
+        pieces.add(row, row, first, first + new)
+    ends = {row: first for row, (first, _) in enumerate(prompts)}
+    turns: Counter[int] = Counter()
+    while pieces:
+        taken = pieces.take()
+        assert 0 < sum(each.end - each.first for each in taken) < most + piece
+        for slot, row, first, end, last in taken:
+            total = sum(prompts[row])
+            assert slot == row
+            assert first == ends[row]
+            assert end == min(total, (first // piece + 1) * piece)
+            assert last == (end == total)
+            ends[row] = end
+            turns[row] += 1
+        waiting = [turns[row] for row in range(len(prompts)) if ends[row] < sum(prompts[row])]
+        assert not waiting or max(waiting) <= min(waiting) + 1
+    assert ends == {row: sum(prompt) for row, prompt in enumerate(prompts)}
+
+
+def test_a_row_that_waits_can_be_removed() -> None:
+    pieces: PieceScheduler[str] = PieceScheduler(4, 4)
+    pieces.add(0, "long", 0, 9)
+    pieces.add(1, "short", 0, 2)
+    assert [each[1:] for each in pieces.take()] == [("long", 0, 4, False)]
+    assert pieces.remove("long")
+    assert not pieces.remove("long")
+    assert [each[1:] for each in pieces.take()] == [("short", 0, 2, True)]
+    assert not pieces

@@ -13,9 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
@@ -32,6 +34,7 @@ import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.serve import app, listening, service  # noqa: E402
+from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
@@ -42,6 +45,7 @@ from tests.serving import (  # noqa: E402
     Slow,
     eventually,
     model_of,
+    post,
     serving,
     small,
 )
@@ -71,30 +75,6 @@ def client_of(running: Running, key: str = "any") -> Any:
 def client(server: Running) -> Iterator[Any]:
     with client_of(server) as found:
         yield found
-
-
-def post(
-    running: Running,
-    path: str,
-    body: Any,
-    media: str | None = "application/json",
-    **headers: str,
-) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(running.url + path, data)
-    request.add_header("Content-Type", media or "")
-    for name, value in headers.items():
-        request.add_header(name, value)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        found = error.read()
-        try:
-            return error.code, json.loads(found)
-        except ValueError:
-            return error.code, found.decode()
 
 
 # --- the client openai ----------------------------------------------------------------------------
@@ -186,7 +166,7 @@ def test_streams_are_the_whole(client: Any) -> None:
 
 
 def test_log_probabilities(client: Any, model: Any) -> None:
-    """Of the tokens that were sampled; with alternatives and of prompts by a pass over all."""
+    """Of the tokens that were sampled and of their alternatives; of prompts by a pass over them."""
     options: dict[str, Any] = {"model": "small", "max_tokens": 5, "temperature": 0}
     expected = model.generate([*b"ab"], max_new_tokens=5, temperature=0)
     plain = client.completions.create(prompt="ab", logprobs=0, **options).choices[0].logprobs
@@ -216,9 +196,88 @@ def test_log_probabilities(client: Any, model: Any) -> None:
     )
     assert all(e.logprob == e.top_logprobs[0].logprob for e in entries)
     assert all(len(e.top_logprobs) == 2 for e in entries)
-    streamed = client.chat.completions.create(messages=HELLO, logprobs=True, stream=True, **options)
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "stream": True, **options}
+    streamed = client.chat.completions.create(**asked)
     parts = [p for c in streamed if c.choices[0].logprobs for p in c.choices[0].logprobs.content]
     np.testing.assert_allclose([p.logprob for p in parts], [e.logprob for e in entries], atol=1e-5)
+    assert [p.token for p in parts] == [e.token for e in entries]
+    shown = [[top.token for top in part.top_logprobs] for part in parts]
+    assert shown == [[top.token for top in e.top_logprobs] for e in entries]
+
+
+def test_a_request_that_takes_too_long(model: Any) -> None:
+    """Its slot is free then, and a stream ends with an error."""
+    with serving(model, seconds=0.05) as running:
+        client = client_of(running)
+        asked: dict[str, Any] = {"model": "small", "prompt": ["ab"] * 100, "max_tokens": 120}
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.completions.create(**asked)
+        assert caught.value.status_code == 504
+        assert caught.value.code == "timeout"
+        with pytest.raises(openai.APIError, match="did not finish it in time"):
+            for _ in client.completions.create(**asked, stream=True):
+                pass
+        eventually(lambda: running.service.open == 0)
+        asked |= {"prompt": "ab", "max_tokens": 1}
+        assert client.completions.create(**asked).choices[0].finish_reason == "length"
+
+
+def test_biases_of_a_request(client: Any) -> None:
+    """The same tokens as those of the model; a token can be forced, or never drawn."""
+    asked: dict[str, Any] = {"model": "small", "prompt": "ab", "max_tokens": 6, "temperature": 0}
+    forced = client.completions.create(**asked, logit_bias={"122": 100}).choices[0].text
+    assert forced == "zzzzzz"
+    plain = client.completions.create(**asked, logit_bias={}).choices[0]
+    first = plain.text.encode()[0]
+    other = client.completions.create(**asked, logit_bias={str(first): -100}).choices[0]
+    assert other.text.encode()[0] != first
+
+
+def test_streams_have_the_alternatives_of_whole_answers(client: Any) -> None:
+    """Of the prompt, too, where it is echoed."""
+    asked: dict[str, Any] = {"model": "small", "prompt": "ab", "seed": 3, "max_tokens": 9}
+    asked |= {"logprobs": 3, "echo": True}
+    whole = client.completions.create(**asked).choices[0]
+    pieces = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    for name in ("tokens", "text_offset"):
+        streamed = [each for piece in pieces for each in getattr(piece.logprobs, name)]
+        assert streamed == getattr(whole.logprobs, name)
+    tops = [top for piece in pieces for top in piece.logprobs.top_logprobs or [None]]
+    assert len(tops) == 11
+    for top, expected in zip(tops, whole.logprobs.top_logprobs, strict=True):
+        assert top == (expected if expected is None else pytest.approx(expected, abs=1e-5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids(client: Any, model: Any, stream: bool) -> None:
+    """As vLLM returns them: a prompt's ids once, and of an answer those that are new."""
+    more = {"extra_body": {"return_token_ids": True}, "stream": stream}
+    options: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 5, "n": 2, **more}
+    text = client.completions.create(prompt=["ab", [7]], logprobs=0, echo=not stream, **options)
+    chat = client.chat.completions.create(messages=HELLO, **options)
+    parts = [[*text], [*chat]] if stream else [[text], [chat]]
+    expected = [*b"ab"], [7], [*b"uHello\na"]
+    rows = [model.generate(ids, samples=2, max_new_tokens=5, seed=3, temperature=1.0)
+            for ids in expected]  # fmt: skip
+    for objects, written in zip(parts, ([*rows[0], *rows[1]], rows[2]), strict=True):
+        found: list[list[int]] = [[] for _ in written]
+        for choice in (choice for each in objects for choice in each.choices):
+            found[choice.index] += getattr(choice, "token_ids", [])
+        assert found == [[*row.tokens] for row in written]
+    prompts = [[c.index, c.prompt_token_ids] for each in parts[0] for c in each.choices
+               if hasattr(c, "prompt_token_ids")]  # fmt: skip
+    assert sorted(prompts) == [[0, expected[0]], [1, expected[0]], [2, [7]], [3, [7]]]
+    (prompt,) = [each.prompt_token_ids for each in parts[1] if hasattr(each, "prompt_token_ids")]
+    assert prompt == expected[2]
+
+
+def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
+    _, found = post(server, COMPLETION, {"prompt": "ab", "max_tokens": 1})
+    assert "token_ids" not in found["choices"][0]
+    body = {"prompt": "ab", "max_tokens": 0, "echo": True, "return_token_ids": True}
+    (choice,) = post(server, COMPLETION, body)[1]["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [*b"ab"])
 
 
 def test_the_score_of_a_prompt(client: Any, model: Any) -> None:
@@ -330,8 +389,13 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
         (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, or none"),
         (COMPLETION, {"presence_penalty": 0.5}, 400, "presence_penalty", "is not supported"),
-        (COMPLETION, {"logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported"),
-        (COMPLETION, {"logprobs": 2, "stream": True}, 400, "logprobs", "expected 0 with stream"),
+        (COMPLETION, {"logit_bias": {"a": 1}}, 400, "logit_bias", "expected token ids, got 'a'"),
+        (COMPLETION, {"logit_bias": {"5": 101}}, 400, "logit_bias", "less than or equal to 100"),
+        (COMPLETION, {"logit_bias": {"999": 1}}, 400, "logit_bias", "ids from 0 to"),
+        (COMPLETION, {"logit_bias": {"9" * 50: 1}}, 400, "logit_bias", "expected token ids"),
+        (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "expected token ids"),
+        (COMPLETION, {"logit_bias": {"1": 1, "01": 2}}, 400, "logit_bias", "token ids, got '01'"),
+        (CHAT, {"messages": HELLO, "logit_bias": [5]}, 400, "logit_bias", "valid dictionary"),
         (COMPLETION, {"stream_options": {"x": 1}}, 400, "stream_options", "no such field"),
         (CHAT, {}, 400, "messages", "expected, but missing"),
         (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
@@ -419,9 +483,13 @@ def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch)
     for media in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert post(server, COMPLETION, body, media)[0] == 415
     assert post(server, COMPLETION, body, "application/json; charset=utf-8")[0] == 200
-    status, found = post(server, COMPLETION, {"prompt": "x" * (app.MOST_BODY + 1)})
-    assert status == 413
-    assert "at most 4,194,304 bytes" in found["error"]["message"]
+    for size in (app.MOST_BODY + 1, 10_000_000):  # also one that the sender is not done with
+        status, found = post(server, COMPLETION, {"prompt": "x" * size})
+        assert status == 413
+        assert "at most 4,194,304 bytes" in found["error"]["message"]
+    monkeypatch.setattr(app, "MOST_DROPPED", 5_000_000)
+    with sent_part(server, 2**40, b" " * 5_000_001) as endless:
+        assert endless.recv(12) == b"HTTP/1.1 413"
 
 
 def test_only_names_of_this_machine(server: Running) -> None:
@@ -461,6 +529,14 @@ def sent(running: Running, path: str, body: Any) -> socket.socket:
     return connection
 
 
+def sent_part(running: Running, size: int, part: bytes) -> socket.socket:
+    """A connection on which a part was sent of a body that is to have this size."""
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + part)
+    return connection
+
+
 def received(connection: socket.socket) -> tuple[int, Any]:
     """Status and JSON of the answer on a connection."""
     with HTTPResponse(connection) as answer:
@@ -484,6 +560,32 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         assert engine.steps < 99_999
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
+
+
+def test_scoring_stops_nobody_and_ends_with_its_client(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, go, of = [], threading.Event(), scored_prompt
+
+    def slow(*arguments: Any) -> Any:
+        scored.append(arguments)
+        go.wait(60)
+        return of(*arguments)
+
+    monkeypatch.setattr(app, "scored_prompt", slow)
+    body = {"prompt": ["ab"] * 50, "max_tokens": 0, "echo": True, "logprobs": 1}
+    with serving(model, rows=1) as running:
+        connections = [sent(running, COMPLETION, body) for _ in range(app.AT_ONCE)]
+        eventually(lambda: len(scored) == app.AT_ONCE)
+        assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1})[0] == 200
+        for connection in connections:
+            connection.close()
+        assert post(running, "/tokenize", {"prompt": "a"})[0] == 200
+        go.set()
+        counted = running.server.metrics.registry.get_sample_value
+        gone = {"path": COMPLETION, "status": "499"}
+        eventually(lambda: counted("gpt2block_requests_total", gone) == app.AT_ONCE)
+        assert len(scored) < 5 * app.AT_ONCE
 
 
 def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
@@ -581,7 +683,7 @@ def test_a_failure_besides_a_step() -> None:
 
 
 def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    monkeypatch.setattr(listening, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 1)
     with serving(model, rows=1, connections=4) as running:
         silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
         silent[0].sendall(b"POST /tokenize HTTP/1.1\r\nHost: local")
@@ -589,6 +691,26 @@ def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: 
         eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 200)
         for connection in silent:
             connection.close()
+
+
+def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """A connection does not stay for a head that never ends, however slowly it comes."""
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 1)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        serving(model, rows=1) as running,
+        socket.create_connection(("127.0.0.1", running.port), timeout=0.2) as connection,
+    ):
+        connection.sendall(request)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        more, found = iter(request * 10), b"x"
+        end = time.monotonic() + 10
+        while found and time.monotonic() < end:
+            with suppress(TimeoutError, BrokenPipeError):
+                connection.sendall(bytes([next(more)]))
+            with suppress(TimeoutError):
+                found = connection.recv(1000)
+        assert not found
 
 
 def test_pieces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:

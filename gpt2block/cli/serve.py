@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 from dataclasses import dataclass
@@ -42,19 +43,21 @@ def serve(
         "File with the key that clients must give, of at least 16 characters."
     ),
     rows: int = option("Continuations computed together.", 64),
-    queue: int = option("Continuations that may wait; more are refused.", 512),
+    queue: int = option("Continuations that may wait; further ones are refused.", 512),
+    timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
     reuse_prefixes: bool = option(
-        "Do not compute tokens again with which an earlier prompt began; a text's last bits then "
-        "depend on that one.",
+        "Compute only the part of a prompt that differs from an earlier one; the last bits of "
+        "results then depend on earlier requests.",
         False,
         "--reuse-prefixes",
     ),
 ) -> None:
-    """Serve a model over HTTP, for clients that speak OpenAI's protocol.
+    """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
-    /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /tokenize, /detokenize,
-    /health and /metrics. SIGTERM or Ctrl-C finishes what runs, for up to 30 s.
+    The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
+    /v1/embeddings, /tokenize, /detokenize, /health and /metrics. On SIGTERM or Ctrl-C the server
+    finishes running requests, for up to 30 s, and exits.
     """
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
@@ -75,17 +78,20 @@ def serve(
         raise InputError(f"--port: expected 0 to 65535, got {port}")
     for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
         check_count(option_, value)
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
-    settings = Settings(name or _name(model.model), rows, queue, key, hosts, reuse_prefixes)
+    served = name or _name(model.model)
+    settings = Settings(served, rows, queue, key, hosts, reuse_prefixes, timeout)
     server = Server(loaded, encoding, settings)
     listening = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
     )
     address = f"[{host}]" if ":" in host else host
-    address = f"http://{address}:{listening.getsockname()[1]}/v1"
-    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}"
+    address = f"http://{address}:{listening.getsockname()[1]}"
+    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}/v1, page {address}/"
     Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have gone
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended

@@ -30,6 +30,7 @@ from gpt2block.ops.rope_qkv import rope_append, rope_qkv
 from gpt2block.ops.sample_token import SampleState, mark_seen, sample_token
 from gpt2block.ops.softmax import softmax
 from gpt2block.ops.to_fp8 import to_fp8
+from gpt2block.ops.top_logprobs import top_logprobs
 from gpt2block.ops.trimat import trimat
 from gpt2block.ops.two_part import two_part
 
@@ -63,6 +64,7 @@ __all__ = [
     "silu_mul",
     "softmax",
     "to_fp8",
+    "top_logprobs",
     "trimat",
     "two_part",
 ]

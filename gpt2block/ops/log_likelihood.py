@@ -12,6 +12,7 @@ from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.ops._rows import check_rows
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
+from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.ops.warm import call
 
 FILE = "tokens/log_likelihood.cu"
@@ -49,6 +50,7 @@ OPERATION = Operation(
     idea="out = logits[target] - log Σ exp(logits) of each row",
     sizes={"N": 1024, "V": 50257},
     variants=(_block,),
+    auxiliary=TOP_LOGPROBS.variants,
     draw=_make,
     traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
     flops=lambda sizes: 5 * sizes["N"] * sizes["V"],

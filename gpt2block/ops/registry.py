@@ -40,6 +40,7 @@ from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
 from gpt2block.ops.to_fp8 import ROW_NORMS
+from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.ops.trimat import OPERATION as TRIMAT
 from gpt2block.ops.two_part import OPERATION as TWO_PART
 from gpt2block.ops.two_part import TAKE
@@ -80,7 +81,7 @@ STEPS: Mapping[str, Operation] = {
         *(VARLEN, ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
         *(LINEAR_QKV, LINEAR_ROPE, ROPE_APPEND, ROTATE, TWO_PART, TAKE),
         *(GATED_SUMS, LINEAR_SUMS, ROPE_SUMS, RMSNORM_SUMS),
-        *(STORE, WIDEN, ROW_NORMS, MARK_SEEN, PLACE_ROWS),
+        *(STORE, WIDEN, ROW_NORMS, MARK_SEEN, PLACE_ROWS, TOP_LOGPROBS),
     )
 }
 

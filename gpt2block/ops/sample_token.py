@@ -29,7 +29,7 @@ from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.call import FIXED, Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
-from gpt2block.sampling import Sampling, check_step, parameters, rows_of
+from gpt2block.sampling import BIASES, Sampling, biases, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
@@ -43,6 +43,7 @@ STATE = (
     "seen u8 B V; position step token i32 B; logprob f32 B"
 )
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
+BIAS = "bias? f32 B W"
 
 
 class SampleState(NamedTuple):
@@ -138,11 +139,12 @@ def choose_geometry(
     return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*own, *defines))
 
 
-def _geometry(rows: int, V: int) -> Geometry:
+def _geometry(rows: int, V: int, biased: bool = False) -> Geometry:
     """Of the current device."""
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
+    found = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
+    return found._replace(defines=(*found.defines, ("SAMPLE_BIAS", 1))) if biased else found
 
 
 def request(V: int) -> None:
@@ -159,14 +161,14 @@ def request(V: int) -> None:
 )
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    args = (c.logits, *c.state, *slots, c.report, c.B, c.V, c.n_ctx)
-    return launch_at(FILE, _geometry(c.M, c.V), args)
+    args = (c.logits, *c.state, *slots, c.bias, c.report, c.B, c.V, c.n_ctx)
+    return launch_at(FILE, _geometry(c.M, c.V, c.bias is not None), args)
 
 
 _SAMPLE = Operation(
     name="sample_token",
     variants=(_block,),
-    line=f"logits f32 M V; {STATE}; {SLOTS}; report? i32 2 2 M -> token i32 B",
+    line=f"logits f32 M V; {STATE}; {SLOTS}; {BIAS}; report? i32 2 2 M -> token i32 B",
 )
 
 
@@ -176,6 +178,7 @@ def bind_state(
     n_ctx: int = ENDLESS,
     report: CudaArray | None = None,
     slots: Slots | None = None,
+    bias: CudaArray | None = None,
 ) -> Bound:
     """Choose a token for each row of logits (M, V) by the parameters in `state`, and update it.
 
@@ -183,14 +186,19 @@ def bind_state(
     position stays below n_ctx. out is `state.token`. slots: the rows of the state, of which no two
     may be the same; None: M rows in order. report (2, 2, M) int32 gets a copy of token and of the
     bits of logprob, in its first half for even steps, or turns of `slots`; it may be host memory.
+    bias (B, 128), with state.seen: the `biases` of each row.
     """
-    c = _SAMPLE.checked((logits, *state, *(slots or (None,) * len(Slots._fields)), report))
+    of_slots = slots or (None,) * len(Slots._fields)
+    c = _SAMPLE.checked((logits, *state, *of_slots, bias, report))
     check_rows("logits", logits, MAX_V)
     if slots is None and c.M != c.B:
         raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
-    c.state, c.n_ctx, c.kept = state, n_ctx, (*state, *(slots or ()))
+    if bias is not None and c.W != BIASES:
+        raise InputError(f"bias: expected {BIASES} numbers for each row, got {c.W}")
+    c.state, c.n_ctx = state, n_ctx
+    c.kept = (*state, *(slots or ()), *(() if bias is None else (bias,)))
     return _SAMPLE.bound_to(c)
 
 
@@ -250,12 +258,19 @@ def bind(
     seen (B, V) is copied; without it, no token was seen. Each run is a step.
     """
     c = OPERATION.checked((*inputs, seen), out)
-    state = SampleState.allocate(c.B, c.V)._replace(token=c.token)
-    state.set(rows_of(sampling, c.B))
+    state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
+    state.set(rows)
     state.step.fill(check_step(step))
     if seen is not None:
         state.seen[...] = seen
-    return bind_state(c.logits, state)
+    bias = None
+    if any(row.logit_bias for row in rows):
+        bias = cupy.zeros((c.B, BIASES), "float32")
+        for b, row in enumerate(rows):
+            values, places = biases(row, c.V)
+            bias[b].set(values)
+            state.seen[b] += cupy.asarray(places)
+    return bind_state(c.logits, state, bias=bias)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:

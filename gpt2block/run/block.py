@@ -18,6 +18,7 @@ from gpt2block.passes.blocks import BlockPass, Settings, StepPass
 from gpt2block.passes.forward import Architecture, block
 from gpt2block.passes.machine import TWO_PART, Machine, Outline, Step
 from gpt2block.run.model import StepResult
+from gpt2block.run.timeline import Call, Timeline
 
 Given = Mapping[str, NDArray[np.integer[Any]]]
 NOTHING: Given = {}
@@ -105,6 +106,10 @@ class BlockEngine(ABC):
     @abstractmethod
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         """One step on NumPy inputs (activations by name), timed."""
+
+    @abstractmethod
+    def timed(self, call: Call) -> list[Timeline]:
+        """The timelines of a call, as in `TracedEngine.timed`."""
 
     @abstractmethod
     def describe(self) -> str:

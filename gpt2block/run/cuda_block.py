@@ -23,8 +23,10 @@ from gpt2block.ops._stored import stored
 from gpt2block.ops.attention import check_limits
 from gpt2block.passes.machine import Step
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
+from gpt2block.run.cuda_timeline import timed
 from gpt2block.run.model import StepResult
 from gpt2block.run.recording import Recorded, Recording, Recordings
+from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -142,6 +144,10 @@ class CudaEngine(BlockEngine):
             out = recording.out.get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in recording.launches)
             return StepResult(step.name, names, out, timing.gpu_ms(recording.launches))
+
+    def timed(self, call: Call) -> list[Timeline]:
+        with self._lock:
+            return timed(self._recordings, call)
 
     def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.

@@ -8,7 +8,8 @@ positions from device memory, where the sampler has written them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,19 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
+from gpt2block.ops.top_logprobs import bind as bind_top
 from gpt2block.run.cuda_caches import CudaCache
-from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, in_groups, rounded_up
+from gpt2block.run.model import (
+    Alternatives,
+    Floats,
+    Ids,
+    Sampled,
+    Start,
+    cache_tensors,
+    in_groups,
+    rounded_up,
+)
+from gpt2block.sampling import BIASES, MOST_ALTERNATIVES, biases
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_model import CudaModel
@@ -35,10 +47,12 @@ class DecodingSteps:
         self.floats = floats
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        self.logits = cupy.empty((B, config.vocab_size), "float32")
+        self.logits = cupy.zeros((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, bool], Step] = {}  # by rows, and whether any has biases
+        self.bias: CudaArray = None  # of the slots, once one has any
+        self._biased = np.zeros(B, bool)
         self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
 
     def restart(self) -> None:
@@ -47,19 +61,20 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaModel, rows: int) -> Step:
-        """The step of this number of rows, or of a few more."""
-        rows = min(rounded_up(rows, 2), self.batch)
-        if rows not in self._steps:
-            self._steps[rows] = Step(model, self, rows)
-        return self._steps[rows]
+    def of(self, model: CudaModel, slots: Ids) -> Step:
+        """The step of as many rows as there are slots, or of a few more."""
+        kind = min(rounded_up(len(slots), 2), self.batch), bool(self._biased[slots].any())
+        if kind not in self._steps:
+            self._steps[kind] = Step(model, self, *kind)
+        return self._steps[kind]
 
-    def place(self, slots: Ids, rows: int) -> None:
-        """Let the first rows of the step of `rows` be those of these slots, the others of none."""
+    def place(self, slots: Ids, step: Step) -> None:
+        """Let the first rows of a step be those of these slots, the others of none."""
+        rows = step.rows
         if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
             return
         self._set_rows(slots, rows)
-        self._steps[rows].placing.run()
+        step.placing.run()
         self._placed = rows, slots
 
     def _set_rows(self, slots: Ids, rows: int) -> None:
@@ -70,7 +85,7 @@ class DecodingSteps:
 
     def next_token(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
         """A step that computes a given token of each of these slots at this position."""
-        step = self.of(model, len(slots))
+        step = self.of(model, slots)
         self._set_rows(slots, step.rows)
         self.tokens[: len(slots)].set(tokens)
         self.positions[: len(slots)].set(positions)
@@ -94,16 +109,30 @@ class DecodingSteps:
             self.state.seen[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])
             mark_seen(np.concatenate(ids), of_token, self.state.seen)
-        step = self.of(model, len(slots))
+        self._set_biases(starts, ids)
+        step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
-        self.place(slots, step.rows)
+        self.place(slots, step)
         return step
+
+    def _set_biases(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
+        """The biases of sequences that begin, and none where the last one in a slot had some."""
+        for start, ids in zip(starts, seen, strict=True):
+            biased = bool(start.sampling.logit_bias)
+            if biased or self._biased[start.slot]:
+                if self.bias is None:
+                    self.bias = cupy.zeros((self.batch, BIASES), "float32")
+                values, places = biases(start.sampling, self.logits.shape[1])
+                places[ids] |= 1
+                self.bias[start.slot].set(values)
+                self.state.seen[start.slot].set(places)
+            self._biased[start.slot] = biased
 
 
 class Step:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int) -> None:
+    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, biased: bool) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -111,8 +140,9 @@ class Step:
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
         slots = Slots(row, tokens, positions, self._turn)
         self.placing = bind_place(of.state, slots)
-        logits = of.logits[:rows]
-        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
+        self._logits = logits = of.logits[:rows]
+        bias = of.bias if biased else None
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots, bias)
         given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.terms(rows)
         self.recording = model.recordings.make(
@@ -130,17 +160,20 @@ class Step:
         self._launched = 0
         self._results: list[_Result | None] = [None, None]  # that may not have been read yet
 
-    def run(self, slots: Ids) -> _Result:
-        """Compute the placed rows, of these slots, and sample; a graph from the second run on."""
+    def run(self, slots: Ids, alternatives: bool) -> _Result:
+        """Compute the placed rows, of these slots, and sample; a graph from the second run on.
+
+        alternatives: whether the result has the most likely tokens, too.
+        """
         half = self._free_half()
         self.recording.repeat(self._stream)
-        return self._result(half, slots)
+        return self._result(half, slots, alternatives)
 
-    def sample(self, slots: Ids) -> _Result:
+    def sample(self, slots: Ids, alternatives: bool) -> _Result:
         """Sample from `logits` alone."""
         half = self._free_half()
         self._sample.run()
-        return self._result(half, slots)
+        return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
         """The half of the results' memory that the next launch writes, once it has been read."""
@@ -150,19 +183,38 @@ class Step:
             earlier.read()
         return half
 
-    def _result(self, half: int, slots: Ids) -> _Result:
+    def _result(self, half: int, slots: Ids, alternatives: bool) -> _Result:
+        if alternatives:
+            self._top[half].launch.run()
         self._done[half].record(self._stream)
         self._launched += 1
-        result = _Result(slots, self._done[half], self._sampled[half])
+        top = self._top[half].found if alternatives else None
+        result = _Result(slots, self._done[half], self._sampled[half], top)
         self._results[half] = result
         return result
+
+    @cached_property
+    def _top(self) -> tuple[_Top, _Top]:
+        """For even and odd launches."""
+        return _Top(self._logits), _Top(self._logits)
+
+
+class _Top:
+    """The launch that writes the most likely tokens of rows to the host, and where it does."""
+
+    def __init__(self, logits: CudaArray) -> None:
+        shape = len(logits), MOST_ALTERNATIVES
+        ids, to_ids = _on_host(shape)
+        bits, to_bits = _on_host(shape)
+        self.launch = bind_top((logits,), (to_ids, to_bits.view("float32")))
+        self.found = Alternatives(ids, bits.view(np.float32))
 
 
 class _Result:
     """The tokens of a launch, read when they are needed or their memory is."""
 
-    def __init__(self, slots: Ids, done: Any, sampled: Ids) -> None:
-        self._slots, self._done, self._sampled = slots, done, sampled
+    def __init__(self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None) -> None:
+        self._slots, self._done, self._sampled, self._top = slots, done, sampled, top
         self._stopped: list[Ids] = []
         self._read = False
 
@@ -170,6 +222,8 @@ class _Result:
         if not self._read:
             self._done.synchronize()
             self._sampled = self._sampled[:, : len(self._slots)].copy()
+            if self._top:
+                self._top = Alternatives(*(a[: len(self._slots)].copy() for a in self._top))
             self._read = True
 
     def leave_out(self, slots: Ids) -> None:
@@ -178,11 +232,12 @@ class _Result:
     def get(self) -> Sampled:
         """The result, without slots that were stopped."""
         self.read()
-        slots, (tokens, logprobs) = self._slots, self._sampled
+        slots, (tokens, logprobs), top = self._slots, self._sampled, self._top
         if self._stopped:
             kept = ~np.isin(slots, np.concatenate(self._stopped))
             slots, tokens, logprobs = slots[kept], tokens[kept], logprobs[kept]
-        return Sampled(slots, tokens, logprobs.view(np.float32))
+            top = top and Alternatives(top.ids[kept], top.logprobs[kept])
+        return Sampled(slots, tokens, logprobs.view(np.float32), top)
 
 
 class CudaDecoding:
@@ -197,22 +252,31 @@ class CudaDecoding:
         self._steps = model.steps(cache)
         self._steps.restart()
         self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
+        self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[_Result] = deque()
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            for continued in (False, True):  # a row's kernels depend on it, not on other rows
-                chosen = sorted(start for start in starts if (start.cached > 0) == continued)
-                for group in in_groups(chosen, PREFILL_TOKENS, _tokens_of):
-                    self._start(group)
+            for group in _groups(starts):
+                self._start(group)
+
+    def extend(self, starts: Sequence[Start]) -> None:
+        with self._model.running():
+            for group in _groups(starts):
+                self._prefill(group, last=False)
+
+    def _prefill(self, group: Sequence[Start], last: bool) -> CudaArray:
+        slots, cached = np.array([(start.slot, start.cached) for start in group], np.int32).T
+        new = [start.ids[start.cached :] for start in group]
+        return self._model.prefill_slots(new, slots, cached, self._cache, last)
 
     def _start(self, group: Sequence[Start]) -> None:
-        slots, cached = np.array([(start.slot, start.cached) for start in group], np.int32).T
-        self._steps.of(self._model, len(slots))  # compiles while the prompts run
-        new = [start.ids[start.cached :] for start in group]
-        logits = self._model.prefill_slots(new, slots, cached, self._cache)
+        slots = np.array([start.slot for start in group], np.int32)
+        self._steps.of(self._model, slots)  # compiles while the prompts run
+        logits = self._prefill(group, last=True)
         step = self._steps.begin(self._model, group, slots, logits)
-        self._in_flight.append(step.sample(slots))
+        self._alternatives[slots] = [start.alternatives for start in group]
+        self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
         self._left[slots] = [start.steps - 1 for start in group]
 
     def stop(self, slots: Ids) -> None:
@@ -236,11 +300,18 @@ class CudaDecoding:
         slots = np.flatnonzero(self._left).astype(np.int32)
         if not len(slots):
             return False
-        step = self._steps.of(self._model, len(slots))
-        self._steps.place(slots, step.rows)
-        self._in_flight.append(step.run(slots))
+        step = self._steps.of(self._model, slots)
+        self._steps.place(slots, step)
+        self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))
         self._left[slots] -= 1
         return True
+
+
+def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
+    """Starts that are computed together: a row's kernels depend on it, not on other rows."""
+    for continued in (False, True):
+        chosen = sorted(start for start in starts if (start.cached > 0) == continued)
+        yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
 
 
 def _tokens_of(start: Start) -> int:

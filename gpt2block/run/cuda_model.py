@@ -40,6 +40,7 @@ from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, fr
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
+from gpt2block.run.cuda_timeline import timed
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -54,6 +55,7 @@ from gpt2block.run.model import (
     weight_bytes,
 )
 from gpt2block.run.recording import Recording, Recordings
+from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -316,6 +318,10 @@ class CudaModel(StoredModel):
             for each in self._pass(ids, cached).run_alone(exact):
                 yield each._replace(out=self._whole(each.name, each.out, cached))
 
+    def timed(self, call: Call) -> list[Timeline]:
+        with self.running():
+            return timed(self.recordings, call)
+
     def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
         """The result of a step of `_pass`, times its divisor if it is an activation with one."""
         divided = name in self._divisors and not cached
@@ -364,13 +370,13 @@ class CudaModel(StoredModel):
         return prefill
 
     def prefill_slots(
-        self, sequences: Sequence[Ids], slots: Ids, cached: Ids, cache: CudaCache
+        self, sequences: Sequence[Ids], slots: Ids, cached: Ids, cache: CudaCache, last: bool
     ) -> CudaArray:
         """Compute sequences after the first `cached` tokens of these rows of the cache, (N,) each.
 
         Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
-        V) until the next prefill. Numbers are rounded up, so that other sequences can use the same
-        launches.
+        V) until the next prefill; without `last` only their keys and values are computed, and the
+        result is None. Numbers are rounded up, so that other sequences can use the same launches.
         """
         lengths = [len(ids) for ids in sequences]
         longest, ends = max(lengths), rounded_up(len(slots), 2)
@@ -380,7 +386,7 @@ class CudaModel(StoredModel):
         starts = np.zeros(cache.batch, np.int32)
         starts[slots] = cached
         prefill = self._prefill_programs(cache, shape)
-        prefill.run(self, sequences, slots, starts, "last")
+        prefill.run(self, sequences, slots, starts, "last" if last else None)
         return prefill.out
 
     def _shape(

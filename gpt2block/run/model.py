@@ -16,6 +16,7 @@ from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.passes import architecture_of
+from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
@@ -270,6 +271,14 @@ class Start(NamedTuple):
     drawn: int = 0  # tokens that the sequence has drawn before
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
     cached: int = 0  # tokens of ids, fewer than all, that the slot's last sequence had computed
+    alternatives: int = 0  # most likely tokens to report with each sampled one
+
+
+class Alternatives(NamedTuple):
+    """The most likely tokens at N positions, and their log-probabilities, in descending order."""
+
+    ids: Ids  # (N, K); -1 where there are fewer
+    logprobs: Floats  # (N, K)
 
 
 class Sampled(NamedTuple):
@@ -278,6 +287,7 @@ class Sampled(NamedTuple):
     slots: Ids
     tokens: Ids  # -1: the logits were NaN
     logprobs: Floats  # under the raw logits
+    top: Alternatives | None = None  # where a slot wants any: of all slots, as many as are possible
 
 
 class Decoding(Protocol):
@@ -292,6 +302,9 @@ class Decoding(Protocol):
 
     def start(self, starts: Sequence[Start]) -> None:
         """Start sequences in free slots; the next results include their first tokens."""
+
+    def extend(self, starts: Sequence[Start]) -> None:
+        """Compute ids[cached:] of beginnings of prompts, in free slots that `start` takes later."""
 
     def next(self) -> Sampled:
         """The next token of some of the sequences; each gets its tokens in order.
@@ -373,6 +386,13 @@ class TracedEngine(ModelEngine, Protocol):
         """Run every step alone, on exact inputs rounded to their storage dtype.
 
         exact: the tensors of the pass by name, and K and V of the sequence as "h.0.k" (1, T, C).
+        """
+
+    def timed(self, call: Call) -> list[Timeline]:
+        """Call a function that uses this engine; return the timelines of the passes that it runs.
+
+        On a GPU each pass is measured before it runs, one with several groups of sequences as
+        several; with NumPy the call is one timeline. None of what ran outside of passes.
         """
 
 

@@ -15,8 +15,10 @@ from gpt2block import reference
 from gpt2block.contract import unchecked
 from gpt2block.passes.machine import Machine, Step, Value
 from gpt2block.run.model import StepResult
+from gpt2block.run.timeline import Call, Clock, Timeline
 
 Apply = Callable[..., Any]  # (op, arrays, **attrs) → the result
+Note = Callable[[Step, tuple[Any, ...], Any, float, float], None]  # as `Clock.note`
 RUNS = 3  # of a step that is timed
 
 
@@ -28,7 +30,8 @@ def apply(op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
 class NumpyMachine(Machine):
     """Computes steps at once. Results are freed when the pass no longer needs them.
 
-    keep: names of results that `kept` holds; None for all. apply: computes a step.
+    keep: names of results that `kept` holds; None for all. apply: computes a step. note: called
+    after each step with its arrays, its result, and when it began and ended, by perf_counter.
     """
 
     def __init__(
@@ -36,15 +39,19 @@ class NumpyMachine(Machine):
         tensors: Mapping[str, Any],
         keep: Collection[str] | None = (),
         apply: Apply = apply,
+        note: Note | None = None,
     ) -> None:
         super().__init__(tensors)
         self.kept: dict[str, Any] = {}
-        self._keep, self._apply = keep, apply
+        self._keep, self._apply, self._note = keep, apply, note
 
     def do(self, step: Step, into: Value = None) -> Any:
         known = self.tensors
         arrays = tuple(known.get(x) if isinstance(x, str) else x for x in step.inputs)
+        began = perf_counter()
         made = self._apply(step.op, arrays, **step.attrs)
+        if self._note is not None:
+            self._note(step, arrays, made, began, perf_counter())
         if self._keep is None or step.name in self._keep:
             self.kept[step.name] = made
         return made
@@ -57,6 +64,7 @@ class NumpySteps:
     """
 
     known: Mapping[str, NDArray[Any]]
+    _note: Note | None = None
 
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
@@ -69,7 +77,18 @@ class NumpySteps:
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
         """A machine over these tensors, weights and constants. keep: as for NumpyMachine."""
-        return NumpyMachine({**self.known, **tensors}, keep, self.apply)
+        return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
+
+    def timed(self, call: Call) -> list[Timeline]:
+        """The timeline of a call; none if no step ran."""
+        clock = Clock()
+        self._note = clock.note
+        try:
+            call()
+        finally:
+            self._note = None
+        made = clock.timeline()
+        return [made] if made.ran else []
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         """The result of one step, and the median of its wall times."""

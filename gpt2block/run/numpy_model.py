@@ -18,6 +18,7 @@ from gpt2block.passes import architecture_of, model_steps
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.run.model import (
+    Alternatives,
     Floats,
     Ids,
     Output,
@@ -163,14 +164,21 @@ class NumpyModel(NumpySteps, StoredModel):
         found = []
         for ids, hidden in zip(sequences, self.forward(sequences, "hidden"), strict=True):
             parts = [
-                reference.log_likelihood(
-                    hidden[:-1][first : first + ROWS_AT_ONCE] @ self.known["lm_head"],
+                self._scores(
+                    hidden[:-1][first : first + ROWS_AT_ONCE],
                     ids[1:][first : first + ROWS_AT_ONCE],
                 )
                 for first in range(0, len(ids) - 1, ROWS_AT_ONCE)
             ]
             found.append(np.concatenate([*parts, np.empty(0, np.float32)]))
         return found
+
+    def _scores(self, hidden: Floats, targets: Ids) -> Floats:
+        """The log-likelihood of the target of each row of the final norm."""
+        do = self.machine({"hidden": hidden, "targets": targets})
+        logits = do("logits", "matmul_bias", ("hidden", "lm_head"))
+        scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
+        return scores
 
     def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> NumpyDecoding:
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
@@ -200,16 +208,25 @@ class NumpyDecoding:
         self._sampling = [Sampling()] * slots
         self._left = np.zeros(slots, np.int32)  # tokens to sample
         self._drawn = np.zeros(slots, np.int32)
+        self._alternatives = np.zeros(slots, np.int32)
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
         self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
 
     def start(self, starts: Sequence[Start]) -> None:
-        for slot, ids, sampling, steps, drawn, seen, cached in starts:
+        for slot, ids, sampling, steps, drawn, seen, cached, alternatives in starts:
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot] = sampling
             self._left[slot], self._drawn[slot] = steps, drawn
+            self._alternatives[slot] = alternatives
             self._seen[slot] = 0
             self._seen[slot, ids if seen is None else seen] = 1
+
+    def extend(self, starts: Sequence[Start]) -> None:
+        new = [np.empty(0, np.int32)] * self.slots
+        for start in starts:
+            self._cache.lengths[start.slot] = start.cached
+            new[start.slot] = start.ids[start.cached :]
+        self._model.forward(new, "last", self._cache)
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
@@ -231,4 +248,8 @@ class NumpyDecoding:
             self._next[slot] = tokens[n : n + 1]
         self._drawn[active] += 1
         self._left[active] -= 1
-        return Sampled(active.astype(np.int32), tokens, logprobs)
+        top = None
+        if self._alternatives[active].any():
+            found = np.stack([logits[slot] for slot in active])
+            top = Alternatives(*reference.top_logprobs(found))
+        return Sampled(active.astype(np.int32), tokens, logprobs, top)

@@ -20,19 +20,18 @@ from gpt2block.contract import MATRICES, Sizes, contract_of
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arena import Arena, ArenaFull, Lease, Offsets, bytes_of
 from gpt2block.cuda.arrays import Bound, CudaArray, Shape, mapped
-from gpt2block.cuda.kernels import Launch, dtype_name
+from gpt2block.cuda.kernels import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.ops import registry
 from gpt2block.ops.call import FIXED
 from gpt2block.ops.recipe import Recipe, addresses_of, alike, exactly
 from gpt2block.passes.machine import TWO_PART, Machine, Step, Value
 from gpt2block.run.model import StepResult, rounded_up
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.run.timeline import VIEW, Stored, described
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 STEPS_OF_SIZE = 4  # sizes of an arena between two powers of two
 OPEN = ("any", "strided", "mixed")  # kinds of arrays that share their dtype
-VIEW = "rows"  # the operation whose result is a view of its input
 
 
 class Result:
@@ -122,15 +121,6 @@ class Recorder(Machine):
         """Bind a step to its arrays. out: None if it changes an input; made: its result."""
 
 
-def described(array: Any) -> tuple[Shape, str]:
-    """Shape and dtype of a tensor; of matrices those in memory."""
-    if isinstance(array, TwoPartMatrix):
-        return array.shape, TWO_PART
-    if isinstance(array, WeightMatrix):
-        return array.data.shape, array.dtype
-    return array.shape, dtype_name(array.dtype)
-
-
 @lru_cache(maxsize=4096)  # layers have the same shapes
 def result_of(
     op: str,
@@ -196,7 +186,7 @@ class Recording(Recorder):
     known: earlier recorded steps by name, used again where they have the same arrays and options.
     overlapping: every kernel itself waits for the previous one (kernels_cu/lib/overlap.cuh), so
     launches may overlap. borrowed: names of tensors and results that the caller keeps alive during
-    a run; a trace cannot read them.
+    a run; a trace cannot read them. owner: the Recordings that made it.
     """
 
     def __init__(
@@ -207,6 +197,7 @@ class Recording(Recorder):
         known: Mapping[str, Recorded] | None = None,
         overlapping: bool = False,
         borrowed: Collection[str] = (),
+        owner: Recordings | None = None,
     ) -> None:
         super().__init__(tensors, outs)
         self.steps: dict[str, Recorded] = {}
@@ -215,6 +206,8 @@ class Recording(Recorder):
         self.overlapping = overlapping
         self._arena, self._known, self._borrowed = arena, known or {}, borrowed
         self._recipes: dict[Hashable, tuple[Recipe | None, tuple[Any, ...]]] = {}
+        self._sizes: dict[str, Stored] = {}  # of what is borrowed
+        self._owner = owner
         self._ran = False
         self._graph: Any = None
 
@@ -222,6 +215,8 @@ class Recording(Recorder):
         """End the recording. out: the result of the pass."""
         if out is not None and out.name not in self._borrowed:
             self.out = self._kept(out.array)
+        given = {**self.tensors, **self._outs}
+        self._sizes = {n: Stored.of(given[n]) for n in self._borrowed if n in given}
         self.tensors = {n: a for n, a in self.tensors.items() if n not in self._borrowed}
         self._outs, self._known, self._recipes = {}, {}, {}
 
@@ -273,6 +268,10 @@ class Recording(Recorder):
         recorded = self.steps.get(name)
         return self.tensors[name] if recorded is None else recorded.result
 
+    def known(self, name: str) -> Any:
+        """`value`, or the size of what is borrowed."""
+        return self._sizes[name] if name in self._sizes else self.value(name)
+
     @property
     def launches(self) -> tuple[Launch, ...]:
         after = (launch for bound in self.after for launch in bound.launches)
@@ -280,6 +279,7 @@ class Recording(Recorder):
 
     def run(self) -> None:
         """Launch everything on the current stream."""
+        self._watched()
         self.run_steps()
         for bound in self.after:
             bound.run()
@@ -302,6 +302,7 @@ class Recording(Recorder):
 
         Every kernel must be loaded already, by a run of this recording or of another one.
         """
+        self._watched()
         if self._graph is None:
             self._graph = capture(self.launches, private, self.overlapping)
         self._graph.launch(stream)
@@ -313,6 +314,11 @@ class Recording(Recorder):
         else:
             self.run()
         self._ran = True
+
+    def _watched(self) -> None:
+        """Show the recording to the one who watches, before it runs."""
+        if self._owner is not None and self._owner.watch is not None:
+            self._owner.watch(self)
 
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
         """Run the steps; return copies of the results of `names`, or of all steps if None."""
@@ -388,11 +394,13 @@ def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
 class Recordings:
     """Makes the recordings of an engine, in an arena that they share.
 
-    A larger pass gets a larger arena; earlier recordings keep theirs.
+    A larger pass gets a larger arena; earlier recordings keep theirs. watch: called with each
+    recording before it runs, its inputs being on the device.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
+        self.watch: Callable[[Recording], None] | None = None
 
     def make(
         self,
@@ -422,6 +430,6 @@ class Recordings:
         options: Mapping[str, Any],
     ) -> Recording:
         assert self._arena is not None
-        recording = Recording(tensors, self._arena, outs, **options)
+        recording = Recording(tensors, self._arena, outs, owner=self, **options)
         recording.finish(run(recording))
         return recording

@@ -6,11 +6,12 @@ Source: OpenAI, "API reference" (The completion object, The chat completion chun
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,29 +20,59 @@ from typing import Any
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.service import Failed, Full, Piece, Service
 from gpt2block.text.encoding import Encoding, bytes_of_ids
-from gpt2block.text.rows import Row
+from gpt2block.text.rows import Row, Tops
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
+LEAST = -9999.0  # as a log-probability
 RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scored:
-    """Log-probabilities of tokens, and of the most likely ones in the place of each, by id."""
+    """Tokens, their log-probabilities, and the most likely ones in the place of each.
 
-    logprobs: Sequence[float | None]
-    top: Sequence[dict[int, float]]
+    None for the first token of a text, which has no log-probability.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    tops: list[Tops] = field(default_factory=list)
+
+    def add(self, other: Scored | Piece) -> None:
+        self.tokens += other.tokens
+        self.logprobs += other.logprobs
+        self.tops += other.tops or [()] * len(other.tokens)
+
+
+@dataclass
+class Echo:
+    """What an answer begins with: a prompt's text and, where they are wanted, its tokens."""
+
+    text: str = ""
+    scored: Scored = field(default_factory=Scored)
 
 
 @dataclass
 class Choice:
-    """One answer, as far as it came. echo: what the text begins with."""
+    """One answer, as far as it came."""
 
-    echo: str = ""
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    scored: Scored = field(default_factory=Scored)
     reason: str | None = None
+
+
+class Offsets:
+    """Where the tokens of an answer begin in its text, in characters, one after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def next(self, data: bytes) -> int:
+        """Of the token with these bytes: that of the character which its first byte belongs to."""
+        found = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return found
 
 
 UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
@@ -72,6 +103,9 @@ class Answer:
             index, piece = await self._pieces.get()
             if piece.finish_reason == "error":
                 raise ApiError(500, piece.error or "an error")
+            if piece.finish_reason == "deadline":
+                problem = "the server did not finish it in time: try again later, or ask for less"
+                raise ApiError(504, problem, code="timeout")
             left -= piece.finish_reason is not None
             yield index, piece
 
@@ -94,16 +128,25 @@ class Form(ABC):
         return {**head, "choices": choices, **more}
 
     @abstractmethod
-    def choice(self, index: int, choice: Choice, scored: Scored | None) -> dict[str, Any]:
-        """A whole answer. scored: of its tokens; None where they are not wanted."""
+    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        """A whole answer. logprobs: whether those of its tokens are wanted."""
 
     @abstractmethod
-    def delta(self, index: int, piece: Piece, scored: Scored | None, offset: int) -> dict[str, Any]:
-        """A part of an answer. offset: characters before it."""
+    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
+        """A part of an answer. offsets: after the parts before it."""
 
     def first(self, index: int) -> dict[str, Any] | None:
         """What comes before the first part."""
         return None
+
+    def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
+        """Add the token ids of prompts, by the index of their choice, to an object, as vLLM does.
+
+        Each choice of /v1/completions has those of its prompt.
+        """
+        for choice in found["choices"]:
+            if choice["index"] in prompts:
+                choice["prompt_token_ids"] = prompts[choice["index"]]
 
     def token(self, token: int) -> str:
         """Its text; of one that is no whole characters its bytes, as OpenAI writes them."""
@@ -122,33 +165,28 @@ class TextForm(Form):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, choice: Choice, scored: Scored | None) -> dict[str, Any]:
-        logprobs = None
-        if scored is not None:
-            logprobs = self._logprobs(choice.tokens, scored, 0)
-        text = choice.echo + "".join(choice.text)
-        return self._choice(index, text, logprobs, choice.reason)
+    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        return self.delta(index, choice, logprobs, Offsets())
 
-    def delta(self, index: int, piece: Piece, scored: Scored | None, offset: int) -> dict[str, Any]:
-        logprobs = None if scored is None else self._logprobs(piece.tokens, scored, offset)
-        reason = REASONS.get(piece.finish_reason or "")
-        return self._choice(index, piece.text, logprobs, reason)
+    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
+        found = self._logprobs(part.scored, offsets) if logprobs else None
+        text, reason = part.text, part.reason
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, tokens: Sequence[int], scored: Scored, offset: int) -> dict[str, Any]:
-        texts, offsets = [self.token(token) for token in tokens], []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(self.bytes_of(token).decode(errors="ignore"))
-        top = [{self.token(id): logprob for id, logprob in each.items()} for each in scored.top]
-        found: list[Any] = [each or None for each in top]
+    def _logprobs(self, scored: Scored, offsets: Offsets) -> dict[str, Any]:
+        """The token itself is always among its alternatives, where there are any."""
+        texts = [self.token(token) for token in scored.tokens]
+        found: list[dict[str, float] | None] = []
+        for token, logprob, top in zip(scored.tokens, scored.logprobs, scored.tops, strict=True):
+            shown = {self.token(id): finite(each) for id, each in top}
+            if top and logprob is not None:
+                shown.setdefault(self.token(token), finite(logprob))
+            found.append(shown or None)
         return {
             "tokens": texts,
-            "token_logprobs": list(scored.logprobs),
+            "token_logprobs": [None if each is None else finite(each) for each in scored.logprobs],
             "top_logprobs": found if any(found) else None,
-            "text_offset": offsets,
+            "text_offset": [offsets.next(self.bytes_of(token)) for token in scored.tokens],
         }
 
 
@@ -157,43 +195,48 @@ class ChatForm(Form):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, choice: Choice, scored: Scored | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.tokens, scored),
+            "logprobs": self._logprobs(choice.scored) if logprobs else None,
             "finish_reason": choice.reason,
         }
 
-    def delta(self, index: int, piece: Piece, scored: Scored | None, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
         return {
             "index": index,
-            "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs(piece.tokens, scored),
-            "finish_reason": REASONS.get(piece.finish_reason or ""),
+            "delta": {"content": part.text} if part.text else {},
+            "logprobs": self._logprobs(part.scored) if logprobs else None,
+            "finish_reason": part.reason,
         }
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, tokens: Sequence[int], scored: Scored | None) -> dict[str, Any] | None:
-        if scored is None:
-            return None
+    def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
+        """All choices have the same prompt, whose ids are a field of the object."""
+        if 0 in prompts:
+            found["prompt_token_ids"] = prompts[0]
+
+    def _logprobs(self, scored: Scored) -> dict[str, Any]:
+        of_tokens = zip(scored.tokens, scored.logprobs, scored.tops, strict=True)
         content = [
-            {**self._entry(token, logprob), "top_logprobs": [self._entry(*t) for t in top.items()]}
-            for token, logprob, top in zip(tokens, scored.logprobs, scored.top, strict=True)
+            {**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]}
+            for token, logprob, top in of_tokens
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self.token(token), "logprob": logprob, "bytes": [*self.bytes_of(token)]}
+        likely = None if logprob is None else finite(logprob)
+        return {"token": self.token(token), "logprob": likely, "bytes": [*self.bytes_of(token)]}
 
 
-def plain(logprobs: Sequence[float]) -> Scored:
-    """Without alternatives."""
-    return Scored(logprobs, [{}] * len(logprobs))
+def finite(logprob: float) -> float:
+    """JSON has no infinity: OpenAI writes LEAST in place of -inf."""
+    return max(logprob, LEAST)
 
 
 async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
@@ -201,37 +244,51 @@ async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
     async with aclosing(answer.pieces()) as pieces:
         async for index, piece in pieces:
             choice = choices[index]
-            choice.text.append(piece.text)
-            choice.tokens += piece.tokens
-            choice.logprobs += piece.logprobs
+            choice.text += piece.text
+            choice.scored.add(piece)
             choice.reason = REASONS.get(piece.finish_reason or "")
 
 
 async def streamed(
-    answer: Answer, form: Form, echoes: Sequence[str], logprobs: bool, usage_of: UsageOf | None
+    answer: Answer,
+    form: Form,
+    echoes: Sequence[Echo],
+    logprobs: bool,
+    usage_of: UsageOf | None,
+    prompts: Mapping[int, list[int]] | None = None,
 ) -> AsyncIterator[str]:
-    """The data of server-sent events. usage_of: None without a chunk of usage at the end."""
+    """The data of server-sent events.
+
+    usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
+    choice, for the first event that has the choice; None without any token ids.
+    """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
+    untold = dict(prompts or {})
 
     def event(*choices: dict[str, Any], **changed: Any) -> str:
-        return json.dumps(form.object(form.chunk, list(choices), **{**more, **changed}))
+        found = form.object(form.chunk, list(choices), **{**more, **changed})
+        first = [each["index"] for each in choices if each["index"] in untold]
+        form.with_prompts(found, {index: untold.pop(index) for index in first})
+        return json.dumps(found)
 
-    lengths, count = [0] * len(echoes), 0
+    def delta(index: int, part: Choice, new: list[int]) -> dict[str, Any]:
+        found = form.delta(index, part, logprobs, offsets[index])
+        return found if prompts is None else {**found, "token_ids": new}
+
+    offsets, count = [Offsets() for _ in echoes], 0
     for index, echo in enumerate(echoes):
         if beginning := form.first(index):
             yield event(beginning)
-        if echo:
-            piece = Piece(echo, [], [])
-            yield event(form.delta(index, piece, plain([]) if logprobs else None, 0))
-        lengths[index] = len(echo)
+        if echo.text:
+            yield event(delta(index, Choice(echo.text, echo.scored), []))
     try:
         async with aclosing(answer.pieces()) as pieces:
             async for index, piece in pieces:
                 count += len(piece.tokens)
-                scored = plain(piece.logprobs) if logprobs else None
-                if piece.text or piece.finish_reason or logprobs:
-                    yield event(form.delta(index, piece, scored, lengths[index]))
-                lengths[index] += len(piece.text)
+                part = Choice(piece.text, reason=REASONS.get(piece.finish_reason or ""))
+                part.scored.add(piece)
+                if piece.text or piece.finish_reason or logprobs or prompts is not None:
+                    yield event(delta(index, part, piece.tokens))
     except ApiError as error:
         yield json.dumps(error.body)
         return

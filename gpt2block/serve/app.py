@@ -30,21 +30,21 @@ from starlette.types import Receive, Scope, Send
 
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.run.model import Ids
-from gpt2block.serve.alternatives import alternatives
 from gpt2block.serve.answers import (
     RETRY_AFTER,
     Answer,
     ChatForm,
     Choice,
+    Echo,
     Form,
-    Scored,
     TextForm,
-    plain,
     streamed,
     usage,
     whole,
 )
 from gpt2block.serve.metrics import Metrics
+from gpt2block.serve.play import Play
+from gpt2block.serve.prompts import scored_prompt
 from gpt2block.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -63,10 +63,11 @@ from gpt2block.text.generation import Run
 from gpt2block.text.rows import Row
 
 MOST_BODY = 4 * 2**20  # bytes
+MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its sender reads why not
 BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
-AT_ONCE = 4  # texts encoded, or passes besides the batch, at the same time
+AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
 log = logging.getLogger("gpt2block.serve")
 
 
@@ -75,7 +76,8 @@ class Settings:
     """name: of the model, for clients. key: that clients must give; None: only from this machine.
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
-    the beginning of a prompt that a slot has computed before are not computed again.
+    the beginning of a prompt that a slot has computed before are not computed again. seconds: in
+    which a continuation has to end, from its arrival; None: no limit.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Settings:
     key: str | None = None
     hosts: tuple[str, ...] = LOOPBACK
     reuse_prefixes: bool = False
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,20 @@ class Asked:
 
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[str]  # of the rows
+    echoes: Sequence[Echo]  # of the rows
     form: Form
     stream: bool
     logprobs: bool
-    top: int  # alternatives
-    echo: bool
     usage: bool
+    token_ids: bool
+
+    @property
+    def prompt_ids(self) -> dict[int, list[int]] | None:
+        """Those of each choice, where token ids are wanted."""
+        if not self.token_ids:
+            return None
+        samples = len(self.echoes) // len(self.prompts)
+        return {i: self.prompts[i // samples].tolist() for i in range(len(self.echoes))}
 
 
 class Server:
@@ -112,7 +122,11 @@ class Server:
         self._begun = int(time.time())
 
     def app(self) -> Starlette:
+        play = Play(
+            self.model, self.encoding, self.settings.name, self._ids, self._in_thread, self._in_pass
+        )
         routes = [
+            *play.routes(self._route),
             Route("/health", self.health),
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
@@ -133,8 +147,9 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads = anyio.CapacityLimiter(AT_ONCE)
-        self.service = Service(self._batch, self.settings.queue, asyncio.get_running_loop())
+        self._threads, self._passes = (anyio.CapacityLimiter(AT_ONCE) for _ in range(2))
+        loop, settings = asyncio.get_running_loop(), self.settings
+        self.service = Service(self._batch, settings.queue, loop, settings.seconds)
         self.metrics.watch(self.service)
         try:
             yield
@@ -189,44 +204,55 @@ class Server:
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await to_thread.run_sync(call, *arguments, limiter=self._threads)
 
+    async def _in_pass(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """As _in_thread, for what computes a pass: no request waits for it to be read."""
+        return await to_thread.run_sync(call, *arguments, limiter=self._passes)
+
     # --- completions ------------------------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
-        return await self._answer(request, await self._in_thread(self._completion, given))
+        asked = await self._in_thread(self._completion, given)
+        if given.echo and given.logprobs is not None:
+            for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
+                if await request.is_disconnected():
+                    raise ApiError(499, "the client is gone")
+                scored = scored_prompt, self.model.engine, ids, given.logprobs
+                echo.scored = await self._in_pass(*scored)
+        return await self._answer(request, asked)
 
     async def chat(self, request: Request, given: ChatRequest) -> Response:
         return await self._answer(request, await self._in_thread(self._chat, given))
 
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
-        stream, echo = bool(given.stream), bool(given.echo)
-        if stream and (top or (echo and given.logprobs is not None)):
-            raise ApiError(400, "logprobs: expected 0 with stream, and none with echo", "logprobs")
+        stream, echo, logprobs = bool(given.stream), bool(given.echo), given.logprobs is not None
         if new == 0 and (stream or not echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
-        rows = self._rows(prompts, given, 16 if new is None else new) if new != 0 else []
-        texts = [""] * len(prompts)
+        rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
+        echoes = [Echo() for _ in prompts]
         if echo:
-            texts = [_text(self.encoding, *p) for p in zip(prompts, given.prompt, strict=True)]
+            for each, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
+                each.text = _text(self.encoding, ids, prompt)
         return Asked(
-            rows, prompts, [text for text in texts for _ in range(n)],
-            TextForm(self.settings.name, self.encoding), stream,
-            given.logprobs is not None, top, echo, given.usage_wanted,
+            rows, prompts, [each for each in echoes for _ in range(n)],
+            TextForm(self.settings.name, self.encoding), stream, logprobs, given.usage_wanted,
+            bool(given.return_token_ids),
         )  # fmt: skip
 
     def _chat(self, given: ChatRequest) -> Asked:
         top, stream, logprobs = given.top_logprobs or 0, bool(given.stream), bool(given.logprobs)
-        if top and (stream or not logprobs):
-            raise ApiError(400, "top_logprobs: expected logprobs, and no stream", "top_logprobs")
+        if top and not logprobs:
+            raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         messages = [message.plain() for message in given.messages]
         ids = np.array(self.model.chat_template.ids(self.encoding, messages), np.int32)
         self._check_length(ids, "messages")
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
-        rows = self._rows([ids], given, most)
+        rows = self._rows([ids], given, most, top)
+        form = ChatForm(self.settings.name, self.encoding)
         return Asked(
-            rows, [ids], [""] * len(rows), ChatForm(self.settings.name, self.encoding), stream,
-            logprobs, top, False, given.usage_wanted,
+            rows, [ids], [Echo()] * len(rows), form, stream, logprobs, given.usage_wanted,
+            bool(given.return_token_ids),
         )  # fmt: skip
 
     def _ids(self, prompt: Any, field: str) -> Ids:
@@ -251,13 +277,15 @@ class Server:
                 "context_length_exceeded",
             )
 
-    def _rows(self, prompts: list[Ids], given: Sampled, most: int) -> list[Row]:
+    def _rows(self, prompts: list[Ids], given: Sampled, most: int, top: int) -> list[Row]:
+        """The rows of a request. top: alternatives of each token."""
         options, most_rows = given.options(), self._batch.slots + self.settings.queue
         count = len(prompts) * options["samples"]
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
-        run = Run(self.model.engine, self.encoding, prompts, max_new_tokens=most, **options)
+        options |= {"max_new_tokens": most, "top_logprobs": top}
+        run = Run(self.model.engine, self.encoding, prompts, **options)
         return list(run.rows)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
@@ -268,19 +296,27 @@ class Server:
         told = partial(self._usage, asked)
         if asked.stream:
             wanted = told if asked.usage else None
-            events = streamed(answer, asked.form, asked.echoes, asked.logprobs, wanted)
+            events = streamed(
+                answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids
+            )
             return _Streamed(events, answer)
-        choices = [Choice(echo) for echo in asked.echoes]
+        choices = [Choice(echo.text) for echo in asked.echoes]
+        for choice, echo in zip(choices, asked.echoes, strict=True):
+            choice.scored.add(echo.scored)
+            choice.reason = None if asked.rows else "length"
         try:
             await _unless_gone(request, whole(answer, choices))
         finally:
             answer.close()
-        written = [
-            asked.form.choice(index, *(await self._scored(asked, index, choice)))
-            for index, choice in enumerate(choices)
-        ]
+        form, logprobs = asked.form, asked.logprobs
+        written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
         new = sum(len(row.tokens) for row in asked.rows)
-        return JSONResponse(asked.form.object(asked.form.whole, written, usage=told(new)))
+        found = form.object(form.whole, written, usage=told(new))
+        if (prompts := asked.prompt_ids) is not None:
+            for index, each in enumerate(written):
+                each["token_ids"] = asked.rows[index].tokens if asked.rows else []
+            form.with_prompts(found, prompts)
+        return JSONResponse(found)
 
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """That of a request with so many new tokens."""
@@ -291,28 +327,11 @@ class Server:
             cached = sum(map(min, groups))
         return usage(sum(map(len, asked.prompts)), new, cached)
 
-    async def _scored(
-        self, asked: Asked, index: int, choice: Choice
-    ) -> tuple[Choice, Scored | None]:
-        """The choice, with the prompt's tokens if they are echoed, and what is known of these."""
-        if not asked.rows:
-            choice.reason = "length"
-        if not asked.logprobs:
-            return choice, None
-        if not (asked.top or asked.echo):
-            return choice, plain(choice.logprobs)
-        prompt = asked.prompts[index * len(asked.prompts) // len(asked.echoes)]
-        ids = np.concatenate([prompt, np.array(choice.tokens, np.int32)])
-        first = 0 if asked.echo else len(prompt)
-        choice.tokens = ids[first:].tolist()
-        scored = await self._in_thread(alternatives, self.model.engine, ids, first, asked.top)
-        return choice, scored
-
     # --- everything else --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
-        vectors = await self._in_thread(self.model.embed, ids)
+        vectors = await self._in_pass(self.model.embed, ids)
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         shown: list[Any] = vectors.tolist()
         if given.encoding_format == "base64":
@@ -398,17 +417,21 @@ def _text(encoding: Any, ids: Ids, given: Any = None) -> str:
 
 async def _body(request: Request) -> bytes:
     """The body, of limited size and duration."""
-    found = bytearray()
+    found, size = bytearray(), 0
     try:
         with anyio.fail_after(BODY_SECONDS):
             async for part in request.stream():
-                found += part
-                if len(found) > MOST_BODY:
-                    raise ApiError(413, f"the body: expected at most {MOST_BODY:,} bytes")
+                size += len(part)
+                if size <= MOST_BODY:
+                    found += part
+                elif size > MOST_DROPPED:
+                    break
     except TimeoutError:
         raise ApiError(408, f"the body: expected within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client is gone") from None
+    if size > MOST_BODY:
+        raise ApiError(413, f"the body: expected at most {MOST_BODY:,} bytes")
     return bytes(found)
 
 

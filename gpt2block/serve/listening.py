@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpt2block.serve.app import GRACE, Server
 
-HEAD_SECONDS = 20.0  # in which a connection has to send the head of its first request
+HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
 
 
 class Protocol(H11Protocol):
@@ -21,6 +21,15 @@ class Protocol(H11Protocol):
         # asyncio sets it for sockets that name their protocol, which accepted ones do not. Without
         # it a piece of a stream waits for the client to acknowledge the one before it, up to 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._waiting.cancel()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        """uvicorn's own limit ends with the first byte of a head, however late the last one is."""
         self._waiting = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -28,7 +37,8 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -38,6 +48,8 @@ def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Conf
         server.app(),
         http=Protocol,
         limit_concurrency=connections + 1,  # uvicorn counts the one that asks as well
+        # Longer than clients keep a connection: one that closes first loses the request under way.
+        timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=grace + 1,
         log_level="critical",  # the server has its own log; clients that go are no news
         access_log=False,

@@ -6,18 +6,20 @@ Source: OpenAI, "API reference" (Completions, Chat Completions, Embeddings, Erro
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gpt2block.errors import shown
+from gpt2block.sampling import MOST_ALTERNATIVES
 
 MOST_PROMPTS = 256  # of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # characters of each
-MOST_ALTERNATIVES = 20  # at a position
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a text
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
 # Fields that are not supported, with the values at which they would not change the result.
@@ -26,7 +28,6 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     "best_of": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
@@ -97,20 +98,40 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-class Sampled(Body):
-    """What both kinds of completions have. top_k, min_p and repetition_penalty are additions."""
+class Drawn(Body):
+    """How the next token is drawn. top_k and min_p are additions to OpenAI's fields."""
 
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, ge=0, le=1)
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+
+    def drawing(self) -> dict[str, Any]:
+        """The keywords of a Sampling for these."""
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "min_p": self.min_p or 0.0,
+            "top_k": max(0, self.top_k or 0),
+        }
+
+
+class Sampled(Drawn):
+    """What both kinds of completions have.
+
+    repetition_penalty and return_token_ids are additions. Source of the latter: vLLM,
+    "OpenAI-Compatible Server".
+    """
+
+    max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    top_k: int | None = Field(0, ge=-1)
-    min_p: float | None = Field(0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(1.0, gt=0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    return_token_ids: bool | None = False
 
     def options(self) -> dict[str, Any]:
         """The keywords of `GPT2.generate` for these."""
@@ -120,17 +141,24 @@ class Sampled(Body):
         if any(len(text) > MOST_STOP for text in stop):
             raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
         found: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "min_p": self.min_p or 0.0,
-            "top_k": max(0, self.top_k or 0),
+            **self.drawing(),
             "repetition_penalty": self.repetition_penalty or 1.0,
             "samples": self.n or 1,
             "stop": stop,
+            "logit_bias": self._biases(),
         }
         if self.seed is not None:
             found["seed"] = self.seed % 2**64
         return found
+
+    def _biases(self) -> dict[int, float]:
+        """By token; JSON has their ids as texts."""
+        given = self.logit_bias or {}
+        for name in given:
+            if not TOKEN_ID.fullmatch(name):  # one way to write each, so that none is given twice
+                problem = f"logit_bias: expected token ids, got {shown(name)}"
+                raise ApiError(400, problem, "logit_bias")
+        return {int(name): bias for name, bias in given.items()}
 
     @property
     def usage_wanted(self) -> bool:

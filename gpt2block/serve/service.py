@@ -10,14 +10,15 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from gpt2block.run.model import ModelEngine
 from gpt2block.text.batching import Batch
-from gpt2block.text.rows import Row
+from gpt2block.text.rows import Row, Tops
+from gpt2block.text.scheduling import PIECE
 
-TOKENS_AT_ONCE = 4096  # of prompts that start before a step of the rows that run
+TOKENS_AT_ONCE = 2048  # of prompts, before a step of the rows that run takes no further piece
 
 
 class Piece(NamedTuple):
@@ -26,6 +27,7 @@ class Piece(NamedTuple):
     text: str
     tokens: list[int]
     logprobs: list[float]
+    tops: list[Tops]
     finish_reason: str | None = None
     error: str | None = None
 
@@ -47,19 +49,27 @@ def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
     reuse: as for Batch.
     """
     n_ctx = engine.config.n_ctx
-    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, tokens_at_once=TOKENS_AT_ONCE)
+    bounds = {"tokens_at_once": TOKENS_AT_ONCE, "piece": PIECE}
+    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, **bounds)
 
 
 class Service:
     """Rows of requests in one batch, stepped by a thread of its own.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
-    pieces are delivered. observe: called in the thread with the seconds before each token, and
-    whether it is the first one of its row. tokens: generated so far.
+    pieces are delivered. seconds: in which a row has to end; None: no limit. observe: called in the
+    thread with the seconds before each token, and whether it is the first one of its row. tokens:
+    generated so far.
     """
 
-    def __init__(self, batch: Batch, most_waiting: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._batch = batch
+    def __init__(
+        self,
+        batch: Batch,
+        most_waiting: int,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float | None = None,
+    ) -> None:
+        self._batch, self._seconds = batch, seconds
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
         self._new: deque[tuple[Row, Deliver]] = deque()
@@ -132,7 +142,8 @@ class Service:
             self._deliver |= {id(row): deliver for row, deliver in new}
         now = perf_counter()
         self._since |= {id(row): now for row, _ in new}
-        self._batch.submit([row for row, _ in new])
+        deadline = None if self._seconds is None else monotonic() + self._seconds
+        self._batch.submit([row for row, _ in new], deadline)
         gone = [row for row in cancelled if id(row) in self._deliver]
         self._batch.cancel(gone)
         for row in gone:
@@ -145,6 +156,7 @@ class Service:
 
     def _note(self, rows: Sequence[Row]) -> None:
         now = perf_counter()
+        rows = [row for row in rows if row.finish_reason != "deadline"]
         self.tokens += len(rows)
         for row in rows:
             self.observe(now - self._since[id(row)], len(row.tokens) == 1)
@@ -160,7 +172,7 @@ class Service:
             self.failure = f"the engine failed: {error!r}"
             left = [*self._deliver.values(), *(deliver for _, deliver in self._new)]
             self._deliver, self._new = {}, deque()
-        self._send([(deliver, Piece("", [], [], "error", self.failure)) for deliver in left])
+        self._send([(deliver, Piece("", [], [], [], "error", self.failure)) for deliver in left])
 
 
 def _deliver_all(pieces: list[tuple[Deliver, Piece]]) -> None:
@@ -171,6 +183,5 @@ def _deliver_all(pieces: list[tuple[Deliver, Piece]]) -> None:
 def piece_of(row: Row) -> Piece:
     """What a row gained since its last piece."""
     text = row.take() if row.finish_reason != "error" else ""
-    tokens, logprobs = row.take_tokens()
     error = str(row.error) if row.error is not None else None
-    return Piece(text, tokens, logprobs, row.finish_reason, error)
+    return Piece(text, *row.take_tokens(), row.finish_reason, error)

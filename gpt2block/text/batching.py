@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+import heapq
+from collections.abc import Sequence
+from itertools import count
+from time import monotonic
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.run.model import Floats, Ids, ModelEngine, Start
+from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
 from gpt2block.text.encoding import bytes_of_ids
-from gpt2block.text.rows import Ends, Row
-from gpt2block.text.scheduling import RowScheduler
+from gpt2block.text.rows import Ends, Row, Tops
+from gpt2block.text.scheduling import PieceScheduler, RowScheduler
 
 
 class Batch:
@@ -26,8 +28,7 @@ class Batch:
     one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
     that the last row in its slot had as well, and gets the free slot with most of them. Other
     kernels may have computed their keys and values, so that last bits depend on that row.
-    tokens_at_once: a step that has started prompts of
-    so many tokens starts no further one, so that rows that run do not wait long; None: no limit.
+    tokens_at_once, piece: of prompts before a step, as for PieceScheduler.
     """
 
     def __init__(
@@ -38,16 +39,19 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
+        piece: int | None = None,
     ) -> None:
         self.n_ctx = n_ctx
-        self._tokens_at_once = tokens_at_once
-        self._placed: deque[tuple[int, Row]] = deque()  # rows in slots that have not started
+        self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
+        self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
         self._decoding = engine.decode(slots, n_ctx, fewer)
         self.slots = slots = self._decoding.slots
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
         self._new = _NewTokens(slots, n_ctx, engine.config.vocab_size)
         self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
         self._started: dict[int, Start] = {}
+        self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
+        self._numbers = count()
 
     @property
     def busy(self) -> bool:
@@ -56,24 +60,37 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """The number of rows that have not started yet."""
-        return self._scheduler.waiting + len(self._placed)
+        """The number of rows whose prompts have not been computed yet."""
+        return self._scheduler.waiting + len(self._pieces)
 
-    def submit(self, rows: Sequence[Row]) -> None:
-        """Add rows, which start when slots are free, in this order."""
+    def submit(self, rows: Sequence[Row], deadline: float | None = None) -> None:
+        """Add rows, which start when slots are free, in this order.
+
+        deadline: a time of `time.monotonic`; the first step after it ends those that still run or
+        wait.
+        """
         self._scheduler.add(rows)
+        if deadline is not None:
+            for row in rows:
+                heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
 
     def step(self, each_token: bool = True) -> list[Row]:
-        """Compute a token of all rows that run, after starting those for which there are slots.
+        """Compute a token of all rows that run, after parts of prompts for which there are slots.
 
         Returns rows that took new tokens. each_token: all of them; else those that may have ended,
-        each with all its tokens. Raises RuntimeError when no row runs or waits.
+        each with all its tokens. Rows whose deadline has passed are returned alone. Raises
+        RuntimeError when no row runs or waits.
         """
-        self._placed += self._scheduler.place()
-        starts = list(self._starts())
-        if starts:
-            self._decoding.start(starts)
-        self._new.add(*self._decoding.next())
+        if late := self._late():
+            self.cancel(late, "deadline")
+            return late
+        for slot, row in self._scheduler.place():
+            start = self._starts[slot] = self._start(slot, row)
+            self._pieces.add(slot, row, start.cached, len(start.ids))
+        self._compute_prompts()
+        if self._pieces and not self._new.left.any():
+            return []  # no prompt is complete
+        self._new.add(self._decoding.next())
         found, stopped = [], []
         for slot in self._new.slots(each_token).tolist():
             row = self._scheduler.row_of(slot)
@@ -89,7 +106,24 @@ class Batch:
             self._decoding.stop(np.array(stopped, np.int32))
         return found
 
-    def cancel(self, rows: Sequence[Row]) -> None:
+    def _late(self) -> list[Row]:
+        """Rows that run or wait after their deadline.
+
+        Forgets rows that have ended, up to the first one that has not.
+        """
+        late, now = [], monotonic()
+        while self._deadlines:
+            deadline, _, row = self._deadlines[0]
+            if row.finish_reason is None:
+                if deadline > now:
+                    break
+                late.append(row)
+            heapq.heappop(self._deadlines)
+        return late
+
+    def cancel(
+        self, rows: Sequence[Row], reason: Literal["cancelled", "deadline"] = "cancelled"
+    ) -> None:
         """End rows that run or wait; those that have ended stay as they are."""
         for row in rows:
             if row.finish_reason:
@@ -97,8 +131,8 @@ class Batch:
             slot = self._scheduler.slot_of(row)
             if slot is None:
                 self._scheduler.remove(row)
-            elif (slot, row) in self._placed:
-                self._placed.remove((slot, row))
+            elif self._pieces.remove(row):
+                del self._starts[slot]
                 self._scheduler.release(slot)
             else:
                 taken = self._new.take(slot)
@@ -108,19 +142,25 @@ class Batch:
                 self._decoding.stop(np.array([slot], np.int32))
                 self._release(slot, row)
             if not row.finish_reason:
-                row.cancel()
+                row.cancel(reason)
 
-    def _starts(self) -> Iterator[Start]:
-        """Those of placed rows that this step starts: at least one, in order."""
-        tokens = 0
-        while self._placed:
-            slot, row = self._placed[0]
-            start = self._start(slot, row)
-            tokens += len(start.ids) - start.cached
-            self._placed.popleft()
-            yield start
-            if self._tokens_at_once is not None and tokens >= self._tokens_at_once:
-                return
+    def _compute_prompts(self) -> None:
+        """Compute the next pieces of prompts, and start the rows whose prompts are complete."""
+        more, complete = [], []
+        for slot, row, first, end, last in self._pieces.take():
+            start = self._starts[slot]._replace(cached=first)
+            if last:
+                complete.append(start)
+                del self._starts[slot]
+                self._new.begin(start, row.ends)
+                if self._computed is not None:
+                    self._started[slot] = start
+            else:
+                more.append(start._replace(ids=start.ids[:end]))
+        if more:
+            self._decoding.extend(more)
+        if complete:
+            self._decoding.start(complete)
 
     def _slot_for(self, row: Row, free: Sequence[int]) -> int:
         """The slot that has computed most of the row's first tokens; among equals the first one."""
@@ -130,10 +170,9 @@ class Batch:
 
     def _start(self, slot: int, row: Row) -> Start:
         start = row.start(slot)
-        self._new.begin(start, row.ends)
         if self._computed is not None:
             row.reused = _common(self._computed.pop(slot, None), start.ids)
-            self._started[slot] = start = start._replace(cached=row.reused)
+            start = start._replace(cached=row.reused)
         return start
 
     def _release(self, slot: int, row: Row, again: bool = False) -> None:
@@ -184,6 +223,8 @@ class _NewTokens:
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
         self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
         self._vocab_size = vocab_size
+        self._alternatives = np.zeros(slots, np.int64)  # that each slot reports
+        self._top: dict[int, list[Tops]] = {}  # of slots that report any
         self._endings: dict[Any, _Endings] = {}  # of the rows in slots, by what determines them
         self._of_slot: list[Any] = [None] * slots  # its key there
         self._count = np.zeros(slots, np.int64)  # tokens in the arrays
@@ -194,6 +235,7 @@ class _NewTokens:
     def begin(self, start: Start, ends: Ends) -> None:
         """Expect tokens of a slot. ends: of its row."""
         self.left[start.slot] = start.steps
+        self._alternatives[start.slot] = start.alternatives
         key = ends.stop, ends.stop_ids, id(ends.encoding)
         self._of_slot[start.slot] = key
         if key not in self._endings:
@@ -201,8 +243,11 @@ class _NewTokens:
             self._endings = {each: found for each, found in self._endings.items() if each in used}
             self._endings[key] = _Endings(ends, self._vocab_size)
 
-    def add(self, slots: Ids, tokens: Ids, logprobs: Floats) -> None:
-        """Store a token of each of these slots."""
+    def add(self, sampled: Sampled) -> None:
+        """Store a token of each of some slots."""
+        slots, tokens, logprobs, top = sampled
+        if top is not None:
+            self._add_top(slots, top)
         at = self._count[slots]
         self._tokens[slots, at] = tokens
         self._logprobs[slots, at] = logprobs
@@ -211,6 +256,12 @@ class _NewTokens:
         wrong = (tokens < 0) | np.isnan(logprobs)
         self._latest = slots
         self._ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
+
+    def _add_top(self, slots: Ids, top: Alternatives) -> None:
+        for n in np.flatnonzero(self._alternatives[slots]).tolist():
+            slot, K = int(slots[n]), int(self._alternatives[slots[n]])
+            pairs = zip(top.ids[n, :K].tolist(), top.logprobs[n, :K].tolist(), strict=True)
+            self._top.setdefault(slot, []).append(tuple((id, p) for id, p in pairs if id >= 0))
 
     def _may_end(self, slots: Ids, tokens: Ids) -> NDArray[np.bool_]:
         if len(self._endings) == 1:
@@ -227,7 +278,8 @@ class _NewTokens:
         """The slots whose tokens are to be taken: of the latest ones those that may end, or all."""
         return self._latest if each_token else self._latest[self._ending]
 
-    def take(self, slot: int) -> tuple[list[int], list[float]]:
-        """Remove and return the tokens of a slot and their log-probabilities."""
+    def take(self, slot: int) -> tuple[list[int], list[float], list[Tops]]:
+        """Remove and return tokens of a slot, their log-probabilities, and their alternatives."""
         count, self._count[slot] = self._count[slot], 0
-        return self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
+        both = self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
+        return (*both, self._top.pop(slot, []))

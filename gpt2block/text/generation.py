@@ -16,7 +16,14 @@ from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.run.model import Ids, ModelEngine
-from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
+from gpt2block.sampling import (
+    DEFAULT_TEMPERATURE,
+    LogitBias,
+    Sampling,
+    check_alternatives,
+    check_biased,
+    chosen,
+)
 from gpt2block.text import tokenizer
 from gpt2block.text.batching import Batch
 from gpt2block.text.lookup import Tokenizer, of_inputs, of_outputs
@@ -96,14 +103,17 @@ class Run:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
+        logit_bias: LogitBias = (),
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
+        top_logprobs: int = 0,
         samples: int = 1,
         overflow: Overflow = "error",
         rows_at_once: int | None = None,
     ) -> None:
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
+        top_logprobs = check_alternatives("top_logprobs", top_logprobs)
         samples = check_count("samples", samples)
         if rows_at_once is not None:
             rows_at_once = check_count("rows_at_once", rows_at_once)
@@ -127,8 +137,9 @@ class Run:
         ends = Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, ids, encoding)
         sampling = chosen(
             sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty,
+            repetition_penalty=repetition_penalty, logit_bias=logit_bias,
         )  # fmt: skip
+        check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, rows_at_once
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
@@ -144,7 +155,7 @@ class Run:
         def row(index: int) -> Row:
             start, more = starts[index // samples], index % samples
             options = replace(sampling, sample=sampling.sample + more) if more else sampling
-            return Row(start, options, reader, ends)
+            return Row(start, options, reader, ends, top_logprobs)
 
         self.rows = Rows(len(starts) * samples, row)
         longest = max(map(len, starts))

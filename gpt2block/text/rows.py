@@ -19,6 +19,7 @@ from gpt2block.text.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
 SHOWN_TEXT = 200  # characters of a text in `repr`
+Tops = tuple[tuple[int, float], ...]  # the most likely tokens at a position, and log-probabilities
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
     Argument("dtype", "float32"),
@@ -37,6 +38,8 @@ class Generation(ReadLater):
     finish_reason: "length" after max_new_tokens, "stop" after a stop string or stop token,
         "context" when the context has no position left.
     seed: the seed of the draw; the same seed and options give the same text.
+    top_logprobs: at the position of each token, the most likely tokens and their log-probabilities,
+        in descending order, if requested; else empty.
     """
 
     text: str
@@ -44,6 +47,7 @@ class Generation(ReadLater):
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     seed: int
+    top_logprobs: tuple[Tops, ...] = ()
 
     def _repr_html_(self) -> str:
         facts = f"{len(self.tokens):,} tokens, ended: {self.finish_reason}, seed {self.seed}"
@@ -76,14 +80,24 @@ class Row:
 
     Its tokens are decoded when the text is read, or at once where stop strings may end it.
     finish_reason: None until it ends; "error" if its logits were NaN or infinite, which `error`
-    says.
+    says; "cancelled", or "deadline" if it has not ended by then.
     """
 
-    def __init__(self, prompt: Ids, sampling: Sampling, encoding: Tokenizer, ends: Ends) -> None:
+    def __init__(
+        self,
+        prompt: Ids,
+        sampling: Sampling,
+        encoding: Tokenizer,
+        ends: Ends,
+        alternatives: int = 0,
+    ) -> None:
+        """alternatives: the number of most likely tokens in `tops`, at the place of each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
+        self.alternatives = alternatives
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.finish_reason: FinishReason | Literal["error", "cancelled"] | None = None
+        self.tops: list[Tops] = []
+        self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
         self._encoding = encoding
@@ -100,10 +114,12 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        return Start(slot, ids, self.sampling, steps, drawn, seen)
+        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives)
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens, the last of which may end the row."""
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Tops] = ()
+    ) -> None:
+        """Add tokens, the last of which may end the row. tops: where it has alternatives."""
         if tokens[-1] < 0 or math.isnan(logprobs[-1]):
             wrong = "NaN" if tokens[-1] < 0 else "infinite"
             count = len(self.tokens) + len(tokens) - 1
@@ -112,6 +128,8 @@ class Row:
             return
         self.tokens += tokens
         self.logprobs += logprobs
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
+            self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
             self._decode()
@@ -131,10 +149,10 @@ class Row:
         """Whether the first context has no position left for the token sampled last."""
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
         """End the row before its tokens do."""
         self.close()
-        self.finish_reason = "cancelled"
+        self.finish_reason = reason
 
     def close(self) -> None:
         """End the text: characters that were held back become part of it."""
@@ -156,10 +174,10 @@ class Row:
         self._taken = len(self._pieces)
         return piece
 
-    def take_tokens(self) -> tuple[list[int], list[float]]:
-        """The tokens added since the last call, and their log-probabilities."""
+    def take_tokens(self) -> tuple[list[int], list[float], list[Tops]]:
+        """The tokens added since the last call, log-probabilities, and alternatives if any."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
-        return self.tokens[first:], self.logprobs[first:]
+        return self.tokens[first:], self.logprobs[first:], self.tops[first:]
 
     @property
     def text(self) -> str:
@@ -177,8 +195,9 @@ class Row:
         assert reason is not None
         assert reason != "error"
         assert reason != "cancelled"
-        tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
-        found = Generation("", tokens, logprobs, reason, self.sampling.seed)
+        assert reason != "deadline"
+        tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
+        found = Generation("", tokens, logprobs, reason, self.sampling.seed, tops)
         return found.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
@@ -194,7 +213,7 @@ class Text:
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
         self.stopped = False
-        self._stop = stop
+        self._stop, self._longest = stop, max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
 
@@ -213,13 +232,12 @@ class Text:
         return text
 
     def _possible_stop(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string."""
-        return max(
-            (
-                size
-                for s in self._stop
-                for size in range(1, min(len(s), len(self._held) + 1))
-                if self._held.endswith(s[:size])
-            ),
-            default=0,
-        )
+        """Length of the longest suffix of the held text that is a prefix of a stop string.
+
+        The longest is tried first: a text that stays held is found at once, however long it is.
+        """
+        for at in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
+            suffix = self._held[at:]
+            if any(s.startswith(suffix) for s in self._stop):
+                return len(suffix)
+        return 0

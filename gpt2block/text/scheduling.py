@@ -1,13 +1,17 @@
-"""Which rows of a generation are computed in which slots of a decoding, and when they start."""
+"""Which rows of a generation are computed in which slots of a decoding, and when they start.
+
+RowScheduler gives rows to slots; PieceScheduler decides how much of their prompts a step computes.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
+PIECE = 2048  # tokens of a prompt after which a piece ends, counted from its beginning
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
 
 
@@ -101,3 +105,59 @@ class RowScheduler(Generic[Item]):
         self._row_of[slot] = None
         self._free.append(slot)
         self._running -= 1
+
+
+class Piece(NamedTuple):
+    """Tokens `first` to `end` of the prompt of a row in a slot. last: whether they end it."""
+
+    slot: int
+    row: Any
+    first: int
+    end: int
+    last: bool
+
+
+class PieceScheduler(Generic[Item]):
+    """Decides which parts of prompts are computed before a step, so that others wait for few.
+
+    Rows that wait take turns, with a piece each. Pieces end where a multiple of `piece` tokens of
+    the prompt does, whatever else runs, so that a prompt is always computed in the same pieces.
+    most: a step that has taken so many tokens takes no further piece. Together it therefore takes
+    fewer than `most` and `piece` tokens. None: no end within a prompt, or all prompts at once.
+    """
+
+    def __init__(self, most: int | None = None, piece: int | None = None) -> None:
+        self._most, self._piece = most, piece
+        self._waiting: deque[Piece] = deque()  # all that is left of each prompt
+
+    def __len__(self) -> int:
+        """The number of rows with a part of their prompt left."""
+        return len(self._waiting)
+
+    def add(self, slot: int, row: Item, first: int, end: int) -> None:
+        """Let a prompt wait, of which `first` tokens have been computed, and end - first not."""
+        self._waiting.append(Piece(slot, row, first, end, True))
+
+    def take(self) -> list[Piece]:
+        """The pieces before the next step: at most one of each row."""
+        taken: list[Piece] = []
+        tokens = 0
+        for _ in range(len(self._waiting)):
+            left = self._waiting.popleft()
+            end = left.end
+            if self._piece is not None:
+                end = min(end, (left.first // self._piece + 1) * self._piece)
+            taken.append(left._replace(end=end, last=end == left.end))
+            if end < left.end:
+                self._waiting.append(left._replace(first=end))
+            tokens += end - left.first
+            if self._most is not None and tokens >= self._most:
+                break
+        return taken
+
+    def remove(self, row: Item) -> bool:
+        """Forget a row that waits; False if it does not."""
+        found = [left for left in self._waiting if left.row is row]
+        for left in found:
+            self._waiting.remove(left)
+        return bool(found)

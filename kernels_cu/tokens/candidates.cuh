@@ -32,6 +32,9 @@
 #ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
+#ifndef SAMPLE_BIAS  // 1: tokens can have biases
+#define SAMPLE_BIAS 0
+#endif
 #ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
 #define SAMPLE_LIST SAMPLE_THREADS
 #endif
@@ -39,7 +42,8 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
-constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1;
+constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, BIASED = SAMPLE_BIAS;
+constexpr int BIASES = 128;           // of a sequence; the first one says whether it has any
 constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
 constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
@@ -71,12 +75,13 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), null if the penalty is 1
+    const unsigned char* seen;  // (V), null if it changes no logit
     int V;
     float penalty, less;        // the penalty and its reciprocal
     float max, inverse, scale;  // maximum of l; 1 / temperature; fine bins per unit of l
     int first, end;             // the columns of this block
     float* stored;              // and their l
+    const float* bias;          // (BIASES)
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
     __device__ __forceinline__ float position(float l) const {
@@ -85,8 +90,9 @@ struct Row {
     }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
-    __device__ __forceinline__ float penalised(float x, bool seen) const {
-        return x * (seen ? x > 0.0f ? less : penalty : 1.0f);
+    __device__ __forceinline__ float changed(float x, unsigned char seen) const {  // by bias and penalty
+        if (BIASED && seen > 1) x += bias[seen / 2];
+        return x * ((BIASED ? seen % 2 : seen) ? x > 0.0f ? less : penalty : 1.0f);
     }
 };
 
@@ -101,7 +107,7 @@ __device__ __forceinline__ void visit(const Row& row, int first, int end, int st
             unsigned char seen[LATER];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
 #pragma unroll
-            for (int i = 0; i < LATER; ++i) l[i] = row.penalised(l[i], seen[i]);
+            for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i]);
         }
         f(l);
     }

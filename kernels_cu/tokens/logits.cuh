@@ -1,6 +1,7 @@
 // Helpers for the kernels that read whole rows of logits.
 //
-// Online: the maximum and the sum of exp(x - max), computed in one pass over a row and combined from parts.
+// Online: the maximum and the sum of exp(x - max), computed in one pass over a row and combined from parts. Best: the
+// largest logit and its token.
 //
 // Neighbouring threads read neighbouring floats, with several loads per thread in flight. 16-byte loads would make the
 // values that a thread adds up depend on the row's address, as the vocabulary size can be odd: a row would have
@@ -31,6 +32,30 @@ struct Online {
     __device__ __forceinline__ Online of_warp() const {  // combined with the other lanes
         const float all = lanes_max<32>(max);
         return {all, lanes_sum<32>(sum * __expf(max - reference_point(all)))};
+    }
+};
+
+struct Best {
+    float l;
+    int id;  // the lowest id with this l
+
+    __device__ __forceinline__ bool before(const Best& other) const {
+        return l > other.l || (l == other.l && id < other.id);
+    }
+
+    __device__ __forceinline__ void add(const Best& other) {
+        const bool better = other.before(*this);
+        *this = {better ? other.l : l, better ? other.id : id};
+    }
+
+    __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
+        Best all = *this;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            const float other = __shfl_xor_sync(0xffffffffu, all.l, distance);
+            all.add({other, __shfl_xor_sync(0xffffffffu, all.id, distance)});
+        }
+        return all;
     }
 };
 

@@ -1,10 +1,11 @@
 // Chooses the next token of each row from its logits, on the device.
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
-//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
+//   seen (B, V): 1 for tokens that have occurred, plus with SAMPLE_BIAS twice the place of their bias in bias (B, 128),
+//   of which place 0 says whether the sequence has biases; step (B): tokens drawn so far; position, token, logprob (B);
 //   row (M): the sequence of each row of logits. Without it, row m is that of sequence m
 //
-//   l     = logit; for a seen token, multiplied by 1 / penalty if it is positive, else by the penalty
+//   l     = logit + bias; for a seen token, multiplied by 1 / penalty if it is positive, else by the penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
 //   top-k   keeps the k largest l. top-p keeps the fewest largest of these whose masses reach a fraction p of all. Ties
 //           with the last one kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
@@ -49,26 +50,6 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     return (u64)c[1] << 32 | c[0];
 }
 
-struct Best {
-    float l;
-    int id;  // the lowest id with this l
-
-    __device__ __forceinline__ void add(const Best& other) {
-        const bool better = other.l > l || (other.l == l && other.id < id);
-        *this = {better ? other.l : l, better ? other.id : id};
-    }
-
-    __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
-        Best all = *this;
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            const float other = __shfl_xor_sync(0xffffffffu, all.l, distance);
-            all.add({other, __shfl_xor_sync(0xffffffffu, all.id, distance)});
-        }
-        return all;
-    }
-};
-
 // Copies this block's part of the row to shared memory, unless only the largest l counts, and with FIRST_STORED the
 // columns of its first pass behind it.
 __device__ void request(const Row& row, bool greedy) {
@@ -88,7 +69,7 @@ __device__ void receive(const Row& row, bool greedy) {
     if (row.seen && !greedy) {
         for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // this thread's copies
             float& l = row.stored[i - row.first];
-            l = row.penalised(l, row.seen[i]);
+            l = row.changed(l, row.seen[i]);
         }
     }
     __syncthreads();
@@ -119,7 +100,7 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
                 unsigned char seen[FIRST];
                 load_columns(row.seen + first, row.V - first, PASS, (unsigned char)0, seen);
 #pragma unroll
-                for (int i = 0; i < FIRST; ++i) l[i] = row.penalised(raw[i], seen[i]);
+                for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], seen[i]);
             }
             online.take(raw);
 #pragma unroll
@@ -265,6 +246,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* next_token,                  // (M) or null, as are the next two: a copy of token
     int* next_position,               // (M): a copy of position
     int* turn,                        // (M): incremented, also where nothing is sampled
+    const float* bias,                // (B, 128) with SAMPLE_BIAS
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
     int B, int V, int n_ctx) {
     __shared__ Shared s;
@@ -283,7 +265,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const int k = top_k[b], length = (V + RANKS - 1) / RANKS;
     Row values = {logits + (long long)m * V, seen + (long long)b * V, V, repetition_penalty[b]};
     values.less = 1.0f / values.penalty;
-    if (values.penalty == 1.0f) values.seen = nullptr;
+    if (BIASED) values.bias = bias + (long long)b * BIASES;
+    if (values.penalty == 1.0f && !(BIASED && values.bias[0] != 0.0f)) values.seen = nullptr;
     values.first = min(rank * length, V);
     values.end = min(values.first + length, V);
     values.stored = stored;
@@ -327,7 +310,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         to[0] = chosen;
         to[M] = __float_as_int(likely);
     }
-    if (!none) seen[(long long)b * V + id] = 1;
+    unsigned char& now_seen = seen[(long long)b * V + id];
+    if (!none) now_seen = BIASED ? now_seen | 1 : 1;
 }
 
 // grid (ceil(N / blockDim.x)), block (any)

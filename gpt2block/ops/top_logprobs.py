@@ -1,0 +1,53 @@
+"""The most likely tokens of each row of logits, with their log-probabilities.
+
+Kernel: tokens/top.cu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.ops._rows import check_rows
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, variant
+from gpt2block.ops.warm import call
+from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives
+
+FILE = "tokens/top.cu"
+THREADS = 512
+
+
+def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
+    """One block per row; tests pass fewer threads than the default."""
+    defines = () if threads == THREADS else (("TOP_THREADS", threads),)
+    return Geometry("top_logprobs_kernel", (rows,), (threads,), defines=defines)
+
+
+@variant(
+    "top",
+    FILE,
+    "top_logprobs_kernel",
+    idea="a thread keeps the best few of its columns; each warp lists its K best, one merges",
+    block=THREADS,
+)
+def _block(c: Call) -> Launch:
+    check_rows("logits", c.logits)
+    c.make("logprobs")
+    return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
+
+
+def bind(inputs: tuple[Any, ...], out: Any = None, *, K: int = MOST_ALTERNATIVES) -> Bound:
+    """inputs (logits (M, V),), out (ids (M, K) of int32, logprobs (M, K)). Raises InputError."""
+    K = check_alternatives("K", K, least=1)
+    return TOP_LOGPROBS.bound_to(TOP_LOGPROBS.checked(inputs, out, K=K))
+
+
+TOP_LOGPROBS = Operation(name="top_logprobs", variants=(_block,), binder=bind)
+
+
+def top_logprobs(logits: CudaArray, K: int = MOST_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
+    """`reference.top_logprobs` on a CuPy array (M, V) of float32; raises InputError."""
+    done = call(TOP_LOGPROBS.bind_on_device, contiguous(logits), K=K)
+    return done.out, done.extra[0]

@@ -1,0 +1,262 @@
+"""The page at /, and what only this page asks for.
+
+The page writes texts with /v1/completions and /v1/chat/completions, as any client does. Its own
+addresses give the tokens of a text, the distribution of the next token, and the page of `explain`
+for a forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from gpt2block import reference
+from gpt2block.config import model_shapes
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.explain import Page, collect
+from gpt2block.run.model import Floats, Ids
+from gpt2block.sampling import Sampling, probabilities
+from gpt2block.serve.answers import TextForm
+from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
+from gpt2block.text.encoding import Encoding
+
+SHOWN = 40  # tokens of a distribution
+KEPT_LOGITS = 16  # texts whose next token's logits are kept, for the sliders
+MOST_EXPLAINED = 256  # tokens of a forward pass that is explained
+MOST_PARAMETERS = 2**29  # of a model that is explained, which needs its weights in float64: 4 GiB
+MOST_EXPLAINING = 8  # forward passes that are explained or wait for it; one is at a time
+KEPT_PAGES = 8  # of `explain`, each of a few MB
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+IdsOf = Callable[[Any, str], Ids]  # of a text or of token ids, and the name of its field
+MakeRoute = Callable[..., Route]
+
+
+class TokensRequest(Body):
+    """Of /play/tokens."""
+
+    prompt: str | Tokens
+
+
+class NextRequest(Drawn):
+    """Of /play/next. token: one that is told in any case."""
+
+    ids: Tokens = Field(min_length=1)
+    token: int | None = Field(None, ge=0)
+
+
+class ExplainRequest(Body):
+    """Of /play/explain."""
+
+    ids: Tokens = Field(min_length=1)
+
+
+class Play:
+    """The page of a server, and its addresses.
+
+    encoding, name: the server's. ids_of: raises ApiError for what is no prompt. in_thread: runs a
+    function in a worker thread, as the steps of the running rows go on; in_pass: one that computes
+    a pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        encoding: Encoding,
+        name: str,
+        ids_of: IdsOf,
+        in_thread: Callable[..., Awaitable[Any]],
+        in_pass: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._model, self._encoding, self._name = model, encoding, name
+        self._ids_of, self._in_thread, self._in_pass = ids_of, in_thread, in_pass
+        self._form = TextForm(name, encoding)
+        self._html = files("gpt2block.serve").joinpath("page.html").read_text(encoding="utf-8")
+        self._headers = _headers(_policy(self._html))
+        self._logits: OrderedDict[bytes, asyncio.Future[Floats]] = OrderedDict()
+        self._pages: OrderedDict[str, str] = OrderedDict()
+        self._explaining, self._one = 0, asyncio.Lock()
+
+    def routes(self, behind_key: MakeRoute) -> list[Route]:
+        """The page itself needs no key; a page of `explain` has an address that none can guess."""
+        return [
+            Route("/", self.page),
+            behind_key("/play/model", self.about),
+            behind_key("/play/tokens", self.tokens, TokensRequest),
+            behind_key("/play/next", self.next, NextRequest),
+            behind_key("/play/explain", self.explain, ExplainRequest),
+            Route("/play/explain/{ticket}", self.explained),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(self._html, headers=self._headers)
+
+    async def about(self, request: Request) -> Response:
+        """What the page has to know of the model."""
+        config, engine = self._model.config, self._model.engine
+        found = {
+            "model": self._name,
+            "device": engine.describe(),
+            "dtype": engine.dtype,
+            "n_ctx": config.n_ctx,
+            "vocab_size": config.vocab_size,
+            "chat": await self._in_thread(self._has_template),
+            "explained": self._most_explained(),
+        }
+        return JSONResponse(found)
+
+    async def tokens(self, request: Request, given: TokensRequest) -> Response:
+        """The tokens of a text, or the texts of token ids."""
+
+        def found() -> list[dict[str, Any]]:
+            return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
+
+        return JSONResponse({"tokens": await self._in_thread(found)})
+
+    async def next(self, request: Request, given: NextRequest) -> Response:
+        """The distribution of the token after these ids, before and after the sampling options."""
+        token, V = given.token, self._model.config.vocab_size
+        if token is not None and token >= V:
+            raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
+        logits = await self._kept_logits(self._ids_of(given.ids, "ids"))
+        return JSONResponse(await self._in_thread(self._distribution, logits, given))
+
+    async def explain(self, request: Request, given: ExplainRequest) -> Response:
+        """Make the page of `explain` for a forward pass, one at a time. Tells its address."""
+        ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
+        if not most:
+            parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
+            raise ApiError(400, f"explain: expected {parameters}: use gpt2block explain")
+        if len(ids) > most:
+            problem = f"ids: expected at most {most} tokens to explain, got {len(ids)}"
+            raise ApiError(400, problem, "ids")
+        if self._explaining == MOST_EXPLAINING:
+            problem = "the server explains as many forward passes as it takes: try again later"
+            raise ApiError(503, problem, code="overloaded")
+        self._explaining += 1
+        try:
+            async with self._one:
+                html = await self._in_pass(self._explanation, ids)
+        finally:
+            self._explaining -= 1
+        ticket = secrets.token_urlsafe(16)
+        _keep(self._pages, ticket, html, KEPT_PAGES)
+        return JSONResponse({"path": f"play/explain/{ticket}"})
+
+    async def explained(self, request: Request) -> Response:
+        """A page that was made; a frame and a new tab cannot send a key."""
+        html = self._pages.get(request.path_params["ticket"])
+        if html is None:
+            problem = "The server no longer has this page: explain the position again."
+            return PlainTextResponse(problem, 404, _headers("default-src 'none'"))
+        return HTMLResponse(html, headers=_headers(EXPLAINED))
+
+    # --- what the answers have --------------------------------------------------------------------
+
+    def _has_template(self) -> bool:
+        try:
+            return self._model.chat_template is not None
+        except CheckpointError:
+            return False
+
+    def _most_explained(self) -> int:
+        """Tokens; 0 for a model that is too large."""
+        config = self._model.config
+        parameters = sum(map(math.prod, model_shapes(config).values()))
+        return min(MOST_EXPLAINED, config.n_ctx) if parameters <= MOST_PARAMETERS else 0
+
+    def _token(self, id: int) -> dict[str, Any]:
+        return {"id": id, "token": self._form.token(id)}
+
+    async def _kept_logits(self, ids: Ids) -> Floats:
+        """The logits after ids, (V,). Requests for the same ids wait for the same pass."""
+        key = ids.tobytes()
+        if key not in self._logits:
+            computed = asyncio.ensure_future(self._in_pass(self._last_logits, ids))
+            _keep(self._logits, key, computed, KEPT_LOGITS)
+        self._logits.move_to_end(key)
+        try:
+            return await asyncio.shield(self._logits[key])
+        except Exception:
+            self._logits.pop(key, None)
+            raise
+
+    def _last_logits(self, ids: Ids) -> Floats:
+        (logits,) = self._model.engine.forward([ids], "last")
+        found: Floats = np.asarray(logits, np.float32)
+        if not np.isfinite(found).all():
+            raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
+        return found
+
+    def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, Any]:
+        of_model = reference.softmax(logits.astype(np.float64))
+        drawn = probabilities(logits, Sampling(**given.drawing()))
+
+        def entry(id: int) -> dict[str, Any]:
+            told = {"probability": float(of_model[id]), "drawn": float(drawn[id])}
+            return {**self._token(id), **told, "rank": 1 + int((logits > logits[id]).sum())}
+
+        positive = drawn[drawn > 0]
+        return {
+            "tokens": [entry(id) for id in np.argsort(-logits, kind="stable")[:SHOWN].tolist()],
+            "token": None if given.token is None else entry(given.token),
+            "kept": len(positive),
+            "entropy": max(0.0, float(-(positive * np.log2(positive)).sum())),  # bits
+        }
+
+    def _explanation(self, ids: Ids) -> str:
+        return Page(collect(self._model.engine, self._encoding, self._name, ids, 0)).html
+
+
+# Scripts of the page of `explain` run without this origin, so that they cannot read the key.
+EXPLAINED = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; sandbox allow-scripts"
+)
+
+
+def _policy(html: str) -> str:
+    """A Content-Security-Policy that allows this page's own script and style, and no others."""
+    hashes = {tag: _hash(html, tag) for tag in ("script", "style")}
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
+        "connect-src 'self'; frame-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _hash(html: str, tag: str) -> str:
+    """The source expression of the page's only element of this kind."""
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
+
+
+def _headers(policy: str) -> dict[str, str]:
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-store",
+    }
+
+
+def _keep(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Add a value, and forget the oldest one beyond `most`."""
+    kept[key] = value
+    if len(kept) > most:
+        kept.popitem(last=False)

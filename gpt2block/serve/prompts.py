@@ -1,0 +1,28 @@
+"""The tokens of a prompt, with the most likely ones in the place of each."""
+
+from __future__ import annotations
+
+from gpt2block import reference
+from gpt2block.run.model import Ids, ModelEngine
+from gpt2block.serve.answers import Scored
+
+POSITIONS = 64  # whose logits are in memory together
+
+
+def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Scored:
+    """All tokens of a prompt, by a pass over it.
+
+    The first one has neither a log-probability nor alternatives.
+    """
+    found = Scored(ids[:1].tolist(), [None], [()])
+    cache = engine.new_cache(1, len(ids))
+    for begin in range(0, len(ids) - 1, POSITIONS):
+        inputs = ids[begin : min(begin + POSITIONS, len(ids) - 1)]
+        targets = ids[begin + 1 : begin + 1 + len(inputs)]
+        (logits,) = engine.forward([inputs], "logits", cache)
+        logprobs = reference.log_likelihood(logits, targets).tolist()
+        top_ids, top_logprobs = (each.tolist() for each in reference.top_logprobs(logits))
+        pairs = zip(top_ids, top_logprobs, strict=True)
+        tops = [tuple(zip(*pair, strict=True))[:alternatives] for pair in pairs]
+        found.add(Scored(targets.tolist(), logprobs, tops))
+    return found
