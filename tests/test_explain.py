@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -18,12 +19,22 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
-from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, Llama, LlamaWeights, reference
+from gpt2block import (
+    GPT2,
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    Llama,
+    LlamaWeights,
+    from_pretrained,
+    reference,
+)
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
+from gpt2block.passes import model_steps
 from tests.markov import byte_encoding
 from tests.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
 
@@ -38,6 +49,8 @@ def model() -> GPT2:
 
 def values(grid: dict[str, Any]) -> NDArray[np.float64]:
     """The numbers of a grid or a list, as the page decodes them."""
+    if "scale" not in grid:
+        return np.frombuffer(b64decode(grid["values"]), "<f4").astype(np.float64)
     halves = np.frombuffer(b64decode(grid["values"]), "<f2").astype(np.float64)
     return halves * (grid["scale"] or 1)
 
@@ -146,6 +159,97 @@ def test_attention_lens_surprisal_and_logits_are_the_models() -> None:
     np.testing.assert_array_equal(data["next"]["shown"], np.argsort(-logits, kind="stable")[:24])
 
 
+def products_agree(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -> None:
+    """The held rows and columns are those of trace and weights, and their products those of y."""
+    config = made.config
+    trace = made.trace(ids)
+    stored = {name: a.T if kind == "NK" else a for name, a, kind in made.engine.tensors()}
+    stored.setdefault("lm_head", stored["wte"])
+    inputs = {step.name: step.inputs for step in model_steps(config) if step.op == "matmul_bias"}
+    names = [name for name in inputs if name.startswith(f"h.{layer}.") or name == "logits"]
+    products = data["opened"]["products"]
+    assert [name.rpartition(".")[2] for name in names] == list(products)
+    for name in names:
+        product = products[name.rpartition(".")[2]]
+        rows, columns = product["rows"], product["columns"]
+        x_name, w_name, b_name = inputs[name]
+        x = values(product["x"]).reshape(len(rows), -1)
+        w = values(product["w"]).reshape(len(columns), -1)
+        y = values(product["y"]).reshape(len(rows), len(columns))
+        assert rows[-1] == len(ids) - 1
+        np.testing.assert_array_equal(x, trace[x_name][rows])
+        np.testing.assert_array_equal(y, trace[name][np.ix_(rows, columns)])
+        np.testing.assert_allclose(w, stored[w_name][:, columns].T, 2**-11, 1e-9)
+        sums = x @ w.T
+        assert (product["b"] is None) == (b_name == "")
+        if b_name:
+            np.testing.assert_array_equal(values(product["b"]), stored[b_name][columns])
+            sums += values(product["b"])
+        np.testing.assert_allclose(sums, y, 1e-3, 2**-10 * np.abs(y).max())
+
+
+def attention_agrees(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -> None:
+    """Q, K and V of the page give the weights of `attention` and the traced result."""
+    config, T, D = made.config, len(ids), made.config.head_size
+    held = data["opened"]["attention"]
+    n = held["tokens"]
+    rows = values(held["rows"]).reshape(n, -1)
+    exact = "scale" not in held["rows"]
+    q, k, v = np.split(rows, [config.q_width, config.q_width + config.kv_width], axis=1)
+    group = config.q_width // config.kv_width
+    result = made.trace(ids)[f"h.{layer}.attn"]
+    for head in range(config.n_head):
+        own, shared = (slice(i * D, (i + 1) * D) for i in (head, head // group))
+        weights = reference.softmax(q[:, own] @ k[:, shared].T / np.sqrt(D), causal=True)
+        expected = made.attention(ids)[layer, head]
+        assert expected.shape == (T, T)
+        np.testing.assert_allclose(weights, expected[:n, :n], atol=1e-5 if exact else 0.01)
+        largest = np.abs(result).max()
+        error = (1e-5 if exact else 0.01) * largest
+        np.testing.assert_allclose(weights @ v[:, shared], result[:n, own], atol=error)
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "shakespeare-llama"])
+def test_the_opened_block_has_the_numbers_of_the_trace(name: str) -> None:
+    made = from_pretrained(name, device="cpu")
+    ids = made._tokens(TEXT)
+    data = made.explain(TEXT, layer=2).data
+    assert data["opened"]["attention"]["tokens"] == len(TEXT)
+    assert data["opened"]["products"]["qkv"]["rows"] == list(range(len(TEXT)))
+    products_agree(made, data, ids, 2)
+    attention_agrees(made, data, ids, 2)
+    columns = data["opened"]["products"]["logits"]["columns"]
+    logits = made(ids)[-1]
+    assert set(columns) == set(np.argsort(-logits, kind="stable")[: len(columns)].tolist())
+
+
+def test_a_long_text_opens_its_first_tokens_alone() -> None:
+    config = GPT2Config(n_layer=1, n_head=3, n_embd=384, n_ctx=256, vocab_size=61)
+    made = GPT2(GPT2Weights.random(0, config), "cpu")
+    ids = np.arange(200) % 61
+    data = made.explain(ids).data
+    assert data["opened"]["attention"]["tokens"] == 200_000 // (3 * 384)
+    assert 10 < len(data["opened"]["products"]["ff2"]["rows"]) < 50
+    products_agree(made, data, ids, 0)
+    attention_agrees(made, data, ids, 0)
+
+
+def test_a_rounded_kv_cache_opens_as_attention_reads_it() -> None:
+    made = Llama(LlamaWeights.random(0, LLAMA), "cpu", "bfloat16", kv_dtype="float8_e5m2")
+    ids = np.array([3, 1, 4, 1, 5])
+    attention_agrees(made, made.explain(ids, layer=1).data, ids, 1)
+
+
+def test_bytes_that_are_no_character_are_shown_in_hex() -> None:
+    data = model().explain("né 🙂").data
+    assert [token["text"] for token in data["tokens"]] == [
+        "n", r"\xc3", r"\xa9", " ", r"\xf0", r"\x9f", r"\x99", r"\x82"
+    ]  # fmt: skip
+    assert data["text"] == "né 🙂"
+    assert data["tokens"][1]["bytes"] == "c3"
+    assert not any("\ufffd" in text for text in data["texts"].values())
+
+
 def test_a_llama_has_its_own_steps() -> None:
     made = Llama(LlamaWeights.random(0, LLAMA), "cpu")
     data = made.explain([3, 1, 4, 1, 5]).data
@@ -218,7 +322,10 @@ def test_encoded_numbers_survive() -> None:
     assert np.isnan(found[4])
     assert found[5] == np.inf
     assert not values(grids.encoded(np.zeros(3, np.float32))).any()
-    np.testing.assert_allclose(values(grids.encoded(np.array([1e-40, -2e-40]))), [1e-40, -2e-40])
+    halves = np.array([1.5, -(2.0**-24), 0.333, 2.0**14, 2.0**-14 + 2.0**-24], np.float16)
+    np.testing.assert_array_equal(values(grids.encoded(halves)), halves.astype(np.float64))
+    tiny = halves.astype(np.float64) * 2.0**-140
+    np.testing.assert_array_equal(values(grids.encoded(tiny)), tiny)
 
 
 def test_texts_cannot_become_elements() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, Llama, LlamaWeights
+from gpt2block import GPT2, Llama, LlamaWeights, from_pretrained
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect
+from gpt2block.passes import architecture_of
 from gpt2block.sampling import Sampling, masses
 from tests.markov import byte_encoding
 from tests.test_explain import EVIL, LLAMA
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 TEXT = "To be, or not to be"
 LAYER = 2
+BUTTONS = "button:not([hidden]), input, select, canvas[tabindex], pre"
 ARGUMENTS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--force-prefers-reduced-motion",
@@ -79,6 +83,17 @@ def press(page: Any, *keys: str) -> None:
 
 def focused(page: Any, attribute: str) -> str | None:
     found: str | None = page.switch_to.active_element.get_attribute(attribute)
+    return found
+
+
+def number(text: str) -> float:
+    """A number as the page writes it."""
+    return float(text.strip("()").replace("−", "-"))
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText)"
+    found: list[str] = page.execute_script(script, selector)
     return found
 
 
@@ -151,6 +166,16 @@ def test_sliders_give_the_distribution_of_the_sampler(
         assert float(row.get_attribute("data-p")) == pytest.approx(p, rel=1e-6)
     kept = int((expected > 0).sum())
     assert find(page, "#next-readout").text.startswith(f"{kept} of 256 tokens can be drawn")
+    unfiltered = replace(Sampling(**options), top_p=1.0)
+    logits = model(model._tokens(TEXT))[-1]
+    possible, after_k = (
+        int((masses(logits, each) > 0).sum()) for each in (replace(unfiltered, top_k=0), unfiltered)
+    )
+    why = find(page, "#next-kept").text
+    assert why.startswith(f"{256 - possible} tokens are less than") == (possible < 256)
+    assert (f"Top-k keeps the {after_k} token" in why) == (after_k < possible)
+    assert (f"of what is left: {kept} token" in why) == (kept < after_k)
+    assert ("are off" in why) == (not {"top_k", "top_p"} & options.keys())
 
 
 def test_temperature_zero_is_greedy(page: Any, model: GPT2) -> None:
@@ -191,7 +216,7 @@ def test_arrow_keys_read_the_heatmaps(page: Any, model: GPT2) -> None:
     name, _, value = find(page, "#detail .readout").text.partition(": ")
     assert name == "token 3 “b”, channel 7"
     expected = model.trace(ids)[f"h.{LAYER}.ln1"][3, 7]
-    assert float(value.replace("−", "-")) == pytest.approx(expected, rel=1e-3)
+    assert number(value) == pytest.approx(expected, rel=1e-3)
     find(page, "[data-head='2']").click()
     page.execute_script("document.querySelector('#attention-map canvas').focus()")
     press(page, Keys.HOME, *[Keys.ARROW_RIGHT] * 15, *[Keys.ARROW_UP] * 2)
@@ -199,9 +224,258 @@ def test_arrow_keys_read_the_heatmaps(page: Any, model: GPT2) -> None:
     assert name == "“·” (16) reads “o” (15) with weight"
     expected = model.attention(ids)[LAYER, 2, 16, 15]
     assert expected > 1e-3
-    assert float(value.replace("−", "-")) == pytest.approx(expected, rel=1e-3)
+    assert number(value.removesuffix("%")) / 100 == pytest.approx(expected, abs=6e-4)
     press(page, Keys.ENTER)
     assert find(page, "#attended-title").text == "What “·” (16) reads"
+
+
+def row_of_attention(made: Any, ids: Any, position: int, head: int) -> dict[str, Any]:
+    """The same as `attentionRow` of the page, with NumPy in float64, from the traced Q, K and V."""
+    config, D = made.config, made.config.head_size
+    trace = made.trace(ids)
+    rows = trace[f"h.{LAYER}.{architecture_of(config).QKV}"].astype(np.float64)
+    q, k, v = np.split(rows, [config.q_width, config.q_width + config.kv_width], axis=1)
+    shared = head * (config.kv_width // D) // config.n_head
+    q, k, v = (x[:, i * D : (i + 1) * D] for x, i in ((q, head), (k, shared), (v, shared)))
+    scores = k[: position + 4] @ q[position]
+    masked = np.where(np.arange(len(scores)) > position, -np.inf, scores / np.sqrt(D))
+    weights = np.exp(masked - masked.max()) / np.exp(masked - masked.max()).sum()
+    output = weights[: position + 1] @ v[: position + 1]
+    stored = trace[f"h.{LAYER}.attn"][position, head * D : (head + 1) * D]
+    np.testing.assert_allclose(output, stored, rtol=1e-4, atol=1e-5)
+    return {"scores": scores, "scaled": scores / np.sqrt(D), "masked": masked, "weights": weights,
+            "output": output, "values": v}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["shakespeare", "shakespeare-llama"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
+    """A model of each architecture and its page; the Llama's queries are grouped."""
+    made = from_pretrained(request.param, device="cpu")
+    path = tmp_path_factory.mktemp(request.param) / "page.html"
+    return made, made.explain(TEXT, layer=LAYER).save(path)
+
+
+@pytest.mark.parametrize(("position", "head"), [(0, 0), (9, 3), (18, 2)])
+def test_a_row_of_attention_agrees_with_numpy(
+    browser: Any, opened: tuple[Any, Path], position: int, head: int
+) -> None:
+    made, path = opened
+    load(browser, path)
+    browser.execute_script("selectPosition(arguments[0])", position)
+    find(browser, f"[data-head='{head}']").click()
+    expected = row_of_attention(made, made._tokens(TEXT), position, head)
+    found = browser.execute_script(
+        "const row = attentionRow(...arguments); return Object.fromEntries(Object.entries(row)"
+        ".map(([name, of]) => [name, of.map ? Array.from(of, each => `${each}`) : of]))",
+        position, head,
+    )  # fmt: skip
+    for name in ("scores", "scaled", "masked", "weights", "output"):
+        numbers = np.array([float(each) for each in found[name]])
+        np.testing.assert_allclose(numbers, expected[name], rtol=1e-9, atol=1e-12)
+    read = int(np.argmax(expected["weights"]))
+    for step, name in enumerate(("scores", "scaled", "masked", "weights")):
+        find(browser, f"#opened-{step}").click()
+        cells = texts(browser, "#opened-panel tbody td.now")
+        assert len(cells) == len(expected[name]) == min(len(TEXT), position + 4)
+        for token, (cell, value) in enumerate(zip(cells, expected[name], strict=True)):
+            if value == -np.inf:
+                assert (cell, token > position) == ("−∞", True)
+            elif name == "weights":
+                assert cell.startswith(("<", "99.9+")) or number(
+                    cell.removesuffix("%")
+                ) / 100 == pytest.approx(value, abs=6e-4)
+            else:
+                assert number(cell) == pytest.approx(value, rel=1e-3)
+        # the equations of the token with the largest weight end with its number
+        last = texts(browser, "#opened-panel .equation")[-1].split(" = ")[-1]
+        assert last == cells[read]
+    find(browser, "#opened-4").click()
+    assert number(texts(browser, "#opened-panel tfoot td")[-1]) == pytest.approx(
+        expected["output"][0], rel=1e-3
+    )
+    assert browser.get_log("browser") == []
+
+
+def test_a_row_of_attention_is_read_by_keyboard(page: Any, model: GPT2) -> None:
+    from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
+
+    page.execute_script("selectPosition(9); document.querySelector('#opened-0').focus()")
+    press(page, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert focused(page, "id") == "opened-2"
+    assert find(page, "#opened-panel").get_attribute("aria-labelledby") == "opened-2"
+    assert "after “·” (9) become −∞" in find(page, "#opened-panel p").text
+    page.execute_script("document.querySelector('#opened-panel [aria-pressed=true]').focus()")
+    press(page, Keys.END)
+    assert focused(page, "data-token") == "12"
+    assert "comes after “·” (9)" in find(page, ".opened-detail").text
+    press(page, Keys.HOME, Keys.ARROW_DOWN)
+    assert find(page, ".opened-detail h4").text == "“o” (1)"
+    press(page, Keys.ARROW_UP, Keys.ARROW_UP)
+    assert focused(page, "data-token") == "0"
+    page.execute_script("document.querySelector('#opened-4').focus()")
+    press(page, Keys.ENTER)
+    page.execute_script("document.querySelector('#opened-panel canvas').focus()")
+    press(page, Keys.HOME, *[Keys.ARROW_RIGHT] * 5)
+    expected = row_of_attention(model, model._tokens(TEXT), 9, 0)["output"][5]
+    assert texts(page, "#opened-panel thead th")[-1] == "× v[5]"
+    assert number(texts(page, "#opened-panel tfoot td")[-1]) == pytest.approx(expected, rel=1e-3)
+    page.execute_script("document.querySelector('[data-part=\"4\"]').click()")
+    assert "of block 2 alone" in find(page, "#opened").text
+    find(page, "#opened button").click()
+    assert find(page, "#flow [aria-pressed='true']").text.startswith("block 2")
+    assert page.find_elements("css selector", "#opened-panel")
+
+
+def product_shown(page: Any, made: Any, step: str) -> tuple[int, int]:
+    """Check the sum that the page shows for one number of a product. Returns row and column."""
+    ids = made._tokens(TEXT)
+    trace = made.trace(ids)
+    found = re.match(rf"{step}\[(\d+), (\d+)\] = (\w+)\[\d+, :\] · (\w+)",
+                     find(page, "#product .equation").text)  # fmt: skip
+    assert found
+    row, column = int(found[1]), int(found[2])
+    prefix = "" if step == "logits" else f"h.{LAYER}."
+    x = trace[prefix + found[3]][row]
+    weights = {n: a.T if kind == "NK" else a for n, a, kind in made.engine.tensors()}
+    w = weights["wte" if step == "logits" else prefix + found[4]][:, column]
+    y = trace[prefix + step][row, column]
+    text = find(page, "#product-sum").text
+    first = re.findall(r"(\S+) × (\S+) \+", text)
+    assert len(first) == 4
+    for k, pair in enumerate(first):
+        # small numbers have three significant digits
+        np.testing.assert_allclose([number(each) for each in pair], [x[k], w[k]], rtol=5e-3)
+    assert number(text.rpartition(" = ")[2]) == pytest.approx(y, rel=2e-3, abs=2e-3)
+    assert f"holds {text.rpartition(' = ')[2]}." in find(page, "#product").text
+    assert f"{len(x) - 4:,} more terms" in text
+    return row, column
+
+
+@pytest.mark.parametrize("step", ["qkv", "proj", "logits"])
+def test_a_cell_of_a_product_shows_its_row_and_column(
+    browser: Any, opened: tuple[Any, Path], step: str
+) -> None:
+    from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
+
+    made, path = opened
+    load(browser, path)
+    browser.execute_script("selectStep(arguments[0])", step)
+    row, _ = product_shown(browser, made, step)
+    assert row == len(TEXT) - 1
+    canvas = find(browser, "#detail canvas")
+    assert canvas.get_attribute("aria-describedby") == "product-sum"
+    held = browser.execute_script("return data.opened.products[arguments[0]].columns", step)
+    grid = browser.execute_script("return tensors[tensorName(state.step)].grid.columns")
+    width = browser.execute_script("return tensors[tensorName(state.step)].shape[1]")
+    shown = []
+    for token, cell in ((3, 0.7), (12, 0.2)):  # hover
+        size = canvas.size
+        right = int(size["width"] * (cell - 0.5))
+        down = int(size["height"] * ((token + 0.5) / len(TEXT) - 0.5))
+        pointer = webdriver.ActionChains(browser, duration=0)
+        pointer.move_to_element_with_offset(canvas, right, down).perform()
+        shown.append(product_shown(browser, made, step))
+        assert shown[-1][0] == token
+        assert shown[-1][1] in held
+        far = min(abs(c - cell * width) for c in held)
+        assert abs(shown[-1][1] - cell * width) <= far + 2 * width / grid
+    assert shown[0] != shown[1]
+    pointer = webdriver.ActionChains(browser, duration=0)
+    pointer.move_to_element(find(browser, "#step-title")).perform()
+    assert product_shown(browser, made, step) == shown[1]  # it stays
+    browser.execute_script("arguments[0].focus()", canvas)
+    press(browser, Keys.HOME, Keys.ARROW_UP)
+    row, column = product_shown(browser, made, step)
+    assert (row, column) == (11, min(held))
+    assert browser.get_log("browser") == []
+
+
+def test_a_tap_shows_the_row_and_column(page: Any, model: GPT2) -> None:
+    page.execute_script("selectStep('ff2')")
+    before = product_shown(page, model, "ff2")
+    script = (
+        "const box = arguments[0].getBoundingClientRect(); return [box.left, box.top, box.width]"
+    )
+    page.execute_script("document.querySelector('#step-title').scrollIntoView()")
+    left, top, width = page.execute_script(script, find(page, "#detail canvas"))
+    point = {"x": left + 0.9 * width, "y": top + 5}
+    touched = {"touchPoints": [point]}
+    page.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchStart", **touched})
+    page.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    after = product_shown(page, model, "ff2")
+    assert after[0] < before[0]
+    assert after[1] > 0.8 * 256 > before[1]
+    page.execute_script("selectLayer(0)")
+    assert "rows and columns of block 2 alone" in find(page, "#product").text
+    find(page, "#product button").click()
+    product_shown(page, model, "ff2")
+
+
+def test_a_walk_has_a_sentence_for_every_step(browser: Any, opened: tuple[Any, Path]) -> None:
+    from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
+
+    made, path = opened
+    load(browser, path)
+    steps = browser.execute_script("return plan.block")
+    assert len(steps) == (12 if made.config.kv_width < made.config.q_width else 10)
+    browser.execute_script("document.querySelector('#walk-start').focus()")
+    press(browser, Keys.ENTER)
+    sentences = []
+    for at, step in enumerate(steps):
+        assert focused(browser, "id") == "walk-next"
+        start = f"Step {at + 1} of {len(steps)}, {step}. "
+        assert find(browser, "#walk-text").text.startswith(start)
+        sentences.append(find(browser, "#walk-text").text.removeprefix(start))
+        assert sentences[-1].count(". ") == 0
+        assert sentences[-1].endswith(".")
+        assert find(browser, ".step[aria-pressed='true']").get_attribute("data-step") == step
+        assert find(browser, "#step-title").text == f"{at + 1} · {step}"
+        names = [
+            each.accessible_name
+            for each in browser.find_elements("css selector", "#walk button:not([hidden])")
+        ]
+        assert names == ["Back", "Finish" if at + 1 == len(steps) else "Next", "End"]
+        if at + 1 < len(steps):
+            press(browser, Keys.ENTER if at % 2 else Keys.ARROW_RIGHT)
+    assert len(set(sentences)) == len(steps)
+    assert "undefined" not in " ".join(sentences)
+    press(browser, Keys.ARROW_LEFT)
+    back = webdriver.ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.TAB)
+    back.key_up(Keys.SHIFT).send_keys(Keys.ENTER).perform()
+    assert focused(browser, "id") == "walk-back"
+    assert find(browser, "#walk-text b").text.startswith(f"Step {len(steps) - 2} of")
+    find(browser, ".step").click()  # the walk follows the diagram
+    assert find(browser, "#walk-text b").text == f"Step 1 of {len(steps)}, {steps[0]}."
+    find(browser, "#walk-back").click()
+    assert find(browser, "#walk-text b").text == f"Step 1 of {len(steps)}, {steps[0]}."
+    press(browser, Keys.ESCAPE)
+    assert focused(browser, "id") == "walk-start"
+    assert not find(browser, "#walk-text").is_displayed()
+    browser.execute_script("selectStep('output')")
+    find(browser, "#walk-start").click()
+    assert find(browser, "#walk-text b").text.startswith("Step 1 of")
+    find(browser, "#walk-end").click()
+    assert focused(browser, "id") == "walk-start"
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_names_of_steps_fit_in_the_diagram(
+    browser: Any, opened: tuple[Any, Path], width: int
+) -> None:
+    load(browser, opened[1])
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        boxes = browser.execute_script(
+            "return [...document.querySelectorAll('.step')].map(each => "
+            "[each.dataset.step, each.scrollWidth - each.clientWidth])"
+        )
+        assert len(boxes) >= 10
+        assert [name for name, over in boxes if over > 0] == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_tokens_are_selected_by_arrow_keys(page: Any) -> None:
@@ -268,7 +542,10 @@ def test_text_is_readable_on_its_color(browser: Any, path: Path, scheme: str) ->
     load(browser, path)
     browser.execute_script("document.documentElement.dataset.theme = arguments[0]", scheme)
     selected = '.step[aria-pressed="true"]'
-    for each in (".token", ".attended span", ".lens td", selected, "select", ".note", ".badge"):
+    opened = (".opened-table .now", ".opened-table thead th", ".opened-table .pick", "#walk-start")
+    browser.execute_script("selectPosition(3); document.querySelector('#opened-2').click()")
+    colored = (".token", ".attended span", ".lens td", selected, "select", ".note", ".badge")
+    for each in (*colored, *opened, ".opened-table .out"):
         assert browser.execute_script(CONTRAST, each) >= 4.5, each
 
 
@@ -278,8 +555,8 @@ def test_the_title_is_in_a_landmark(page: Any) -> None:
 
 
 def test_everything_to_operate_has_a_name(page: Any) -> None:
-    found = page.find_elements("css selector", "button, input, select, canvas[tabindex], pre")
-    assert len(found) > 40
+    found = page.find_elements("css selector", BUTTONS)
+    assert len(found) > 80
     for each in found:
         assert each.accessible_name, each.get_attribute("outerHTML")[:200]
 

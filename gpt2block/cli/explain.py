@@ -9,6 +9,7 @@ from gpt2block.cli.compare import DEFAULT_TEXT, text_argument
 from gpt2block.cli.display import compiling, console, shown
 from gpt2block.cli.model import ModelOptions, load_model
 from gpt2block.cli.options import option, path_option
+from gpt2block.files import check_file
 
 
 def explain(
@@ -27,7 +28,7 @@ def explain(
     from gpt2block import explain as explaining  # noqa: PLC0415
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
-    explaining.check_file(output)
+    check_file(output)
     loaded, encoding = load_model(model, "--tokenizer takes the path of one")
     text = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, text, loaded.config.vocab_size, "text")

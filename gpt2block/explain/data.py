@@ -17,6 +17,7 @@ from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import read_source
 from gpt2block.errors import InputError
 from gpt2block.explain import grids, sources
+from gpt2block.explain.opened import opened
 from gpt2block.inspection import lens_of, weights_of
 from gpt2block.passes import fused_steps, model_steps
 from gpt2block.passes.machine import Step
@@ -28,6 +29,8 @@ DETAILED_CELLS = 16_384  # of a tensor of the chosen layer, and before and after
 OTHER_CELLS = 400_000  # of all other tensors together
 LEAST_CELLS, MOST_CELLS = 256, 8_192  # of one of these
 ATTENTION_WEIGHTS = 800_000  # of all heads of all layers together
+OPENED_VALUES = 450_000  # of the layer that the page opens
+OPENED_AND_WEIGHTS = 1_090_000  # of these and of attention together
 LENS_ENTRIES = 60_000  # of all layers and positions together
 LENS_TOP = 5
 NEXT_TOKENS = 24  # that the page lists; the distribution itself is whole
@@ -57,6 +60,10 @@ def collect(
     if not np.isfinite(logits).all():
         raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
     lens = _lens(engine, traced)
+    attention = _attention(weights_of(engine, traced))
+    side = attention["side"]
+    weights = config.n_layer * config.n_head * side * (side + 1) // 2
+    values = min(OPENED_VALUES, OPENED_AND_WEIGHTS - weights)
     shown = np.argsort(-logits, kind="stable")[:NEXT_TOKENS].tolist()
     return {
         "model": _model(engine, name),
@@ -69,8 +76,9 @@ def collect(
         "functions": {op: sources.function_source(op) for op in dict.fromkeys(ops)},
         "files": files,
         "tensors": _tensors(config, exact, traced, compared, plan, layer),
-        "attention": _attention(weights_of(engine, traced)),
+        "attention": attention,
         "lens": lens,
+        "opened": opened(engine, {**exact, **traced}, layer, values),
         "next": {"logits": b64encode(logits.astype("<f4").tobytes()).decode(), "shown": shown},
     }
 
@@ -144,7 +152,7 @@ def _step(
 
 def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
     config = engine.config
-    sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size")
+    sizes = ("n_layer", "n_head", "head_size", "n_embd", "n_ctx", "vocab_size")
     return {
         "name": name,
         "kind": type(config).__name__.removesuffix("Config"),
@@ -178,8 +186,8 @@ def _bytes(encoding: Encoding | None, token: int) -> bytes:
 
 
 def _text(encoding: Encoding | None, *tokens: int) -> str:
-    """The text of tokens: several of them may be the bytes of one character."""
-    return b"".join(_bytes(encoding, token) for token in tokens).decode(errors="replace")
+    """The text of tokens, several of which may be one character; bytes that are none as \\xe4."""
+    return b"".join(_bytes(encoding, token) for token in tokens).decode(errors="backslashreplace")
 
 
 def _tensors(

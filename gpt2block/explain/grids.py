@@ -28,6 +28,11 @@ def starts(size: int, parts: int) -> NDArray[np.int64]:
     return np.arange(parts) * size // parts
 
 
+def ends(size: int, parts: int) -> NDArray[np.int64]:
+    """The last index of each of these parts, so that `size - 1` is among them."""
+    return (np.arange(parts) + 1) * size // parts - 1
+
+
 def downsampled(tensor: Array, rows: int, columns: int) -> Array:
     """The value of largest magnitude, with its sign, in each cell's area; NaN if one is NaN.
 
@@ -54,11 +59,17 @@ def grid(tensor: Array, cells: int) -> dict[str, Any]:
 def encoded(values: Array) -> dict[str, Any]:
     """Values in row-major order, as base64 of little-endian float16 multiples of `scale`.
 
-    The scale is the largest finite magnitude, so that a value is rounded to 11 bits, or to 2^-25 of
-    the scale where it is smaller than 2^-14 of it.
+    The scale is a power of two with which the largest finite magnitude becomes at least 2^14, less
+    than 2^15. A value is rounded to 11 bits; one that is smaller than 2^-29 of the largest, to
+    2^-39 of it. float16 and bfloat16 numbers in this range stay as they are.
     """
     wide = values.astype(np.float64)
-    finite = np.abs(wide[np.isfinite(wide)])
-    scale = float(finite.max()) if finite.size else 0.0
+    largest = float(np.abs(wide).max(where=np.isfinite(wide), initial=0.0))
+    scale = math.ldexp(1.0, math.frexp(largest)[1] - 15) if largest else 0.0
     narrow = (wide / scale if scale else wide).astype("<f2")
     return {"scale": scale, "values": b64encode(narrow.tobytes()).decode()}
+
+
+def exact(values: Array) -> dict[str, Any]:
+    """Values in row-major order, as base64 of little-endian float32."""
+    return {"values": b64encode(values.astype("<f4").tobytes()).decode()}

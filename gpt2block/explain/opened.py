@@ -1,0 +1,94 @@
+"""The block that a page opens, down to its numbers: Q, K and V, and rows and columns of products.
+
+A page has no room for all of them. It holds whole rows of x and whole columns of W, so that a sum
+is complete wherever both are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.explain import grids
+from gpt2block.inspection import rows_of_attention
+from gpt2block.passes import model_steps
+from gpt2block.run.model import TracedEngine
+
+ATTENTION_VALUES = 200_000  # float16 numbers, of two bytes; a float32 number counts as two
+PRODUCT = "matmul_bias"
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
+    """The numbers of attention and of the products of a layer, and of the product after the last.
+
+    tensors: the result of the engine's `trace`, with the steps that it does not store. values: how
+    many float16 numbers there is room for, more than ATTENTION_VALUES; a float32 number is two.
+    """
+    rows = rows_of_attention(engine, tensors, layer)
+    whole = 2 * rows.size <= ATTENTION_VALUES
+    kept = rows if whole else rows[: max(1, ATTENTION_VALUES // rows.shape[1])]
+    attention = {
+        "tokens": len(kept),
+        "rows": grids.exact(kept) if whole else grids.encoded(kept),
+    }
+    own = f"h.{layer}."
+    steps = {
+        step.name.removeprefix(own): step.inputs
+        for step in model_steps(engine.config)
+        if step.op == PRODUCT and (step.name.startswith(own) or not step.name.startswith("h."))
+    }
+    left = values - min(ATTENTION_VALUES, (1 + whole) * kept.size)
+    lines = left // sum(tensors[x].shape[1] for x, _, _ in steps.values())
+    weights = _weights(engine, {name for inputs in steps.values() for name in inputs[1:]})
+    likely = np.argsort(-tensors["logits"][-1], kind="stable")
+    products = {}
+    for name, (x, w, b) in steps.items():
+        y = tensors[name if name in tensors else own + name]
+        first = likely if name == "logits" else None
+        products[name] = _product(tensors[x], weights[w], weights.get(b), y, lines, first)
+    return {"attention": attention, "products": products}
+
+
+def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
+    """Matrices (K, N) and biases (N,) with these names, of those that the model has."""
+    tied = {"wte"} if "lm_head" in names else set()
+    found = {
+        name: array.T if layout == "NK" else array
+        for name, array, layout in engine.tensors()
+        if name in names | tied
+    }
+    if tied:
+        found.setdefault("lm_head", found["wte"])
+    return found
+
+
+def _product(
+    x: NDArray[Any],
+    w: NDArray[Any],
+    b: NDArray[Any] | None,
+    y: NDArray[Any],
+    lines: int,
+    first: NDArray[np.int64] | None,
+) -> dict[str, Any]:
+    """Rows of x (T, K), columns of w (K, N), and b (N,) and y (T, N) where they meet.
+
+    lines: how many rows and columns of K float16 numbers there is room for, the same for all
+    products. first: columns in the order in which they are kept; None for evenly spaced ones.
+    """
+    (T, K), N = x.shape, w.shape[1]
+    n_rows = min(T, max(1, lines // 4))  # up to half of the room, as they are float32
+    n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))  # each with its y
+    rows = grids.ends(T, n_rows)
+    columns = grids.ends(N, n_columns) if first is None else np.sort(first[:n_columns])
+    return {
+        "rows": rows.tolist(),
+        "columns": columns.tolist(),
+        "x": grids.exact(x[rows]),
+        "w": grids.encoded(w[:, columns].T),
+        "b": None if b is None else grids.exact(b[columns]),
+        "y": grids.exact(y[np.ix_(rows, columns)]),
+    }

@@ -1,0 +1,63 @@
+// ---- one step
+function drawDetail() {
+  const {step} = state, {op} = steps[step], tensor = tensors[tensorName(step)];
+  const at = plan.block.indexOf(step);
+  const formula = el("div", {class: "formula"});
+  const template = byId(`formula-${op}`);
+  if (template) formula.append(template.content.cloneNode(true));
+  for (const term of formula.querySelectorAll("[data-input]")) {  // of an input that this model may not have
+    if (tensor.inputs.length < Number(term.dataset.input)) term.remove();
+  }
+  const inputs = tensor.inputs.map(([name, sizes]) => `${name} ${shape(sizes)}`).join(", ");
+  const left = el("div", {},
+    el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
+    el("p", {}, byId(`about-${step}`)?.content.textContent ?? "", step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : ""), formula,
+    el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
+  byId("detail").replaceChildren(left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
+}
+function numbers(tensor) {
+  const rows = [["min", number(tensor.min)], ["max", number(tensor.max)], ["mean", number(tensor.mean)]];
+  if (tensor.kernel !== undefined) rows.push(
+    ["error of this step alone", number(tensor.max_rel)], ["error accumulated from the tokens on", number(tensor.total_rel)],
+    [`time, ${tensor.kernel}`, milliseconds(tensor.ms)]);
+  return el("table", {class: "numbers"}, el("tbody", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", {scope: "row"}, name), el("td", {}, value)))));
+}
+function fusion(step) {
+  const {joins} = steps[step], last = joins.at(-1), list = joins.length > 1 ? `${joins.slice(0, -1).join(", ")} and ${last}` : "";
+  const stored = tensors[tensorName(step)].stored;
+  if (!stored) return `This device computes ${list} in one kernel and stores ${last} alone. The numbers here are those of the float64 pass.`;
+  if (!inBlock(step)) return "";
+  if (joins.length === 1) return "The fused plan runs this step by itself.";
+  return `The fused plan computes ${list} in one kernel${last === step ? "." : `, and never stores ${step}.`}`;
+}
+function drawTensor(step, tensor) {
+  const {rows, columns} = tensor.grid, [height, width] = tensor.shape, values = decoded(tensor.grid);
+  const sizes = Float64Array.from(values, Math.abs).filter(Number.isFinite).sort();
+  const largest = sizes.at(-1), end = sizes[Math.max(0, Math.ceil(0.99 * sizes.length) - 1)] || largest || 1;
+  const readout = el("output", {class: "readout", "aria-live": "polite"});
+  const describe = (r, c) => {
+    const [t, tEnd] = areaOf(r, rows, height), [k, kEnd] = areaOf(c, columns, width);
+    const who = tEnd - t > 1 ? `tokens ${span(t, tEnd)}` : `token ${t} ${quoted(tokens[t].text)}`;
+    return `${who}, ${step === "logits" ? "vocabulary" : "channel"} ${span(k, kEnd)}: ${number(values[r * columns + c])}`;
+  };
+  const map = heatmap({name: "tensor", label: `${step}, ${height} tokens by ${width} channels, from ${number(tensor.min)} to ${number(tensor.max)}`, rows, columns, describe, readout,
+    colorAt: (r, c) => mixed(theme(DIVERGING), values[r * columns + c] / end / 2 + 0.5), height: `${Math.round(Math.min(Math.max(rows * 12, 84), 528))}px`,
+    reached: (r, c) => showProduct(middle(areaOf(r, rows, height)), middle(areaOf(c, columns, width)))});
+  if (data.opened.products[step]) map.querySelector("canvas").setAttribute("aria-describedby", "product-sum");
+  const labels = rows === height ? tokenLabels("rows") : "";
+  const bar = el("span", {class: "ramp"}), paintBar = () => { bar.style.background = ramp(theme(DIVERGING)); };
+  painters.set("tensor-ramp", paintBar);
+  paintBar();
+  const area = rows === height && columns === width ? "Every cell is one number." : `Each cell is the number of largest magnitude among ${part(height, rows, "token")} × ${part(width, columns, "channel")}.`;
+  const scale = legend(`≤ ${number(-end)}`, bar, `≥ ${number(end)}`, `linear; ${end < largest ? "the largest 1% have the end colors" : "to the largest magnitude"}`);
+  return [el("div", {class: labels ? "labeled" : null}, labels, map), readout, el("div", {class: "legend"}, ...scale),
+    el("p", {class: "note"}, `Rows are tokens, columns are channels. ${area}`)];
+}
+function tokenLabels(kind) {  // along an axis with a row or column for each token; "" where there are too many
+  const long = tokens.some(({text}) => visible(text).length > 1) ? " long" : "";
+  return T > MOST_LABELS ? "" : el("div", {class: `labels ${kind}${long}`, "aria-hidden": "true"}, ...tokens.map(token => el("span", {}, visible(token.text))));
+}
+function part(size, parts, unit) {
+  const least = Math.floor(size / parts), most = Math.ceil(size / parts);
+  return `${least === most ? least : `${least}–${most}`} ${unit}${most > 1 ? "s" : ""}`;
+}

@@ -1,0 +1,56 @@
+// ---- a walk through the block: one sentence for each step, for the selected token
+const widthOf = step => tensors[tensorName(step)].shape[1].toLocaleString("en");
+const readToken = () => `token ${state.position} ${quoted(tokens[state.position].text)}`;
+const WALK = {
+  ln1: () => `The ${widthOf("ln1")} numbers of each token in the residual stream are shifted and scaled to mean 0 and variance 1, then multiplied by γ and shifted by β.`,
+  rms1: () => `The ${widthOf("rms1")} numbers of each token in the residual stream are divided by their root mean square, then multiplied by γ.`,
+  qkv: () => `One product turns them into ${widthOf("qkv")} numbers: the queries of ${model.n_head} heads, and keys and values of ${model.n_kv_head === model.n_head ? "the same heads" : `${model.n_kv_head} heads, each for ${served} heads of queries`}.`,
+  rope: () => "Every query and key is rotated by angles that grow with its position, so that the product of two depends on their distance.",
+  attn: () => `In each of ${model.n_head} heads, ${readToken()} compares its query with the keys of the tokens up to itself, and the softmax of the results weights the mean of their values.`,
+  proj: () => `A product mixes the means of all heads into ${widthOf("proj")} numbers.`,
+  x1: () => `They are added to the residual stream: the vector of ${readToken()} now has what attention read from other tokens.`,
+  ln2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
+  rms2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
+  ff1: () => `A product expands each token's vector to ${widthOf("ff1")} channels; in this half of the block, each token is computed by itself.`,
+  gelu: () => "The GELU keeps large positive numbers and brings negative ones close to 0: without it, two products would be no more than one.",
+  gate: () => `A product computes ${widthOf("gate")} gates for each token; in this half of the block, each token is computed by itself.`,
+  up: () => `Another product of the same vector computes ${widthOf("up")} numbers, one for each gate.`,
+  ff: () => "Each number is multiplied by the SiLU of its gate, which is close to 0 for a negative gate and close to the gate for a large one.",
+  ff2: () => `A product brings them back to ${widthOf("ff2")} channels.`,
+  down: () => `A product brings them back to ${widthOf("down")} channels.`,
+  output: () => `They are added to the residual stream, which ${state.layer + 1 < model.n_layer ? `block ${state.layer + 1}` : plan.after[0]} reads next.`,
+};
+let walking = false;
+function setUpWalk() {
+  const button = (id, text, onclick) => el("button", {type: "button", id: `walk-${id}`, onclick}, text);
+  byId("walk").append(
+    button("start", `Walk through the block in ${plan.block.length} steps`, () => { walking = true; selectStep(plan.block[0]); byId("walk-next").focus(); }),
+    el("p", {id: "walk-text", "aria-live": "polite"}),
+    button("back", "Back", () => walk(-1)), button("next", "Next", () => walk(1)), button("end", "End", endWalk));
+  byId("walk").addEventListener("keydown", event => {
+    if (!walking) return;
+    const move = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (move) { event.preventDefault(); walk(move); }
+    if (event.key === "Escape") endWalk();
+  });
+  drawWalk();
+}
+function walk(move) {
+  const at = plan.block.indexOf(state.step) + move;
+  if (at === plan.block.length) endWalk();
+  else if (at >= 0) selectStep(plan.block[at]);
+}
+function endWalk() {
+  walking = false;
+  drawWalk();
+  byId("walk-start").focus();
+}
+function drawWalk() {  // of the step that is selected, also where it was selected in the diagram
+  walking &&= inBlock(state.step);
+  byId("walk").classList.toggle("walking", walking);
+  for (const node of byId("walk").children) node.hidden = walking === (node.id === "walk-start");
+  const at = plan.block.indexOf(state.step), last = at + 1 === plan.block.length;
+  byId("walk-text").replaceChildren(...walking ? [el("b", {}, `Step ${at + 1} of ${plan.block.length}, ${state.step}. `), WALK[state.step]()] : []);
+  byId("walk-back").setAttribute("aria-disabled", at === 0);
+  byId("walk-next").textContent = last ? "Finish" : "Next";
+}

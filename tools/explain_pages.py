@@ -1,0 +1,44 @@
+"""`gpt2block explain` of the bundled models, for the site: a forward pass as a page."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from gpt2block.model import from_pretrained
+
+MODELS = {"shakespeare": "GPT-2", "shakespeare-llama": "Llama"}
+TEXT = "To be, or not to be"
+MARK = re.compile(r"^<!-- explain -->\n(!\[[^]]*\]\([^)]+\))$", re.MULTILINE)
+
+
+@cache
+def page(model: str) -> str:
+    """The HTML of a pass of a bundled model; it does not change while `mkdocs serve` runs."""
+    return from_pretrained(model, device="cpu").explain(TEXT).html
+
+
+def address(model: str) -> str:
+    """Where the page of a model is on the site."""
+    return f"explain/{model}.html"
+
+
+def insert(markdown: str) -> str:
+    """A page with the passes in place of the picture after the mark; on a phone, with the picture.
+
+    A phone has no room for a page in a page: there style.css shows the picture, and not the frames.
+    """
+    return MARK.sub(lambda match: _frames(match[1]), markdown)
+
+
+def _frames(picture: str) -> str:
+    links = (f"[{kind}]({address(model)}){{target=_blank}}" for model, kind in MODELS.items())
+    first = address(next(iter(MODELS)))
+    parts = ['<div class="explain" markdown>', f"[{picture}{{loading=lazy}}]({first})"]
+    for model, kind in MODELS.items():
+        title = f"A forward pass of the bundled {kind}"
+        parts += [
+            f'=== "{kind}"',
+            f'    <iframe src="{address(model)}" title="{title}" loading="lazy"></iframe>',
+        ]
+    return "\n\n".join([*parts, f"Open in its own tab: {', '.join(links)}.", "</div>"])
