@@ -1,0 +1,214 @@
+"""`gpt2block profile`: a trace of each kernel of a few passes, and the time of each operation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checks import check_choice
+from gpt2block.cli import complete
+from gpt2block.cli.display import (
+    compiling,
+    console,
+    for_json,
+    new_table,
+    print_json,
+    print_table,
+    shown,
+)
+from gpt2block.cli.model import (
+    ModelOptions,
+    device_option,
+    dtype_option,
+    json_option,
+    kv_dtype_option,
+    load_model,
+    model_option,
+    revision_option,
+)
+from gpt2block.cli.options import argument, option, path_option
+from gpt2block.errors import InputError
+from gpt2block.files import check_file, write_file
+
+if TYPE_CHECKING:
+    from gpt2block.block import Block
+    from gpt2block.llama_block import LlamaBlock
+    from gpt2block.model import Model
+    from gpt2block.profiling import Operation, PassTimes, Profile
+
+WHAT = ("generate", "score", "block")
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    model: str = model_option(BUNDLED)
+    revision: str | None = revision_option()
+    size: str | None = option(
+        "Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.", complete=complete.sizes
+    )
+    dtype: str = dtype_option()
+    kv_dtype: str | None = kv_dtype_option()
+    device: str | None = device_option()
+    rows: int = option("Sequences that are computed together.", 1)
+    tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
+    steps: int = option("New tokens of generate; passes of score and block.", 3)
+
+
+def profile(
+    what: str = argument("generate, score or block.", "generate", complete=complete.one_of(*WHAT)),
+    output: Path = path_option("The trace, JSON.", Path("trace.json"), "--output", "-o"),
+    *,
+    options: ProfileOptions,
+    as_json: bool = json_option(),
+) -> None:
+    """Time every kernel of a forward pass: print a table, and write a trace for Perfetto.
+
+    ui.perfetto.dev and chrome://tracing show the trace. generate: a prompt and the decoding of some
+    tokens; score: likelihoods of whole sequences; block: one block. The tokens are random, as the
+    times do not depend on them. On a CPU the steps run with NumPy.
+    """
+    from gpt2block import profiling  # noqa: PLC0415  (slow to import)
+    from gpt2block.block import resolve_device  # noqa: PLC0415
+
+    check_choice("WHAT", what, WHAT)
+    check_file(output)
+    if options.size is not None and (options.model, options.revision) != (BUNDLED, None):
+        raise InputError("--size uses random weights: leave out --model and --revision")
+    if what == "block" and options.kv_dtype is not None:
+        raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
+    sizes = options.rows, options.tokens, options.steps
+    profiling.check_sizes(*sizes)
+    of: Model[Any] | Block | LlamaBlock
+    with compiling():
+        if what == "block":
+            of, name, dtype = _block(options)
+            passes = profiling.of_block(of, *sizes)
+        else:
+            of, name, dtype = _model(options)
+            run = profiling.of_generate if what == "generate" else profiling.of_score
+            passes = run(of, *sizes)
+    rate = profiling.copy_gb_s(resolve_device(options.device))
+    found = profiling.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
+    write_file(output, json.dumps(for_json(profiling.trace(found))).encode())
+    if as_json:
+        print_json(_facts(found, output))
+    else:
+        _print(found, output)
+
+
+def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
+    """The model, its name and its dtypes."""
+    if options.size is None:
+        stored = options.dtype, options.kv_dtype, options.device
+        loaded, _ = load_model(ModelOptions(options.model, options.revision, *stored), None)
+        return loaded, loaded.name, loaded.dtypes
+    from gpt2block.architectures.gpt2_weights import GPT2Weights  # noqa: PLC0415
+    from gpt2block.config import size  # noqa: PLC0415
+    from gpt2block.model import GPT2  # noqa: PLC0415
+
+    weights = GPT2Weights.random(0, size(options.size))
+    made = GPT2(weights, options.device, options.dtype, kv_dtype=options.kv_dtype)
+    return made, f"random weights, the shape of {options.size}", made.dtypes
+
+
+def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
+    """The first block of the model, its name and its dtype."""
+    from gpt2block.architectures.gpt2_weights import BlockWeights  # noqa: PLC0415
+    from gpt2block.architectures.llama_weights import LlamaBlockWeights  # noqa: PLC0415
+    from gpt2block.block import Block  # noqa: PLC0415
+    from gpt2block.config import size  # noqa: PLC0415
+    from gpt2block.config_llama import LlamaConfig  # noqa: PLC0415
+    from gpt2block.llama_block import LlamaBlock  # noqa: PLC0415
+
+    made: Block | LlamaBlock
+    where: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    if options.size is not None:
+        made = Block(BlockWeights.random(0, size(options.size)), **where)
+        return made, f"random weights, the shape of {options.size}", made.dtype
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    if isinstance(checkpoint.config, LlamaConfig):
+        made = LlamaBlock(LlamaBlockWeights.from_pretrained(checkpoint), **where)
+    else:
+        made = Block(BlockWeights.from_pretrained(checkpoint), **where)
+    return made, f"{checkpoint.name}, block 0", made.dtype
+
+
+def _facts(found: Profile, output: Path) -> dict[str, Any]:
+    """What --json prints."""
+    from gpt2block import profiling  # noqa: PLC0415
+
+    kinds = profiling.kinds(found)
+    facts = {name: value for name, value in vars(found).items() if name != "passes"}
+    return {
+        **facts,
+        "trace": str(output),
+        "passes": [_with_bytes(profiling.pass_times(found, kind)) for kind in kinds],
+        "operations": [_with_bytes(row) for k in kinds for row in profiling.operations(found, k)],
+    }
+
+
+def _with_bytes(row: PassTimes | Operation) -> dict[str, Any]:
+    """A row as JSON, its bytes by what they belong to."""
+    return {**asdict(row), "moved": row.moved._asdict()}
+
+
+def _print(found: Profile, output: Path) -> None:
+    from gpt2block import profiling  # noqa: PLC0415
+
+    out = console()
+    out.print(f"device  {shown(found.device)}")
+    out.print(f"model   {shown(found.model)}, {found.dtype}")
+    out.print(f"input   {found.rows} x {found.tokens} random tokens")
+    out.print(f"floor   the time of a copy of as many bytes: {found.copy_gb_s:,.1f} GB/s here")
+    for kind in profiling.kinds(found):
+        times = profiling.pass_times(found, kind)
+        _print_operations(out, found, times)
+        _print_times(out, times)
+    out.print()
+    size = output.stat().st_size / 1e6
+    out.print(f"{shown(str(output))}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
+
+
+def _print_operations(out: Console, found: Profile, times: PassTimes) -> None:
+    """The operations of the passes of a kind."""
+    from gpt2block import profiling  # noqa: PLC0415
+
+    kind, count = times.kind, times.count
+    title = f"{kind}, the mean of {count}" if count > 1 else kind
+    figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
+    table = new_table(("step", "kernel"), ("n", *figures), title)
+    for row in profiling.operations(found, kind):
+        table.add_row(
+            row.step,
+            row.kernel,
+            f"{row.count:g}",
+            f"{row.own_us:,.1f}",
+            f"{row.added_us:,.1f}",
+            f"{row.share:.1%}",
+            f"{1e-6 * row.moved.total:,.3f}",
+            "" if row.gb_s is None else f"{row.gb_s:,.1f}",
+            "" if row.of_floor is None else f"{100 * row.of_floor:.0f}",
+        )
+    out.print()
+    print_table(out, table)
+
+
+def _print_times(out: Console, times: PassTimes) -> None:
+    """What the time of a pass consists of."""
+    moved = times.moved
+    gaps = times.apart_us - times.own_us
+    line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"
+    if times.apart_us != times.us:
+        line += f" = one at a time {times.apart_us:,.1f} us"
+        line += f" - overlap {times.apart_us - times.us:,.1f} us"
+    out.print(f"{line} = a pass {times.us:,.1f} us")
+    parts = ", ".join(f"{name} {1e-6 * n:,.3f}" for name, n in moved._asdict().items())
+    out.print(
+        f"{1e-6 * moved.total:,.3f} MB ({parts}): floor {times.floor_us:,.1f} us, "
+        f"{times.floor_us / times.us:.0%} of the pass"
+    )

@@ -1,0 +1,33 @@
+"""What `gpt2block profile` measures and writes (docs/profile.md).
+
+`runs` runs a model or block and gives a `Profile`; `trace` writes it in the Trace Event Format, and
+`summary` has a row for each operation.
+"""
+
+from gpt2block.profiling.runs import (
+    Pass,
+    Profile,
+    check_sizes,
+    copy_gb_s,
+    of_block,
+    of_generate,
+    of_score,
+)
+from gpt2block.profiling.summary import Operation, PassTimes, kinds, operations, pass_times
+from gpt2block.profiling.trace import trace
+
+__all__ = [
+    "Operation",
+    "Pass",
+    "PassTimes",
+    "Profile",
+    "check_sizes",
+    "copy_gb_s",
+    "kinds",
+    "of_block",
+    "of_generate",
+    "of_score",
+    "operations",
+    "pass_times",
+    "trace",
+]

@@ -1,0 +1,131 @@
+"""Passes of a model or block, run to be profiled: decoding, likelihoods, one block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2block.architectures.gpt2_weights import random_input
+from gpt2block.array_checks import FLOATS
+from gpt2block.bench import ceilings
+from gpt2block.block import Block
+from gpt2block.cuda import cupy
+from gpt2block.errors import InputError
+from gpt2block.llama_block import LlamaBlock
+from gpt2block.model import Model
+from gpt2block.run.cuda_caches import free_bytes
+from gpt2block.run.model import Ids, ModelEngine, Start
+from gpt2block.run.timeline import Call, Timeline
+from gpt2block.sampling import Sampling
+
+MOST_ROWS, MOST_STEPS = 4096, 100
+MOST_TOKENS = 2**17  # of all rows together
+MOST_OF_FREE = 8  # each array of the copy that gives the floor takes this part of the free memory
+
+
+class Pass(NamedTuple):
+    """A pass, of the kind "prompt", "token", "score" or "block"."""
+
+    kind: str
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Passes of one model or block, in the order in which they ran.
+
+    tokens: of each row, before the first new one with "generate". copy_gb_s: the rate of a copy in
+    the memory of the device, which gives the floor.
+    """
+
+    what: str
+    model: str
+    device: str
+    dtype: str
+    rows: int
+    tokens: int
+    copy_gb_s: float
+    passes: Sequence[Pass]
+
+    def floor_us(self, nbytes: int) -> float:
+        """The time in which a copy moves so many bytes."""
+        return 1e-3 * nbytes / self.copy_gb_s
+
+
+def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Pass]:
+    """A prompt of random tokens for each row, then some steps of decoding.
+
+    Sizes as `check_sizes` allows them. Raises InputError for more tokens than the context has.
+    """
+    n_ctx = model.config.n_ctx
+    if tokens + steps > n_ctx:
+        raise InputError(
+            f"--tokens {tokens} and --steps {steps}: expected at most {n_ctx} together, the "
+            "context of the model"
+        )
+    engine = model.engine
+    decoding = engine.decode(rows, tokens + steps)
+    starts = [
+        Start(slot, ids, Sampling(sample=slot), steps + 1)
+        for slot, ids in enumerate(_random_ids(engine, rows, tokens))
+    ]
+    # A GPU computes the prompts at the start, and one more token at each request; NumPy computes
+    # them at the first request.
+    prompts = engine.timed(partial(decoding.start, starts)) or engine.timed(decoding.next)
+    passes = [Pass("prompt", each) for each in prompts]
+    for _ in range(steps):
+        passes += [Pass("token", each) for each in engine.timed(decoding.next)]
+    return passes
+
+
+def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Pass]:
+    """The likelihood of random tokens, computed as often as `steps` says; as `of_generate`."""
+    n_ctx = model.config.n_ctx
+    if not 2 <= tokens <= n_ctx:
+        raise InputError(f"--tokens: expected 2 to {n_ctx}, the context of the model, got {tokens}")
+    engine = model.engine
+    call = partial(engine.log_likelihood, _random_ids(engine, rows, tokens))
+    call()  # the first one allocates and, on a GPU, compiles
+    return [Pass("score", each) for _ in range(steps) for each in engine.timed(call)]
+
+
+def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> list[Pass]:
+    """A block on random rows, computed as often as `steps` says."""
+    width = block.spec.width
+    x = random_input(0, (rows, tokens, width)).astype(FLOATS[block.dtype])
+    call: Call = partial(block, x)
+    call()
+    return [Pass("block", each) for _ in range(steps) for each in block._timed(call)]
+
+
+def check_sizes(rows: int, tokens: int, steps: int) -> None:
+    """Raise InputError unless these sizes can be profiled."""
+    for option, value, most in (
+        ("--rows", rows, MOST_ROWS),
+        ("--tokens", tokens, MOST_TOKENS),
+        ("--steps", steps, MOST_STEPS),
+    ):
+        if not 1 <= value <= most:
+            raise InputError(f"{option}: expected 1 to {most:,}, got {value}")
+    if rows * tokens > MOST_TOKENS:
+        raise InputError(
+            f"--rows {rows} and --tokens {tokens}: expected at most {MOST_TOKENS:,} tokens in all "
+            f"rows, got {rows * tokens:,}"
+        )
+
+
+def _random_ids(engine: ModelEngine, rows: int, tokens: int) -> list[Ids]:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(engine.config.vocab_size, size=(rows, tokens)).astype(np.int32))
+
+
+def copy_gb_s(device: int | None) -> float:
+    """The rate of a copy on a GPU, by its index, or on the host."""
+    if device is None:
+        return ceilings.host_copy_gb_s()
+    with cupy.cuda.Device(device):
+        return ceilings.copy_gb_s(min(ceilings.COPIED, free_bytes() // MOST_OF_FREE))
