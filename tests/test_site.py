@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from html import unescape
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
 from pathlib import Path
+from textwrap import indent
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import charts
 import excerpts
@@ -22,8 +30,9 @@ from gpt2block.ops.registry import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-CHAPTERS = sorted((DOCS / "learn").glob("[1-9]*.md"))
+CHAPTERS = sorted((DOCS / "learn").glob("[0-9]*.md"))
 DRAWN = {**pictures.PICTURES, **charts.CHARTS}
+TERM = r"\| (?:<a id=\"\w+\"></a>)?\[([^\]]+)\]\([\w./#-]+\) \| .+[.] \|"  # of the glossary
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 
@@ -71,8 +80,10 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
 
 
 def test_every_chapter_has_its_kernel_picture_figure_and_exercise(site: Path) -> None:
-    assert len(CHAPTERS) == 6
+    assert len(CHAPTERS) >= 6
+    index = (DOCS / "learn" / "index.md").read_text(encoding="utf-8")
     for chapter in CHAPTERS:
+        assert f"]({chapter.name})" in index
         page = (site / "learn" / f"{chapter.stem}.html").read_text(encoding="utf-8")
         text = unescape(re.sub(r"<[^>]+>", "", page))
         assert re.search(r"__global__|__device__", text), chapter.name
@@ -134,16 +145,20 @@ def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:
         "int x;\n  // doubles\n#pragma unroll\n  for (;;) {  // {\n    { y(); }\n  }\nz();\n"
     )
     expected = "// doubles\n#pragma unroll\nfor (;;) {  // {\n  { y(); }\n}"
-    assert excerpts.excerpt(file, "for (") == expected
+    assert excerpts.excerpt(file, "for (") == (expected, 2)
     page = "<!-- source: for ( -->\n[`a.cu`](a.cu)\n"
-    assert excerpts.insert(page, tmp_path) == f"```cuda\n{expected}\n```\n\n[`a.cu`](a.cu)\n"
+    shown = f"```cuda\n{expected}\n```\n\n[`a.cu`](a.cu#L2)\n"
+    assert excerpts.insert(page, tmp_path) == shown
+    indented = "    <!-- source -->\n    [`a.cu`](a.cu)\n"
+    whole = f"```cuda\n{file.read_text().strip()}\n```\n\n[`a.cu`](a.cu)\n"
+    assert excerpts.insert(indented, tmp_path) == indent(whole, "    ")
     for text in ("while (", "y"):
         file.write_text("y();\ny();\n")
         with pytest.raises(ValueError, match="expected once"):
             excerpts.excerpt(file, text)
     python = tmp_path / "a.py"
     python.write_text("@late\ndef f():\n    return 1\n\nX = 2\n")
-    assert excerpts.excerpt(python, "f") == "def f():\n    return 1"
+    assert excerpts.excerpt(python, "f") == ("def f():\n    return 1", 2)
 
 
 def test_every_excerpt_of_a_chapter_is_there() -> None:
@@ -172,18 +187,236 @@ def test_links_out_of_the_docs_lead_to_the_repository_if_it_has_an_address(
     assert resolved("learn/a.md", "[a](../gpt2.md#b)") == "[a](../gpt2.md#b)"
     assert resolved("a.md", "[a](../kernels_cu/README.md)") == "[a](kernels.md)"
     assert resolved("a.md", "[`a`](../gpt2block/ops)") == linked("`a`", "tree/main/gpt2block/ops")
-    assert resolved("kernels.md", "[a](lib/rows.cuh#x)") == linked(
-        "a", "blob/main/kernels_cu/lib/rows.cuh#x"
+    assert resolved("kernels.md", "[a](../hatch_build.py#x)") == linked(
+        "a", "blob/main/hatch_build.py#x"
     )
+    assert resolved("kernels.md", "[a](lib/rows.cuh#L1)") == "[a](kernels/lib/rows.cuh.md#L1)"
+    assert (
+        resolved("learn/a.md", "`lib/rows.cuh`") == "[`lib/rows.cuh`](../kernels/lib/rows.cuh.md)"
+    )
+    assert resolved("a.md", "`lib/none.cuh`") == "`lib/none.cuh`"
     assert resolved("kernels.md", "[a](../docs/performance.md)") == "[a](performance.md)"
     assert resolved("a.md", "[a](https://b.c/d)") == "[a](https://b.c/d)"
     code = "```\n[a](../b)\n```"
     assert resolved("a.md", code) == code
+    assert resolved("a.md", indent(code, "    ")) == indent(code, "    ")
 
 
 def test_the_site_has_no_file_that_needs_its_address(site: Path) -> None:
     assert "site_url:" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert [name for name in ("404.html", "sitemap.xml") if (site / name).exists()] == []
+    assert not (site / "sitemap.xml").exists()
+
+
+# Files of kernels, notebooks and forward passes
+
+
+def text_of(page: Path) -> str:
+    """What a reader sees of a page."""
+    return unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+
+
+def test_every_kernel_file_has_a_page_with_its_source(site: Path) -> None:
+    sources = list((ROOT / "kernels_cu").rglob("*.cu*"))
+    assert len(sources) > 100
+    index = (site / "kernels.html").read_text(encoding="utf-8")
+    for source in sources:
+        name = source.relative_to(ROOT / "kernels_cu").as_posix()
+        page = site / "kernels" / f"{name}.html"
+        code = source.read_text(encoding="utf-8")
+        html = page.read_text(encoding="utf-8")
+        assert code.strip() in text_of(page), name
+        lines = [int(number) for number in re.findall(r'<a id="L(\d+)"></a><a href="#L\1"', html)]
+        assert lines == list(range(1, code.count("\n") + 1)), name
+        assert f'href="kernels/{name}.html"' in index, name
+
+
+def test_a_kernel_page_names_its_variants_and_links_to_their_lines(site: Path) -> None:
+    for operation in OPERATIONS.values():
+        for variant in (*operation.variants, *operation.auxiliary):
+            html = (site / "kernels" / f"{variant.file}.html").read_text(encoding="utf-8")
+            source = (ROOT / "kernels_cu" / variant.file).read_text(encoding="utf-8").splitlines()
+            assert f"performance.html#{operation.name}" in html
+            assert variant.idea.replace("`", "") in unescape(re.sub("<[^>]+>", "", html)), variant
+            for kernel in variant.kernels:
+                found = re.search(rf'<a href="#L(\d+)"><code>{kernel}</code>', html)
+                assert found, (variant.file, kernel)
+                assert kernel in source[int(found[1]) - 1]
+
+
+def test_a_chapter_and_the_files_of_its_excerpts_link_to_each_other(site: Path) -> None:
+    for chapter in CHAPTERS:
+        html = (site / "learn" / f"{chapter.stem}.html").read_text(encoding="utf-8")
+        linked = re.findall(r'href="\.\./kernels/([^"#]+)\.html#L\d+"', html)
+        assert linked, chapter.name
+        for name in linked:
+            back = (site / "kernels" / f"{name}.html").read_text(encoding="utf-8")
+            assert f'href="../../learn/{chapter.stem}.html"' in back, (chapter.name, name)
+
+
+def test_a_header_comment_becomes_text() -> None:
+    import kernel_pages  # noqa: PLC0415
+
+    lines = [
+        "// Adds a[i] * b, `c` as in lib/rows.cuh.", "//", "//   x   y", "//     z", "//",
+        "//   - an_item <=", "//     more", "//", "// architecture: sm_90a", "int x;",
+    ]  # fmt: skip
+    assert list(kernel_pages.header("\n".join(lines))) == [
+        r"Adds a\[i\] \* b, `c` as in `lib/rows.cuh`.",
+        "```text\nx   y\n  z\n```",
+        "- `an_item` &lt;=\n  more",
+    ]
+
+
+def test_a_notebook_is_a_page_with_its_outputs(site: Path) -> None:
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        text = text_of(site / "examples" / f"{notebook.stem}.html")
+        for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                assert "".join(cell["source"]).strip() in text
+            for output in cell.get("outputs", []):
+                assert "".join(output.get("text", "")).strip() in text
+
+
+def test_the_forms_of_an_output() -> None:
+    import notebook_pages  # noqa: PLC0415
+
+    def page(**output: Any) -> str:
+        cell = {"cell_type": "code", "source": ["f()"], "outputs": [output]}
+        document = {"cells": [cell], "metadata": {"language_info": {"name": "python"}}}
+        begin, _, rest = notebook_pages.markdown(json.dumps(document)).partition("```\n\n")
+        assert begin == "```python\nf()\n"
+        return rest.strip()
+
+    data = {"text/plain": ["a"], "image/png": "aaa=\n", "application/json": {"a": 1}}
+    assert page(output_type="stream", text=["\x1b[1ma\n", "```\n"]) == "````text\na\n```\n````"
+    assert page(output_type="error", traceback=["b", "c"]) == "```text\nb\nc\n```"
+    assert "(data:image/png;base64,aaa=)" in page(output_type="display_data", data=data)
+    html = page(output_type="execute_result", data={**data, "text/html": ["<b>", "d</b>"]})
+    assert html == '<div class="output"><b>d</b></div>'
+
+
+def test_the_home_page_has_a_forward_pass_of_both_models(site: Path) -> None:
+    frames = re.findall(r"<iframe ([^>]*)>", (site / "index.html").read_text(encoding="utf-8"))
+    assert len(frames) == 2
+    for frame, model in zip(frames, ("shakespeare", "shakespeare-llama"), strict=True):
+        assert f'src="explain/{model}.html"' in frame
+        assert 'title="' in frame
+        assert 'loading="lazy"' in frame
+        html = (site / "explain" / f"{model}.html").read_text(encoding="utf-8")
+        assert f"To be, or not to be · {model}</title>" in html
+
+
+# The site in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("needs chromium and chromedriver")
+    from selenium.webdriver.chrome.service import Service  # noqa: PLC0415
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    found = webdriver.Chrome(options=options, service=Service(driver))
+    found.implicitly_wait(10)
+    yield found
+    found.quit()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Files of a folder, and below it 404.html for what does not exist, as a host of pages does."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def send_error(self, code: int, *_: Any) -> None:
+        body = (Path(self.directory) / "docs" / "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the site in the folder docs of a server."""
+    root = tmp_path_factory.mktemp("server")
+    (root / "docs").symlink_to(site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/docs"
+        server.shutdown()
+
+
+def first_result(browser: Any, words: str) -> str:
+    """The page that a search finds first."""
+    field = browser.find_element("css selector", ".md-search__input")
+    browser.execute_script("arguments[0].focus()", field)
+    field.send_keys(words)
+    link = browser.find_element("css selector", ".md-search-result__item > a")
+    return str(link.get_attribute("href")).partition("?")[0]
+
+
+@pytest.mark.parametrize("place", ["server", "disk"])
+def test_the_site_works_from_a_folder_of_a_server_and_from_disk(
+    browser: Any, site: Path, server: str, place: str
+) -> None:
+    base = server if place == "server" else site.as_uri()
+    for words, chapter in (("reduction", "2-reductions"), ("shared memory", "4-shared-memory")):
+        browser.get(f"{base}/index.html")
+        assert first_result(browser, words) == f"{base}/learn/{chapter}.html"
+        script = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+        loaded = browser.execute_script(script)
+        assert place == "disk" or any(name.startswith(f"{base}/assets/") for name in loaded)
+        assert [name for name in loaded if not name.startswith((base, "data:"))] == []
+
+
+def test_the_page_of_a_missing_address_leads_home(browser: Any, server: str) -> None:
+    browser.get(f"{server}/learn/none/none.html")
+    assert browser.find_element("css selector", "h1").text == "Page not found"
+    home = browser.find_element("css selector", f'#home[href="{server}/index.html"]')
+    home.click()
+    assert browser.find_element("css selector", "h1").text.startswith("gpt2block")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_the_screen(browser: Any, site: Path, width: int) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    kernel = "kernels/layernorm/ladder.cu.html"  # which has lines of 120 columns
+    notebook = f"examples/{next((ROOT / 'examples').glob('*.ipynb')).stem}.html"
+    chapter = f"learn/{CHAPTERS[0].stem}.html"
+    for page in ("index.html", kernel, chapter, "kernels.html", notebook, "404.html"):
+        browser.get(f"{site.as_uri()}/{page}")
+        script = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
+        assert browser.execute_script(script) == 0, page
+    browser.get(f"{site.as_uri()}/{kernel}")
+    script = (
+        "const c = document.querySelector('.source code'); return c.scrollWidth - c.clientWidth"
+    )
+    assert width < 600 or browser.execute_script(script) == 0
+    script = "return getComputedStyle(document.querySelector('#L9 + a')).visibility"
+    assert browser.execute_script(script) == "visible"  # the number of the line
+    browser.get(f"{site.as_uri()}/index.html")
+    frame = browser.find_element("css selector", ".explain iframe")
+    picture = browser.find_element("css selector", ".explain img")
+    assert (frame.is_displayed(), picture.is_displayed()) == (width > 600, width < 600)
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_terms_of_the_glossary_are_sorted() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    terms = [re.fullmatch(TERM, row) for row in rows]
+    assert len(rows) >= 40
+    assert all(terms)
+    names = [term[1].lower() for term in terms if term]
+    assert names == sorted(set(names))
 
 
 # Pictures
@@ -246,3 +479,17 @@ def test_the_charts_have_the_figures_of_the_tables() -> None:
         assert f"block is {fast} times as fast" in page.read_text(encoding="utf-8"), page.name
     layernorm = charts.layernorm().svg()
     assert [n for n in range(1, 7) if f">LayerNorm {n}<" in layernorm] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_forward_passes_on_the_home_page_follow_its_theme(browser: Any, site: Path) -> None:
+    screen = {"width": 1280, "height": 1250, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.get(f"{site.as_uri()}/index.html")
+    frame = browser.find_element("css selector", ".explain iframe")
+    for offered in ("Light theme", "Dark theme"):  # by the button in the frame
+        script = "document.querySelector('.md-header__option label:not([hidden])').click()"
+        browser.execute_script(script)
+        browser.switch_to.frame(frame)
+        assert browser.find_elements("xpath", f"//button[@id='theme'][.='{offered}']"), offered
+        browser.switch_to.default_content()
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

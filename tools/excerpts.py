@@ -5,7 +5,9 @@ A page names an excerpt and links to its file:
     <!-- source: layernorm_forward_kernel1( -->
     [`layernorm/ladder.cu`](../../kernels_cu/layernorm/ladder.cu)
 
-In a checkout the reader sees the link; on the site the excerpt stands above it.
+In a checkout the reader sees the link; on the site the excerpt is above it, and the link leads to
+its first line. `<!-- source -->` alone shows the whole file. Both may be indented, as in an answer
+that the reader opens.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
-MARK = re.compile(r"^<!-- source: (.+) -->\n(\[[^]]*\]\(([^)]+)\))$", re.MULTILINE)
+MARK = re.compile(
+    r"^(?P<indent> *)<!-- source(?:: (?P<text>.+))? -->\n"
+    r" *(?P<name>\[[^]]*\])\((?P<path>[^)]+)\)$",
+    re.MULTILINE,
+)
 LANGUAGES = {".cu": "cuda", ".cuh": "cuda", ".py": "python"}
 LEADING = ("//", "template", "#pragma")  # lines above an excerpt that belong to it
 
@@ -24,16 +31,22 @@ def insert(page: str, folder: Path) -> str:
     """A page of `folder` with the excerpts that it names."""
 
     def with_link(match: re.Match[str]) -> str:
-        text, link, path = match.groups()
-        file = folder / path
-        code = excerpt(file, text)
-        return f"```{LANGUAGES[file.suffix]}\n{code}\n```\n\n{link}"
+        file, text, link = folder / match["path"], match["text"], f"{match['name']}({match['path']}"
+        if text:
+            code, line = excerpt(file, text)
+            link += f"#L{line}"
+        else:
+            code = file.read_text(encoding="utf-8").strip()
+        block = f"```{LANGUAGES[file.suffix]}\n{code}\n```\n\n{link})"
+        return indent(block, match["indent"])
 
     return MARK.sub(with_link, page)
 
 
-def excerpt(file: Path, text: str) -> str:
+def excerpt(file: Path, text: str) -> tuple[str, int]:
     """The lines of a file from the only one that contains `text` to the brace that closes it.
+
+    Returns them, and the number of the first one.
 
     In a Python file `text` is the name of a function, or of a class and its method, Class.method.
     Raises ValueError.
@@ -53,7 +66,8 @@ def excerpt(file: Path, text: str) -> str:
     start, end = spans[0]
     shown = lines[start:end]
     margin = min(len(line) - len(line.lstrip()) for line in shown if line and line[0] != "#")
-    return "\n".join(line if line.startswith("#") else line[margin:] for line in shown)
+    code = "\n".join(line if line.startswith("#") else line[margin:] for line in shown)
+    return code, start + 1
 
 
 def _braces(lines: list[str], at: int) -> tuple[int, int]:

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import exp, inf
 from pathlib import Path
 
 from svg import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PALE, Picture
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
+
+
+def threads_and_blocks() -> Picture:
+    p = Picture(
+        "Three blocks of four threads add ten elements",
+        300,
+        "A grid of three blocks with four threads each. Thread t of block b has the element "
+        "4 b + t. The last two threads of block 2 have no element.",
+    )
+    colors = (BLUE, GREEN, ORANGE)
+    p.text(24, 76, "blockIdx.x", mono=True)
+    p.text(24, 124, "threadIdx.x", mono=True)
+    p.text(24, 236, "y = a + b", mono=True)
+    for i in range(12):
+        block, thread = divmod(i, 4)
+        color, x = colors[block], 160 + 50 * i + 10 * block
+        if thread == 0:
+            p.box(x - 4, 56, 198, 88, PALE[color], color)
+            p.text(x + 95, 76, f"block {block}", at="middle", color=color, bold=True)
+        p.box(x + 3, 102, 36, 32, "white", color)
+        p.text(x + 21, 123, str(thread), at="middle")
+        if i < 10:
+            p.line((x + 21, 136), (185 + 50 * i, 212), color, 1.5, arrow=True)
+            p.box(164 + 50 * i, 214, 42, 34, PALE[color], color)
+            p.text(185 + 50 * i, 236, str(i), at="middle")
+        else:
+            p.line((x + 21, 136), (x + 21, 160), GREY, 1.5, dashed=True)
+    p.text(745, 180, "no element:", at="middle", color=GREY)
+    p.text(745, 200, "i >= n", at="middle", color=GREY, mono=True)
+    p.text(164, 280, "i = blockIdx.x * blockDim.x + threadIdx.x, with blockDim.x = 4", mono=True)
+    return p
 
 
 def one_thread_per_row() -> Picture:
@@ -199,6 +231,215 @@ def tensor_cores() -> Picture:
     return p
 
 
+def online_softmax() -> Picture:
+    p = Picture(
+        "Two halves of a row: (m, s) of each, and of both",
+        360,
+        "The values 1, 3, 2 and 5, 4, 1. In each half m is the largest value so far and s the sum "
+        "of exp(x - m). Both sums are corrected to the larger maximum and added.",
+    )
+    halves: tuple[tuple[int, str, tuple[int, ...]], ...] = (
+        (90, BLUE, (1, 3, 2)),
+        (460, ORANGE, (5, 4, 1)),
+    )
+    p.text(24, 84, "x", mono=True)
+    p.text(24, 138, "m", mono=True)
+    p.text(24, 168, "s", mono=True)
+    ends = []
+    for left, color, values in halves:
+        m, s = -inf, 0.0
+        for i, x in enumerate(values):
+            m, s = max(m, x), s * exp(m - max(m, x)) + exp(x - max(m, x))
+            at = left + 90 * i
+            p.box(at, 62, 70, 34, PALE[color], color)
+            p.text(at + 35, 84, str(x), at="middle")
+            p.text(at + 35, 138, f"{m:.0f}", at="middle", mono=True)
+            p.text(at + 35, 168, f"{s:.3f}", at="middle", mono=True)
+            if i:
+                p.line((at - 24, 133), (at + 12, 133), color, 1.5, arrow=True)
+        ends.append((m, s))
+        p.line((left + 215, 180), (400 + (left - 275) // 8, 218), color, 2, arrow=True)
+    (m_a, s_a), (m_b, s_b) = ends
+    m = max(m_a, m_b)
+    s = s_a * exp(m_a - m) + s_b * exp(m_b - m)
+    p.box(170, 224, 460, 92, PALE[GREEN], GREEN)
+    p.text(400, 250, f"m = max({m_a:.0f}, {m_b:.0f}) = {m:.0f}", at="middle", mono=True)
+    first, second = f"{s_a:.3f} exp({m_a:.0f} - {m:.0f})", f"{s_b:.3f} exp({m_b:.0f} - {m:.0f})"
+    p.text(400, 276, f"s = {first} + {second}", at="middle", mono=True)
+    p.text(400, 302, f"  = {s_a * exp(m_a - m):.3f} + {s_b:.3f} = {s:.3f}", at="middle", mono=True)
+    p.text(
+        400, 344, "exp of all six values relative to 5 has the same sum", at="middle", color=GREY
+    )
+    return p
+
+
+def attention_tiles() -> Picture:
+    p = Picture(
+        "The scores in memory, or a tile of them at a time",
+        400,
+        "On the left all scores below the diagonal are stored in memory. On the right a block of "
+        "queries walks along the keys; it holds one tile of scores, and m, s and o of each query.",
+    )
+    for left, name, kept in ((40, "naive", False), (400, "online", True)):
+        p.text(left, 72, name, bold=True)
+        p.text(left + 112, 92, "keys", color=GREY, at="middle")
+        for row in range(6):
+            for column in range(6):
+                x, y = left + 36 * column, 102 + 36 * row
+                seen = column <= row
+                fill = "white" if not seen or kept else PALE[ORANGE]
+                edge = ORANGE if seen and not kept else "#cbd2d9"
+                p.box(x, y, 36, 36, fill, edge)
+    p.text(40, 344, "every score is written to memory,", color=ORANGE)
+    p.text(40, 366, "read, written as a weight, read again", color=ORANGE)
+    top = 102 + 36 * 4
+    p.box(400, top, 180, 36, PALE[BLUE], BLUE)
+    p.box(400 + 36 * 2, top, 36, 36, BLUE, BLUE)
+    p.line((400 + 36 * 3 + 6, top + 18), (400 + 36 * 5 - 6, top + 18), BLUE, 2, arrow=True)
+    p.text(392, top + 23, "Q", at="end", color=BLUE)
+    p.text(636, top - 34, "for each query:", color=GREEN)
+    for i, (letter, meaning) in enumerate((("m", "largest"), ("s", "sum"), ("o", "weighted V"))):
+        p.box(636, top - 20 + 28 * i, 28, 24, PALE[GREEN], GREEN)
+        p.text(650, top - 2 + 28 * i, letter, at="middle", mono=True)
+        p.text(674, top - 2 + 28 * i, meaning, color=GREEN)
+    p.text(400, 344, "a block walks over the tiles of its row;", color=BLUE)
+    p.text(400, 366, "the scores never reach global memory", color=BLUE)
+    return p
+
+
+def one_token() -> Picture:
+    weights = 124.4e6 * 2  # bytes of GPT-2 small in 16 bits
+    row = 12 * 512 * 2 * 768 * 2  # bytes of the keys and values of 512 tokens
+    p = Picture(
+        "A step reads every weight once, whatever the number of rows",
+        330,
+        "Bytes that a step of decoding reads, for 1, 8 and 64 rows. The weights are 249 MB each "
+        "time. Each row adds 19 MB of keys and values, which no other row reads.",
+    )
+    p.text(24, 66, "GPT-2 small in 16 bits, 512 tokens in the cache")
+    scale = 540 / (weights + 64 * row)
+    for i, rows in enumerate((1, 8, 64)):
+        y, width, cache = 92 + 58 * i, weights * scale, rows * row * scale
+        p.text(96, y + 24, f"{rows} row{'s' if rows > 1 else ''}", at="end", bold=True)
+        p.box(112, y, width, 36, PALE[BLUE], BLUE)
+        p.box(112 + width, y, cache, 36, PALE[ORANGE], ORANGE)
+        mb = (weights + rows * row) / 1e6
+        p.text(124 + width + cache, y + 16, f"{mb:,.0f} MB", size=14)
+        p.text(124 + width + cache, y + 34, f"{mb / rows:,.0f} a token", size=14, color=GREEN)
+    p.text(112 + weights * scale / 2, 115, "weights", at="middle", color=BLUE, size=14)
+    p.text(112 + weights * scale + 32 * row * scale, 231, "keys and values of 64 rows",
+           at="middle", color=ORANGE, size=14)  # fmt: skip
+    p.text(24, 290, "With few rows a token costs a reading of all weights. With many rows it costs")
+    p.text(24, 312, "its own keys and values, and a share of the weights.")
+    return p
+
+
+def splits() -> Picture:
+    p = Picture(
+        "The keys of one query, shared by warps",
+        350,
+        "The keys of a head are divided into splits of 32. A warp computes the softmax of its "
+        "split alone: the largest score m, the sum l and the sum of weighted values o. The splits "
+        "are merged: their sums are scaled to the largest m and added, one split after the other.",
+    )
+    p.text(24, 74, "keys 0 to 127 of a head, in the kv_cache", size=14)
+    for i in range(4):
+        x = 24 + 190 * i
+        p.grid(x, 88, 8, 1, (22, 24), PALE[GREY])
+        p.text(x + 88, 134, f"split {i}: 32 keys", at="middle", size=14, color=GREY)
+        p.line((x + 88, 142), (x + 88, 162), BLUE, 2, arrow=True)
+        p.box(x + 16, 166, 144, 52, PALE[BLUE], BLUE)
+        p.text(x + 88, 187, f"warp {i}", at="middle", color=BLUE)
+        p.text(x + 88, 208, "m, l, o", at="middle", mono=True)
+        p.line((x + 88, 220), (x + 88, 250), GREEN, 2, arrow=True)
+    p.box(40, 254, 714, 44, PALE[GREEN], GREEN)
+    p.text(60, 281, "M = max m", mono=True)
+    p.text(192, 281, "w = exp(m - M)", mono=True)
+    p.text(370, 281, "out = (sum of w o) / (sum of w l)", mono=True)
+    p.text(24, 328, "Splits are added in the order of their keys, whichever warp computed them.")
+    return p
+
+
+def fusion() -> Picture:
+    p = Picture(
+        "The feed-forward of one row: five kernels, two, two that overlap",
+        396,
+        "Three timelines of a feed-forward, not to scale. With a kernel for each operation there "
+        "are five starts, and five times a result is written and read. With LayerNorm, GELU and "
+        "the residual in the products there are two. Where launches overlap, the second product "
+        "has requested its weights before the first one ends.",
+    )
+
+    def kernel(x: float, y: float, name: str, weights: float, waits: float, work: float) -> float:
+        """A kernel from x on: weights, the wait for x, its work. Returns its end."""
+        if name:
+            p.text(x, y - 8, name, size=14)
+        for width, color in ((weights, BLUE), (waits, ORANGE), (work, GREEN)):
+            if width:
+                p.box(x, y, width, 30, PALE[color], color)
+            x += width
+        return x
+
+    x: float = 24
+    for name, weights, work in (
+        ("LayerNorm", 20, 36), ("fc", 60, 46), ("GELU", 0, 36), ("proj", 60, 46), ("add", 0, 36),
+    ):  # fmt: skip
+        x = kernel(x, 92, name, weights, 40, work) + 36
+    p.text(24, 144, "five kernels: five starts, five waits for the result before", color=GREY)
+    first = "LayerNorm, fc, GELU"
+    kernel(kernel(24, 188, first, 60, 40, 70) + 36, 188, "proj, add", 60, 40, 60)
+    p.text(24, 240, "two kernels, one after the other", color=GREY)
+    end = kernel(24, 284, first, 60, 40, 70)
+    p.text(end - 66, 340, "proj, add", size=14, at="end")
+    kernel(end - 60, 320, "", 60, 30, 60)
+    p.line((end, 276), (end, 356), GREY, 1, dashed=True)
+    p.text(24, 376, "two that overlap: proj requests its weights while fc runs", color=GREY)
+    p.text(784, 58, "time, not to scale", at="end", color=GREY, size=14)
+    for i, (color, what) in enumerate(
+        ((BLUE, "request weights"), (ORANGE, "wait for x, load it"), (GREEN, "compute, store"))
+    ):
+        p.box(560, 196 + 32 * i, 22, 18, PALE[color], color)
+        p.text(592, 210 + 32 * i, what, color=color)
+    return p
+
+
+def eight_bits() -> Picture:
+    p = Picture(
+        "Eight bits: two formats",
+        330,
+        "The bits of float16, E5M2 and E4M3. E5M2 is the upper half of a float16: 5 exponent bits "
+        "and 2 fraction bits. E4M3 has 4 and 3. The numbers of both formats between a quarter and "
+        "4: E4M3 has twice as many.",
+    )
+    for i, (name, exponent, fraction, about) in enumerate(
+        (
+            ("float16", 5, 10, "up to 65504"),
+            ("E5M2", 5, 2, "up to 57344, steps of 1/4 between 1 and 2"),
+            ("E4M3", 4, 3, "up to 448, steps of 1/8 between 1 and 2"),
+        )
+    ):
+        y = 60 + 40 * i
+        p.text(24, y + 20, name, bold=True)
+        p.grid(112, y, 1, 1, (24, 28), PALE[GREY])
+        p.grid(136, y, exponent, 1, (24, 28), PALE[BLUE])
+        p.grid(136 + 24 * exponent, y, fraction, 1, (24, 28), PALE[ORANGE])
+        p.text(136 + 24 * (exponent + fraction) + 16, y + 20, about)
+    p.text(124, 192, "sign", at="middle", size=14, color=GREY)
+    p.text(148, 192, "exponent", size=14, color=BLUE)
+    p.text(236, 192, "fraction", size=14, color=ORANGE)
+    for y, name, fraction, color in ((234, "E5M2", 2, BLUE), (282, "E4M3", 3, ORANGE)):
+        p.text(24, y + 5, name, bold=True, color=color)
+        p.line((112, y), (776, y), GREY, 1)
+        for exponent in range(-2, 2):
+            for step in range(2**fraction):
+                at = 112 + 166 * 2.0**exponent * (1 + step / 2**fraction)
+                p.line((at, y - 10), (at, y + 10), color, 2)
+        p.line((776, y - 10), (776, y + 10), color, 2)
+    for value in (0, 1, 2, 3, 4):
+        p.text(112 + 166 * value, 316, str(value), at="middle", size=14, color=GREY)
+    return p
+
+
 def favicon() -> Picture:
     p = Picture("", 800, "gpt2block")
     p.parts.clear()
@@ -211,7 +452,19 @@ def favicon() -> Picture:
 PICTURES: Mapping[str, Callable[[], Picture]] = {
     draw.__name__.replace("_", "-"): draw
     for draw in (
-        *(one_thread_per_row, reductions, registers, shared_memory, coarsening, tensor_cores),
+        threads_and_blocks,
+        one_thread_per_row,
+        reductions,
+        registers,
+        shared_memory,
+        coarsening,
+        tensor_cores,
+        online_softmax,
+        attention_tiles,
+        one_token,
+        splits,
+        fusion,
+        eight_bits,
         favicon,
     )
 }

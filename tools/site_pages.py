@@ -3,17 +3,24 @@
 Links in the repository are relative paths, which work in a checkout. On the site, a link to a page
 leads to that page. Any other link that leaves docs/ leads to the file in the repository that
 `[project.urls]` names as Source; where it names none, the link becomes its text.
+
+Files of kernels_cu/ and notebooks of examples/ are made into pages, as they are when the site is
+built. A page that names a file of kernels_cu as code links to its page, which links back.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import excerpts
+import explain_pages
+import notebook_pages
+from kernel_pages import KernelPages, Page
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +30,24 @@ PAGES = {  # file of the repository → page of the site
     "kernels_cu/README.md": "kernels.md",
     "examples/README.md": "examples.md",
 }
+NOTEBOOKS = {
+    f"examples/{file.name}": f"examples/{file.stem}.md"
+    for file in sorted((ROOT / "examples").glob("*.ipynb"))
+}
+KERNELS = {f"kernels_cu/{file}": f"kernels/{file}.md" for file in KernelPages().sources}
+OUTSIDE = {**PAGES, **NOTEBOOKS, **KERNELS}
+SECTIONS = {"examples.md": list(NOTEBOOKS.values()), "kernels.md": list(KERNELS.values())}
+# How a search ranks the pages, the first pattern that matches; the changelog is not searched.
+SEARCH = {
+    r"learn/\d.*": {"boost": 8},
+    r"learn/.*": {"boost": 4},
+    r"kernels/.*": {"boost": 0.2},
+    r"changelog\.md": {"exclude": True},
+}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)((?:#[^)\s]*)?)\)")
-CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+KERNEL = re.compile(rf"{LINK.pattern}|`(\w+/\w+\.cuh?)`")
+LINE = re.compile(r'<a id="__codelineno-\d+-(\d+)" name="[^"]*"></a><a href="[^"]*">')
 
 
 def source_address() -> str | None:
@@ -33,44 +56,117 @@ def source_address() -> str | None:
     return found[1] if found else None
 
 
-def on_post_template(output: str, config: Any, **_: Any) -> str:
-    """Leave out 404.html and sitemap.xml where mkdocs.yml has no site_url, which they need."""
-    return output if config.site_url else ""
+def on_config(config: Any) -> Any:
+    """Put the pages of notebooks and kernels into the navigation, below their index."""
+    config.nav = [_with_sections(item) for item in config.nav]
+    return config
+
+
+def _with_sections(item: Any) -> Any:
+    if isinstance(item, dict):
+        ((title, inside),) = item.items()
+        if isinstance(inside, list):
+            return {title: [_with_sections(each) for each in inside]}
+        if inside in SECTIONS:
+            return {title: [inside, *_by_folder(SECTIONS[inside])]}
+    return item
+
+
+def _by_folder(pages: list[str]) -> Iterator[Any]:
+    for folder, group in groupby(pages, lambda page: page.split("/")[1:-1]):
+        entries = [{Path(page).stem: page} if folder else page for page in group]
+        yield from [{folder[0]: entries}] if folder else entries
+
+
+def on_post_template(output: str, template_name: str, config: Any, **_: Any) -> str:
+    """Leave out sitemap.xml where mkdocs.yml has no site_url, and the 404.html of the theme.
+
+    That one needs to know the folder of the site; docs/404.html finds it.
+    """
+    return output if config.site_url and template_name != "404.html" else ""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages outside docs/."""
-    for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    """Add the pages outside docs/, and those of `gpt2block explain`."""
+    kernels, mentioned = KernelPages(), _mentions()
+    for source, page in OUTSIDE.items():
+        if source in KERNELS:
+            text = kernels.page(source.partition("/")[2], mentioned.get(source, ()))
+        else:
+            text = (ROOT / source).read_text("utf-8")
+        if source in NOTEBOOKS:
+            text = notebook_pages.markdown(text)
+        files.append(File.generated(config, page, content=text))
+    for model in explain_pages.MODELS:
+        address = explain_pages.address(model)
+        files.append(File.generated(config, address, content=explain_pages.page(model)))
     return files
+
+
+def _mentions() -> dict[str, list[Page]]:
+    """The pages that name each file of kernels_cu, the chapters first."""
+    found: dict[str, list[Page]] = {}
+    chapters = sorted((ROOT / "docs" / "learn").glob("*.md"))
+    for path in [*chapters, *sorted((ROOT / "docs").glob("*.md"))]:
+        page = path.relative_to(ROOT).as_posix()
+        text = path.read_text("utf-8")
+        title = re.search(r"^# (.*)$", text, re.MULTILINE)
+        links = (link.groups() for link in KERNEL.finditer(CODE.sub("", text)))
+        named = (_kernel(name) if name else _file(to, page) for _, to, _, name in links)
+        for file in dict.fromkeys(file for file in named if file in KERNELS):
+            found.setdefault(file, []).append((title[1] if title else path.stem, page))
+    return found
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Insert the excerpts of a page, and resolve its links except in blocks of code."""
     at = page.file.src_uri
-    source = next((file for file, name in PAGES.items() if name == at), f"docs/{at}")
+    source = next((file for file, name in OUTSIDE.items() if name == at), f"docs/{at}")
     markdown = excerpts.insert(markdown, (ROOT / source).parent)
     ends = [0, *(end for block in CODE.finditer(markdown) for end in block.span()), len(markdown)]
     parts = [markdown[a:b] for a, b in pairwise(ends)]
 
     def resolved(link: re.Match[str]) -> str:
-        text, path, anchor = link.groups()
-        address = target(path, source, at)
-        return f"[{text}]({address}{anchor})" if address else text
+        text, path, anchor, name = link.groups()
+        file = _kernel(name) if name else _file(path, source)
+        address = file and target(file, at)
+        shown = link[0] if name else text
+        return f"[{shown}]({address}{anchor or ''})" if address else shown
 
-    parts[::2] = [LINK.sub(resolved, part) for part in parts[::2]]
-    return "".join(parts)
+    parts[::2] = [KERNEL.sub(resolved, part) for part in parts[::2]]
+    return explain_pages.insert("".join(parts))
 
 
-def target(link: str, source: str, page: str) -> str | None:
-    """Where a link of the file `source` leads from the page `page`: a page, or an address."""
-    file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Rank a page in searches, and name the lines of its source L1, L2 …, with links."""
+    at = page.file.src_uri
+    rank = next((rank for pattern, rank in SEARCH.items() if re.match(pattern, at)), {})
+    page.meta.setdefault("search", rank)
+    if at in KERNELS.values():
+        page.meta["hide"] = ["toc"]  # which leaves its room to lines of 120 columns
+        page.meta["title"] = at.removeprefix("kernels/").removesuffix(".md")
+    page.present_anchor_ids.update(f"L{number}" for number in LINE.findall(html))
+    return LINE.sub(r'<a id="L\1"></a><a href="#L\1" tabindex="-1">', html)
+
+
+def target(file: str, page: str) -> str | None:
+    """Where a link to a file of the repository leads from a page: to its page, or an address."""
     if file.startswith("docs/"):
         file = file.removeprefix("docs/")
-    elif file in PAGES:
-        file = PAGES[file]
+    elif file in OUTSIDE:
+        file = OUTSIDE[file]
     else:
         kind = "tree" if (ROOT / file).is_dir() else "blob"
         address = source_address()
         return address and f"{address}/{kind}/main/{file}"
     return posixpath.relpath(file, posixpath.dirname(page) or ".")
+
+
+def _file(link: str, source: str) -> str:
+    """The file of the repository that a link of the file `source` leads to."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+
+def _kernel(name: str) -> str | None:
+    """The file that a name such as lib/rows.cuh means, if kernels_cu has it."""
+    return f"kernels_cu/{name}" if f"kernels_cu/{name}" in KERNELS else None

@@ -81,7 +81,9 @@ def _no_json(name: str) -> None:
 
 
 def case(rng: Rng, folder: Path) -> None:
-    commands = (_generate, _generate, _score, _score, _info, _block, _explain, _other, _map)
+    commands = (
+        _generate, _generate, _score, _score, _info, _block, _explain, _profile, _other, _map
+    )  # fmt: skip
     (_subprocess if rng.chance(SUBPROCESSES) else rng.pick(*commands))(rng, folder)
 
 
@@ -252,6 +254,27 @@ def _explain(rng: Rng, folder: Path) -> None:
         check_equal("ids", ids, model().tokenizer.encode_ordinary(text))
 
 
+def _profile(rng: Rng, folder: Path) -> None:
+    """A trace of any sizes and model has a slice for each kernel that the table counts."""
+    options, _ = _some(
+        rng,
+        {
+            "--rows": ("1", "3"), "--tokens": ("2", "4"), "--steps": ("1", "2"),
+            "--dtype": ("float32", "bfloat16"), "--kv-dtype": ("float8_e5m2",), "--size": ("gpt9",),
+        },
+    )  # fmt: skip
+    what, trace = rng.pick("generate", "score", "block", "train"), folder / "trace.json"
+    arguments = ["profile", str(what), "-o", str(trace), "--model", _model(rng, folder)]
+    ended = run([*arguments, "--device=cpu", "--tokens=3", "--json", *options])
+    if not trace.exists():  # --help
+        raise Refused
+    events = json.loads(trace.read_text(encoding="utf-8"), parse_constant=_no_json)["traceEvents"]
+    kernels = [event for event in events if event["ph"] == "X" and "kernel" in event["args"]]
+    check(all(event["dur"] >= 0 for event in kernels), "a kernel of negative time")
+    counted = sum(row["kernels"] * row["count"] for row in json.loads(ended.out)["passes"])
+    check_equal("kernels", len(kernels), round(counted))
+
+
 def _other(rng: Rng, folder: Path) -> None:
     """Commands that only print descriptions or need a GPU, and unknown commands."""
     arguments = list(
@@ -264,6 +287,7 @@ def _other(rng: Rng, folder: Path) -> None:
             ["kernels", "gemm", "--sweep", "--dtype", str(rng.pick(*_texts()))],
             ["kernels", "softmax", "--template"], ["kernels", "softmax", "--grid", "3"],
             ["kernels", "softmax", "--source", str(rng.pick(*_texts(), "1", "rows"))],
+            ["kernels", "softmax", "--solution", str(rng.pick(*_texts(), "3", "3.4", "../3"))],
             ["kernels", "softmax", "--mine", str(rng.pick(*_texts(), str(folder)))],
             ["kernels", "softmax", "--device", str(rng.pick(*_texts(), "tpu"))],
             ["bench", "--device", "cpu"],

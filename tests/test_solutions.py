@@ -1,0 +1,97 @@
+"""The solutions of the exercises in docs/learn: each is right, and its page shows it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gpt2block import InputError, emulator
+from gpt2block.cuda import kernels
+from gpt2block.mine.solutions import HERE, names, operations, solution
+from gpt2block.mine.source import read
+from gpt2block.ops.registry import find
+from tests.command_line import gpt2block
+
+LEARN = Path(__file__).parent.parent / "docs" / "learn"
+FILES = sorted(HERE.glob("*/*.cu"))
+each_file = pytest.mark.parametrize(
+    "file", FILES, ids=lambda file: f"{file.parent.name} {file.stem}"
+)
+
+
+def commands(file: Path) -> list[list[str]]:
+    """The arguments of each `gpt2block` in the opening comment, with the file in place of my.cu."""
+    text = file.read_text(encoding="utf-8")
+    found = re.findall(r"^//   gpt2block (kernels .* --mine my\.cu.*)$", text, re.MULTILINE)
+    return [shlex.split(line.replace("my.cu", str(file))) for line in found]
+
+
+@pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)
+@each_file
+def test_a_solution_is_right(file: Path) -> None:
+    first, *more = commands(file)
+    assert first == ["kernels", file.parent.name, "--mine", str(file)]
+    for command in (first, *more):
+        ended = gpt2block(*command, "--device", "cpu")
+        assert ended.code == 0, ended.out + ended.err
+        assert "Right in forward, reverse and shuffled thread order." in ended.out
+
+
+@each_file
+def test_the_first_line_names_the_exercise(file: Path) -> None:
+    chapter, exercise = file.stem.split(".")
+    first, *_ = file.read_text(encoding="ascii").splitlines()
+    assert first.startswith(f"// Chapter {chapter}, exercise {exercise}: ")
+
+
+@each_file
+def test_the_chapter_shows_the_whole_solution(file: Path) -> None:
+    chapter, exercise = file.stem.split(".")
+    (page,) = LEARN.glob(f"{chapter}-*.md")
+    answers = re.split(r'^\?\?\? note "Answers? to ', page.read_text(encoding="utf-8"), flags=re.M)
+    path = f"../../{file.relative_to(LEARN.parent.parent).as_posix()}"
+    shown = f"    <!-- source -->\n    [`{file.parent.name}/{file.name}`]({path})\n"
+    (answer,) = [each for each in answers[1:] if shown in each]
+    assert exercise in re.findall(r"\d+", answer.partition('"')[0])
+
+
+def test_solutions_compile_with_nvrtc() -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    for file in FILES:
+        dtype = find(file.parent.name).dtypes[0]
+        found = kernels.compile_for(str(file), "sm_80", kernels.stored_as(dtype))
+        assert read(file).name.encode() in found.cubin
+
+
+def test_a_solution_is_printed_as_it_is() -> None:
+    text = (HERE / "layernorm" / "2.1.cu").read_text(encoding="utf-8")
+    assert gpt2block("kernels", "layernorm", "--solution", "2.1").out == text
+    last = gpt2block("kernels", "layernorm", "--solution", "2").out
+    assert last.startswith("// Chapter 2, exercise 2: ")
+
+
+def test_solutions_are_in_the_order_of_the_course() -> None:
+    assert operations() == sorted({file.parent.name for file in FILES})
+    for name in operations():
+        listed = names(name)
+        assert listed == sorted(listed, key=lambda each: [int(part) for part in each.split(".")])
+
+
+@pytest.mark.parametrize("which", ["99", "2.99", "x", "", "2.", "../layernorm/2.1", "-1"])
+def test_a_solution_that_is_not_there(which: str) -> None:
+    said = r"expected a chapter with an exercise about layernorm, or one of its .*: .*2\.1, 2\.2"
+    with pytest.raises(InputError, match=said):
+        solution(find("layernorm"), which)
+
+
+def test_an_operation_without_exercises() -> None:
+    said = gpt2block("kernels", "silu_mul", "--solution", "1").error
+    assert said.startswith("silu_mul has no solution, as no exercise is about it: expected one of ")
+    both = gpt2block("kernels", "layernorm", "--solution", "1", "--template").error
+    assert both == "--template and --solution: choose one of them"
+    assert gpt2block("kernels", "--solution", "1").error.startswith("--solution needs an operation")
