@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gpt2block.explain import Page
     from gpt2block.inspection import LogitLens
     from gpt2block.llama_block import LlamaBlock
+    from gpt2block.mine.kernel_check import KernelCheck, check_kernel
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
     from gpt2block.run.model import KVCache
     from gpt2block.sampling import Sampling
@@ -68,6 +69,7 @@ __all__ = [
     "Generation",
     "InputError",
     "KVCache",
+    "KernelCheck",
     "KernelError",
     "Llama",
     "LlamaBlock",
@@ -86,6 +88,7 @@ __all__ = [
     "TwoPartMatrix",
     "UnknownOption",
     "WeightMatrix",
+    "check_kernel",
     "from_pretrained",
     "random_input",
     "reference",
@@ -105,6 +108,7 @@ _NAMES = {  # module → its names here
     "explain": "Page",
     "inspection": "LogitLens",
     "llama_block": "LlamaBlock",
+    "mine.kernel_check": "KernelCheck check_kernel",
     "model": "GPT2 Llama Model from_pretrained",
     "run.model": "KVCache",
     "sampling": "Sampling",

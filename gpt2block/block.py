@@ -25,6 +25,7 @@ from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given
 from gpt2block.run.numpy_block import NumpyEngine
+from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
 
@@ -86,6 +87,10 @@ class BaseBlock:
     def weight_bytes(self) -> int:
         """Bytes of the weights on the device."""
         return self._engine.weight_bytes
+
+    def _timed(self, call: Call) -> list[Timeline]:
+        """The timelines of a call of this block, as in `TracedEngine.timed`."""
+        return self._engine.timed(call)
 
     def _compare(self, x: Any, given: Given = NOTHING) -> Comparisons:
         """Compare every step with the same block in float64, of the same rounded weights."""

@@ -155,7 +155,9 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorated
 
 
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SAMPLING_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "logit_bias"),
+)
 
 
 def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:

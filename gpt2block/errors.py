@@ -72,6 +72,10 @@ class PrintableError(Exception):
         self.parts = [part if isinstance(part, Argument) else str(part) for part in parts]
         super().__init__(self.message())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process gets the Arguments, too."""
+        return type(self), tuple(self.parts)
+
     def message(self, spelled: Callable[[Argument], str] = str) -> str:
         """The message, in which `spelled` writes the arguments."""
         texts = (spelled(part) if isinstance(part, Argument) else part for part in self.parts)

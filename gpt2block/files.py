@@ -10,6 +10,8 @@ from stat import S_IMODE, S_ISREG
 from typing import BinaryIO
 from uuid import uuid4
 
+from gpt2block.errors import InputError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -43,6 +45,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
     with suppress(OSError):  # not every file system can; it makes the new name permanent
         _sync_folder(target.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write or replace a file as a whole. Raises InputError where it cannot."""
+    check_file(path)
+    try:
+        with replacing(path) as file:
+            file.write(data)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be written: {reason}") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise InputError unless a file can have this path; to be called before a long computation."""
+    if path.is_dir():
+        raise InputError(f"{path}: expected a file, got a directory")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no directory {path.parent}: create it first")
 
 
 def put_in_place(new: Path, path: Path) -> None:

@@ -82,21 +82,32 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floats:
     """`attention_weights`, from the result of the engine's `trace`."""
     config = engine.config
-    _, _, kv_dtype, _ = engine.cache_kind
     T = len(traced["embedding"])
-    qkv, Q, D = architecture_of(config).QKV, config.q_width, config.head_size
+    Q, D = config.q_width, config.head_size
     n_kv_head = config.kv_width // D
     shared = np.arange(config.n_head) * n_kv_head // config.n_head  # the head of keys of each head
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
-        rows = traced[f"h.{layer}.{qkv}"].astype(np.float32).reshape(T, -1)
-        if kv_dtype in FP8:  # attention reads rounded keys
-            rows = reference.kv_round(rows, config.n_head, n_kv_head, kv_dtype)
+        rows = rows_of_attention(engine, traced, layer)
         q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
         scores = q @ k[shared].swapaxes(-1, -2) / np.float32(math.sqrt(D))
         weights[layer] = reference.softmax(scores, causal=True)
     return weights
+
+
+def rows_of_attention(
+    engine: TracedEngine, traced: Mapping[str, NDArray[Any]], layer: int
+) -> Floats:
+    """Q, K and V as attention of a layer reads them: rows [Q | K | V] (T, W), float32."""
+    config = engine.config
+    _, _, kv_dtype, _ = engine.cache_kind
+    rows = traced[f"h.{layer}.{architecture_of(config).QKV}"].astype(np.float32)
+    rows = rows.reshape(len(rows), -1)
+    if kv_dtype in FP8:  # the kv_cache has rounded keys and values
+        n_kv_head = config.kv_width // config.head_size
+        rows = reference.kv_round(rows, config.n_head, n_kv_head, kv_dtype)
+    return rows
 
 
 def logit_lens(

@@ -229,7 +229,7 @@ def test_the_check_ends_with_what_runs_here(
 
 COMMANDS = [
     "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
-    "kernels", "map", "map score", "map generate", "map embed",
+    "profile", "kernels", "map", "map score", "map generate", "map embed",
 ]  # fmt: skip
 
 
@@ -272,6 +272,7 @@ def test_the_version() -> None:
         ("kernels lay", ["layernorm", "layernorm_gelu"]),
         ("kernels trimat --variant tri", ["tri3", "tri4", "tri5", "tri6"]),
         ("kernels trimat --source n", ["naive"]),
+        ("kernels layernorm --solution 2", ["2.1", "2.2"]),
         ("kernels --variant n", []),
     ],
 )

@@ -102,7 +102,7 @@ def test_without_gpu_and_compiler_one_line_says_what_to_install(
     assert NO_GPU in ended.err
     assert "apt install g++" in ended.err
     said = kernels("softmax", "--device", "cpu").error
-    assert said.startswith("--device cpu compiles kernels with g++, but g++ is not inst")
+    assert said.startswith("the emulator compiles kernels with g++, but g++ is not inst")
 
 
 @on_emulator
@@ -114,10 +114,29 @@ def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
     assert "Right in forward, reverse and shuffled thread order." in ended.out
     assert "Sizes are reduced here: a GPU times B=2, NH=12, T=1024." in ended.out
     found = kernels("softmax", "--mine", my_softmax, "--shape", "T=3", "--json").json
-    (row,) = found["checked"]
-    assert row["sizes"] == {"B": 1, "NH": 1, "T": 3}
+    row, *special = found["checked"]
+    assert all(each["sizes"] == {"B": 1, "NH": 1, "T": 3} for each in found["checked"])
+    assert row["inputs"] == ""
+    assert row["bound"] > row["max_rel"]
+    assert [each["inputs"] for each in special][-1] == "-inf scores"
     assert (row["grid"], row["block"], row["shared"]) == ([1], [64], 0)
     assert (found["right"], found["problem"], found["device"]) == (True, None, "cpu")
+
+
+@on_emulator
+def test_a_fragile_kernel_says_why(my_softmax: Path) -> None:
+    text = my_softmax.read_text(encoding="utf-8").replace(" - largest)", ")")
+    my_softmax.write_text(text, encoding="utf-8")
+    options = ("softmax", "--mine", my_softmax, "--device", "cpu")
+    ended = kernels(*options, "--shape", "T=3")
+    assert ended.code == 1
+    assert "fragile: right for ordinary inputs" in ended.out
+    assert "subtract the largest score of the row before exp" in ended.out
+    found = kernels(*options, "--shape", "T=3", "--json").json
+    assert found["problem"]["fragile"]
+    assert found["problem"]["bound"] > 1e-5
+    said = kernels(*options, "--block", "2048").error
+    assert said == "--block 2048: 2048 threads: at most 1024"
 
 
 @on_emulator
@@ -142,7 +161,7 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
         (["--template"], "--template needs an operation"),
         (["softmax", "--template", "--source", "1"], "--source and --template: choose one"),
         (["softmax", "--grid", "3"], "--grid is an option of --mine: add it"),
-        (["softmax", "--mine", "/no/such.cu"], "--mine /no/such.cu: No such file"),
+        (["softmax", "--mine", "/no/such.cu"], "--mine /no/such.cu: no such file"),
         (["softmax", "--source", "9"], "--source 9: expected a number from 1 to 4"),
         (["softmax", "--device", "tpu"], "--device tpu: expected cuda or cpu"),
         (["softmax", "--device", "cpu", "--sweep"], "times are measured on a GPU"),

@@ -117,7 +117,7 @@ def test_options_arrive(command: Command) -> None:
     for sample, chosen in enumerate(decoding.sampling):
         assert vars(chosen) == {
             "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
-            "repetition_penalty": 1.5, "seed": 3, "sample": sample,
+            "repetition_penalty": 1.5, "seed": 3, "sample": sample, "logit_bias": (),
         }  # fmt: skip
     assert [len(found["tokens"]) for found in ran.json["samples"]] == [9, 9]
     assert ran.json["seed"] == 3

@@ -42,6 +42,7 @@ EXAMPLES = {
     "linear": Example({"K": 8, "N": 4}),
     "linear_qkv": Example({"M": 2, "K": 8, "N": 24, "B": 2, "P": 3, "C": 8}),
     "log_likelihood": Example({"V": 9}),
+    "top_logprobs": Example({"M": 2, "V": 9}, {"K": 20}),
     "sample_token": Example({"B": 2, "V": 9}),
     "mark_seen": Example({"N": 5, "B": 2, "V": 9}),
     "kv_append": Example({"N": 3, "W": 32, **KV}),

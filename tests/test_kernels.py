@@ -63,6 +63,7 @@ ODD_CONSTANTS = {
     "llama/rope_qkv.cu": "STORAGE_BF16=1 ROPE_D=34 ROPE_WIDTH=2",
     "llama/rope_append.cu": "STORAGE_BF16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1",
     "tokens/log_likelihood.cu": "LL_THREADS=1024 LL_LOADS=3",
+    "tokens/top.cu": "TOP_THREADS=1024 TOP_KEPT=1 TOP_LOADS=3",
     "matmul/mma.cu": (
         "STORAGE_BF16=1 GEMM_M=64 GEMM_N=144 GEMM_SLICE=128 GEMM_GELU=1 GEMM_RESIDUAL=1 "
         "GEMM_FLOAT_OUT=1"
@@ -86,7 +87,7 @@ ODD_CONSTANTS = {
         "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
     ),
     "attention/hopper.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
-    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100",
+    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_BIAS=1",
     "matmul/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
     "softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
     "trimat/ladder.cu": "NH=3 HS=20",

@@ -33,7 +33,11 @@ def test_the_wheel_has_both_packages_and_the_bundled_models(wheel: Path) -> None
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert path.relative_to(ROOT).as_posix() in names
-    assert {"gpt2block/py.typed", "gpt2block/explain/page.html"} <= names
+    for path in (ROOT / "gpt2block" / "mine").rglob("*.cu"):  # templates and solutions
+        assert path.relative_to(ROOT).as_posix() in names
+    assert "gpt2block/py.typed" in names
+    for file in (ROOT / "gpt2block" / "explain" / "template").iterdir():
+        assert file.relative_to(ROOT).as_posix() in names
     for name in BUNDLED_NAMES:
         for file in (ROOT / "gpt2block" / "models" / name).iterdir():
             assert file.relative_to(ROOT).as_posix() in names

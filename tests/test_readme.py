@@ -281,6 +281,12 @@ def outputs(cells: list[dict[str, Any]]) -> list[str]:
     return ["".join("".join(o.get("text", "")) for o in cell.get("outputs", [])) for cell in cells]
 
 
+def pictures(cells: list[dict[str, Any]]) -> int:
+    """The number of outputs that are pictures."""
+    found = (output for cell in cells for output in cell.get("outputs", []))
+    return sum("image/png" in output.get("data", {}) for output in found)
+
+
 @pytest.mark.parametrize("name", ["from_text_to_logits", "write_your_own_layernorm"])
 def test_a_notebook_runs_and_prints_what_it_shows(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -288,13 +294,17 @@ def test_a_notebook_runs_and_prints_what_it_shows(
     nbclient = pytest.importorskip("nbclient", reason="running a notebook needs nbclient")
     pytest.importorskip("ipykernel", reason="running a notebook needs ipykernel")
     nbformat = pytest.importorskip("nbformat", reason="nbclient brings nbformat")
+    pytest.importorskip("matplotlib", reason="the notebooks draw pictures")
     if name == "write_your_own_layernorm" and (why := missing()):
         pytest.skip(why)
     file = ROOT / "examples" / f"{name}.ipynb"
-    shown = outputs(json.loads(file.read_text(encoding="utf-8"))["cells"])
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    shown = outputs(cells)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook = nbformat.read(file, as_version=4)
     options = {"timeout": 120, "resources": {"metadata": {"path": str(file.parent)}}}
     nbclient.NotebookClient(notebook, **options).execute()
     assert outputs(notebook.cells) == shown
+    assert any("%pip install" in cell.source for cell in notebook.cells)
+    assert pictures(notebook.cells) == pictures(cells) == 1

@@ -208,7 +208,7 @@ def test_a_step_of_many_rows_in_float32(device: Any) -> None:
             steps, at = DecodingSteps(model, cache, floats), np.full(rows, 3, np.int32)
             slots = np.arange(rows, dtype=np.int32)
             made = steps.logits_of(model, slots, ids[:rows, 3], at)
-            recorded = steps.of(model, rows).recording.steps.values()
+            recorded = steps.of(model, slots).recording.steps.values()
             return sum("terms" in each.step.attrs for each in recorded), made
 
     (with_terms, got), (without, expected) = logits(17, False), logits(17, True)

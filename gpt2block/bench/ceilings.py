@@ -12,6 +12,7 @@ from gpt2block.cuda import cupy, timing
 
 SIZE = 8192  # of the square matrices
 COPIED = 1 << 30  # bytes
+HOST_COPIED = 1 << 27  # more than the caches of a CPU
 TF32 = "tf32"
 ARITHMETICS = ("float32", TF32, "float16", "bfloat16")
 
@@ -30,9 +31,21 @@ class Ceilings:
 
 def measured(arithmetics: Iterable[str] = ARITHMETICS) -> Ceilings:
     """Ceilings of the current device, measured within a few seconds."""
-    a, b = cupy.zeros(COPIED, "uint8"), cupy.zeros(COPIED, "uint8")
-    ms = timing.interleaved_ms({"": lambda: b.data.copy_from_device_async(a.data, COPIED)})[""]
-    return Ceilings(2e-6 * COPIED / ms, {name: _cublas_tflop_s(name) for name in arithmetics})
+    return Ceilings(copy_gb_s(), {name: _cublas_tflop_s(name) for name in arithmetics})
+
+
+def copy_gb_s(nbytes: int = COPIED) -> float:
+    """GB/s of a copy of so many bytes within the memory of the current device."""
+    a, b = cupy.zeros(nbytes, "uint8"), cupy.zeros(nbytes, "uint8")
+    ms = timing.interleaved_ms({"": lambda: b.data.copy_from_device_async(a.data, nbytes)})[""]
+    return 2e-6 * nbytes / ms
+
+
+def host_copy_gb_s(nbytes: int = HOST_COPIED) -> float:
+    """GB/s of a copy of so many bytes within host memory, by one thread."""
+    a, b = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    ms = timing.interleaved_host_ms({"": lambda: np.copyto(b, a)})[""]
+    return 2e-6 * nbytes / ms
 
 
 def _cublas_tflop_s(arithmetic: str) -> float:

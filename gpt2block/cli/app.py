@@ -23,6 +23,7 @@ from gpt2block.cli.generate import generate
 from gpt2block.cli.info import info
 from gpt2block.cli.kernels_command import kernels
 from gpt2block.cli.options import add_command
+from gpt2block.cli.profile import profile
 from gpt2block.cli.score import score
 from gpt2block.cli.serve import serve
 from gpt2block.errors import InputError
@@ -34,20 +35,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="GPT-2 on readable CUDA kernels, each compared with a NumPy reference.",
+    help="GPT-2 and Llama on readable CUDA kernels, each compared with a NumPy reference.",
 )
-add_command(app, convert, "convert out/ckpt.pt my-model --dtype bfloat16")
-add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
-add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
 add_command(app, chat, "chat --system 'You answer in one sentence.'")
 add_command(app, serve, "serve --model smollm2 --port 8000")
 add_command(app, score, "score hamlet.txt --stride 64")
-add_command(app, info, "info shakespeare --json")
-add_command(app, block, "block --text 'To be, or not to be' --layer 2")
-add_command(app, check, "check --json")
-add_command(app, bench, "bench --what gemm --peer torch --plot roofline.png")
+add_command(app, explain, "explain 'To be, or not to be' -o page.html")
+add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
+add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.json")
 add_command(app, kernels, "kernels layernorm --mine my.cu")
+add_command(app, block, "block --text 'To be, or not to be' --layer 2")
+add_command(app, bench, "bench --what gemm --peer torch --plot roofline.png")
+add_command(app, info, "info shakespeare --json")
+add_command(app, convert, "convert out/ckpt.pt my-model --dtype bfloat16")
+add_command(app, check, "check --json")
 app.add_typer(cli_map.app, name="map")
 
 

@@ -9,6 +9,7 @@ import typer
 from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.config import SIZES
+from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.run.model import DTYPES
 
@@ -33,7 +34,19 @@ operations = one_of(*OPERATIONS)
 
 def variants(context: typer.Context, incomplete: str) -> list[str]:
     """Complete a variant of the operation that is already on the line."""
+    found = _operation(context)
+    return one_of(*(each.name for each in found.variants))(incomplete) if found else []
+
+
+def solutions(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete an exercise with a solution for the operation that is already on the line."""
+    from gpt2block.mine.solutions import names  # noqa: PLC0415  (needed here alone)
+
+    found = _operation(context)
+    return one_of(*names(found.name))(incomplete) if found else []
+
+
+def _operation(context: typer.Context) -> Operation | None:
     # In `args` where the option that is completed lacks its value
     words = (str(context.params.get("operation")), *context.args)
-    found = next((OPERATIONS[word] for word in words if word in OPERATIONS), None)
-    return one_of(*(each.name for each in found.variants))(incomplete) if found else []
+    return next((OPERATIONS[word] for word in words if word in OPERATIONS), None)

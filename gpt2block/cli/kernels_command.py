@@ -50,12 +50,20 @@ class OwnOptions:
     """A user's kernel; the help shows these options in a panel of their own."""
 
     mine: Path | None = path_option(
-        "Check a kernel of your own, and time it in one race with the variants.",
+        "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "
+        "the file runs with your rights: run what you have read.",
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )
     template: bool = option(
         "Print a file to begin with: slow, but right.", False, "--template", rich_help_panel=OWN
+    )
+    solution: str | None = option(
+        "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
+        "the last one of chapter 2.",
+        metavar="CHAPTER[.EXERCISE]",
+        complete=complete.solutions,
+        rich_help_panel=OWN,
     )
     kernel: str | None = option("The kernel, if the file has several.", rich_help_panel=OWN)
     grid: str | None = option(
@@ -88,7 +96,12 @@ def kernels(options: KernelsOptions, own: OwnOptions) -> None:
 
 def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
     """Raise InputError for options that need each other, or exclude each other."""
-    values = {"--mine": own.mine, "--source": options.source, "--template": own.template or None}
+    values = {
+        "--mine": own.mine,
+        "--source": options.source,
+        "--template": own.template or None,
+        "--solution": own.solution,
+    }
     given = [name for name, value in values.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"{given[0]} and {given[1]}: choose one of them")

@@ -20,17 +20,18 @@ from gpt2block.cli.kernels import (
     print_series,
 )
 from gpt2block.cli.mine import (
-    Outcome,
-    outcome_report,
     print_outcome,
     print_rungs,
     print_source,
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError
-from gpt2block.mine import check, on_cpu, on_gpu
+from gpt2block.mine import on_cpu, on_gpu
+from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
+from gpt2block.mine.outcome import Outcome
+from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
@@ -68,6 +69,9 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     found = find(options.operation)
     if own.template:
         print(template_of(found), end="")
+        return True
+    if own.solution is not None:
+        print(solution_of(found, own.solution), end="")
         return True
     if options.source is not None:
         print_source(console(), found, rung(found, options.source))
@@ -119,30 +123,30 @@ def _print_not_run(request: Request, problem: str) -> None:
         print(f"error: {why}", file=sys.stderr)
 
 
-def _small(request: Request, count: int = 99) -> list[tuple[Sizes, Attrs]]:
+def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
     """The last reduced sizes, or the very last with those of --shape."""
-    cases, shape = request.operation.cases, request.options.shape
+    known, shape = request.operation.cases, request.options.shape
     if shape is None:
-        return list(cases[-count:])
-    sizes, attrs = cases[-1]
+        return list(known[-SIZES_OF_A_VARIANT:])
+    sizes, attrs = known[-1]
     return [({**sizes, **stated_sizes(request.operation, shape)}, attrs)]
 
 
 def _on_cpu(request: Request, problem: str | None) -> bool:
     """Check the built-in variants on the emulator."""
     operation, as_json = request.operation, request.options.as_json
-    cases = _small(request, SIZES_OF_A_VARIANT)
+    small = _small(request)
     rungs, skipped = on_cpu.check_variants(
         operation,
         request.variants,
         request.stored,
-        cases,
+        small,
         lambda variants: tracked(variants, "variants", hidden=as_json),
     )
     if as_json:
         print_json(rungs_report(operation, rungs, skipped, problem))
     else:
-        sizes = [each for each, _ in cases]
+        sizes = [each for each, _ in small]
         print_rungs(console(), operation, rungs, skipped, sizes, request.stored[0])
     return bool(rungs) and all(each.right for each in rungs)
 
@@ -172,17 +176,21 @@ def _on_gpu(request: Request) -> bool:
     return all(row.right for rows in measured for row in rows)
 
 
+def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
+    stated = stated_sizes(request.operation, request.options.shape)
+    return cases(user, request.stored[1], stated)
+
+
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
-    layout = request.stored[1]
-    cases = [check.case(user, sizes, attrs, layout) for sizes, attrs in _small(request)]
-    return _show_own(request, user, Outcome.of(on_cpu.check_kernel(user, cases)), CPU)
+    found = on_cpu.check_kernel(user, _own_cases(request, user))
+    return _show_own(request, user, Outcome.of(found), CPU)
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
-    operation, options, layout = request.operation, request.options, request.stored[1]
+    operation, options = request.operation, request.options
     job = on_gpu.Job(
         user,
-        tuple(check.case(user, *case, layout) for case in operation.cases),
+        _own_cases(request, user),
         tuple(each.name for each in request.variants),
         parse_sizes(operation, options.shape),
         request.stored,
@@ -198,7 +206,7 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
 
 def _show_own(request: Request, user: Kernel, found: Outcome, device: str) -> bool:
     if request.options.as_json:
-        print_json(outcome_report(user, found, device))
+        print_json(found.report(user, device))
     else:
         print_outcome(console(), user, found, device == CPU)
     return found.right

@@ -29,6 +29,12 @@ model_option = partial(
     complete=complete.models,
 )
 revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")
+dtype_option = partial(
+    option,
+    "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
+    "float32",
+    complete=complete.dtypes,
+)
 kv_dtype_option = partial(
     option,
     "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; by "
@@ -54,11 +60,7 @@ class ModelOptions:
 
     model: str = model_option(BUNDLED)
     revision: str | None = revision_option()
-    dtype: str = option(
-        "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
-        "float32",
-        complete=complete.dtypes,
-    )
+    dtype: str = dtype_option()
     kv_dtype: str | None = kv_dtype_option()
     device: str | None = device_option()
     tokenizer: Path | None = path_option(
@@ -77,7 +79,7 @@ class SamplingOptions:
     top_k: int = option("Keep the k most likely tokens; 0: off.", 0)
     top_p: float = option("Keep the fewest tokens with this total probability; 1: off.", 1.0)
     min_p: float = option(
-        "Keep tokens at least this fraction as likely as the most likely; 0: off.", 0.0
+        "Keep tokens at least this fraction as likely as the most likely one; 0: off.", 0.0
     )
     repetition_penalty: float = option(
         "Above 1: tokens already in the text become less likely.", 1.0

@@ -66,7 +66,7 @@ class Writer:
         """The text, or ids, that the current row gained since the last call."""
         if not self._ids:
             return row.take()
-        tokens, _ = row.take_tokens()
+        tokens, *_ = row.take_tokens()
         return "".join(f" {token}" for token in tokens)
 
     def _heading(self, number: int) -> str:

@@ -29,9 +29,10 @@ Argument = Any  # a Scalar or a TensorMap
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that kernels can be cached by it
 
 _KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+(?:__\w+__\([^)]*\)\s*)*'
-    r"(\w+)\s*\(([^)]*)\)"
+    r'(?P<own>extern\s+"C"\s+)?__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+'
+    r"(?:__\w+__\([^)]*\)\s*)*(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
 )
+_C_BLOCK = re.compile(r'extern\s+"C"\s*(?={)')
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
 _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -137,7 +138,7 @@ def read_source(file: str) -> str:
     path = SOURCE_DIR / file
     if not path.is_file():
         raise KernelError(f"no kernel file {file!r}: expected one of {', '.join(sources())}")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")  # some editors begin a file with U+FEFF
 
 
 @cache
@@ -149,9 +150,21 @@ def signatures(file: str) -> dict[str, Signature]:
 def parse(text: str, file: str) -> dict[str, Signature]:
     """Kernel name → signature, from the text of a source."""
     return {
-        name: Signature(file, name, tuple(map(_parameter, filter(str.strip, params.split(",")))))
-        for name, params in _KERNEL.findall(without_comments(text))
+        each["name"]: Signature(file, each["name"], _parameters(each["parameters"]))
+        for each in _prototypes(without_comments(text))
     }
+
+
+def _prototypes(plain: str) -> list[re.Match[str]]:
+    """The kernels with C linkage: `extern "C"` is before each, or before a block around them."""
+    blocks = [
+        range(each.start(), _end(plain, each, len(plain))) for each in _C_BLOCK.finditer(plain)
+    ]
+    return [
+        found
+        for found in _KERNEL.finditer(plain)
+        if found["own"] or any(found.start() in block for block in blocks)
+    ]
 
 
 def without_comments(text: str) -> str:
@@ -175,24 +188,29 @@ def with_only(kernel: str, text: str) -> str:
 def extents(text: str) -> list[tuple[str, int, int]]:
     """Name, start and end of each kernel of a source; one that lacks a brace ends at its start."""
     plain = without_comments(text)
-    return [(each[1], each.start(), _end(plain, each)) for each in _KERNEL.finditer(plain)]
+    return [(m["name"], m.start(), _end(plain, m, m.start())) for m in _prototypes(plain)]
 
 
-def _end(plain: str, prototype: re.Match[str]) -> int:
+def _end(plain: str, start: re.Match[str], unclosed: int) -> int:
+    """The end of the function or block that begins there; `unclosed` if a brace is missing."""
     depth = 0
-    for found in _CLOSING.finditer(plain, prototype.end()):
+    for found in _CLOSING.finditer(plain, start.end()):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0 and found[0] in (";", "}"):
             return found.end()
-    return prototype.start()
+    return unclosed
+
+
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    return tuple(map(_parameter, filter(str.strip, text.split(","))))
 
 
 def _parameter(text: str) -> Parameter:
-    plain = re.sub(r"\bconst\b|__restrict__|__grid_constant__", " ", text.replace("*", "* "))
+    plain = re.sub(r"\bconst\b|\b__restrict(__)?\b|__grid_constant__", " ", text.replace("*", "* "))
     words = plain.split()
     ctype = " ".join(words[:-1]).replace(" *", "*")
     const = bool(re.search(r"\bconst\b", text))
-    return Parameter(ctype, words[-1], const, restrict="__restrict__" in text)
+    return Parameter(ctype, words[-1], const, restrict="__restrict" in text)
 
 
 def launch(
