@@ -733,7 +733,7 @@ def test_a_template_is_raced_on_the_gpu() -> None:
     every = tuple(each.name for each in operation.variants)
     sizes = {"B": 2, "T": 128, "C": 768}
     *checked, raced = on_gpu.run(on_gpu.Job(kernel, cases(kernel), every, sizes, stored))
-    assert [type(each) for each in checked] == [Checked] * 4
+    assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
     assert isinstance(raced, on_gpu.Raced)
     assert [row.variant for row in raced.rows] == [*every, MINE]
     assert all(row.right and row.gpu_us > 0 for row in raced.rows)

@@ -171,17 +171,8 @@ void stop_in(State state) {  // called on the fiber: returns to the scheduler un
     jump(self.resume_point, scheduler_point);
 }
 
-// What variables without a value hold in a program that is not optimised: large numbers. Other programs initialise them
-// with -ftrivial-auto-var-init=pattern, which gives large negative ones.
-__attribute__((noipa)) void fill_stack() {
-    char below[16 << 10];  // where the frames of the kernel will be
-    std::memset(below, fill, sizeof below);
-    asm volatile("" : : "r"(below) : "memory");
-}
-
 void fiber() {
     for (;;) {  // one iteration per block
-        if (exact_places) fill_stack();
         kernel->call(slots.data());
         stop_in(State::returned);
     }
@@ -457,6 +448,15 @@ void cuda_on_cpu::stop(const char* what, const char* file, int line) {
                  line, kernel->name, at(blockIdx).c_str(), at(threadIdx).c_str());
     std::fflush(stdout);
     _exit(4);
+}
+
+// Variables without a value then hold large numbers. Other programs initialise them with -ftrivial-auto-var-init=pattern,
+// which gives large negative ones.
+__attribute__((noipa, no_sanitize("address"))) void cuda_on_cpu::fill_stack() {
+    if (!exact_places) return;
+    char below[16 << 10];  // where the frame of the kernel will be
+    std::memset(below, fill, sizeof below);
+    asm volatile("" : : "r"(below) : "memory");
 }
 
 void cuda_on_cpu::barrier(const char* file, int line) {

@@ -71,6 +71,9 @@ struct Entry {
     const std::size_t* elements;  // bytes of what each argument points to; 1 for numbers
 };
 
+// Gives the variables of a kernel that is called next the values of unwritten memory, if it is not optimised.
+void fill_stack();
+
 template <auto KERNEL>
 struct Call;
 
@@ -89,9 +92,12 @@ struct Call<KERNEL> {
 
     static void call(const std::uint64_t* slots) { spread(slots, std::index_sequence_for<P...>{}); }
 
+    // Nothing is called after fill_stack: the kernel's variables would hold what that had left.
     template <std::size_t... I>
+    __attribute__((no_sanitize("address", "undefined")))
     static void spread(const std::uint64_t* slots, std::index_sequence<I...>) {
-        KERNEL(bits<P>(slots[I])...);
+        fill_stack();
+        KERNEL(*reinterpret_cast<const P*>(&slots[I])...);
     }
 };
 
