@@ -360,7 +360,7 @@ def packed(
     """On a GPU twice, with the same bits."""
     seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
     NH, _, HS = held.heads
-    options: Any = {"n_head": NH, "kv_dtype": held.kv_dtype}
+    options: Any = {"n_head": NH, "kv_dtype": held.kv_dtype, "variant": "tiles"}
     results = []
     for _ in range(1 if replaced() else 2):
         inputs = tuple(map(device.asarray, (qkv, held.k, held.v, seams, starts)))

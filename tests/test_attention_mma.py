@@ -419,7 +419,8 @@ def test_no_tile_spills() -> None:
         ("sm_120", RTX, "bfloat16", True, {"tile": small}),
     ):
         geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, **options)
-        jobs.append((MMA, arch, (*kernels.stored_as(dtype), *geometry.defines)))
+        constants = (*kernels.stored_as(dtype), *geometry.defines)
+        jobs += [(MMA, arch, (*constants, ("ATT_CACHED", n))) for n in range(1 + causal)]
     for causal in (True, False):
         geometry, _ = hopper_geometry(8, 1024, 32, causal, sms=H200["sms"], **grouped)
         jobs.append((HOPPER, "sm_90a", (*kernels.stored_as("bfloat16"), *geometry.defines)))

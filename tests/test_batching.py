@@ -13,9 +13,11 @@ import pytest
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.run.model import Ids, Start
+from gpt2block.serve.service import batch_of
 from gpt2block.text.batching import Batch
 from gpt2block.text.generation import Run, generate
 from gpt2block.text.rows import Row
+from gpt2block.text.scheduling import PIECE
 from tests.devices import SOMEWHERE, running_on
 from tests.markov import MarkovEngine, byte_encoding, cycle
 
@@ -135,6 +137,19 @@ def test_prompts_in_pieces(device: str) -> None:
             if device != "cpu":
                 assert each.logprobs == alone.logprobs
     assert cancelled.finish_reason == "cancelled"
+
+
+def test_generate_has_the_pieces_of_a_server() -> None:
+    """Of a prompt of more tokens than two pieces; `start` computes the rest."""
+    engine = MarkovEngine(cycle(8), n_ctx=2 * PIECE + 10)
+    ids, options = [1] * (2 * PIECE + 3), {"max_new_tokens": 2, "temperature": 0}
+    found = generate(engine, None, ids, **options)
+    alone, engine.pieces = engine.pieces, []
+    server, row = batch_of(engine, 2), row_of(engine, ids, **options)
+    server.submit([row])
+    finish(server)
+    assert alone == engine.pieces == [(0, 0, PIECE), (0, PIECE, 2 * PIECE)]
+    assert list(found.tokens) == row.tokens
 
 
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:

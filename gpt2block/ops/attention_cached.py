@@ -1,6 +1,7 @@
 """Attention over a kv_cache, and the kernel that fills the cache.
 
-`tiles` (attention/cached.cu) takes several queries of each sequence, in packed rows. `split`
+`tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) take several queries of
+each sequence, in packed rows. `split`
 (attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 32. `append`
 (attention/kv_cache.cu) writes new keys and values to the cache, `round` (there, too) rounds those
 of a prompt that tensor cores attend to without the cache.
@@ -31,13 +32,16 @@ from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     MOST_BLOCKS,
+    TENSOR_HEADS,
     heads_defines,
+    mma_geometry,
     shared_bytes,
     warp_queries,
 )
 from gpt2block.ops._rows import power_of_two
+from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.attention import LARGEST_HEAD
+from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, check_format
 from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
@@ -243,6 +247,40 @@ def _tiles(c: Call) -> Launch:
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
 
 
+@variant(
+    "mma",
+    MMA,
+    "attention_cached_mma",
+    idea="attention's `mma` with K and V from the cache, for packed rows in its 16-bit dtype",
+)
+def _mma(c: Call) -> Launch:
+    """As `_tiles`; a query has the bits of attention's variant mma over its whole sequence."""
+    n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
+    unfit(
+        compute_capability() < MMA_CAPABILITY,
+        "needs a GPU of compute capability 8.0 or newer: use variant tiles",
+    )
+    unfit(
+        c.kv_dtype is not None or c.storage not in SIXTEEN_BITS,
+        "takes qkv, k and v of float16 or bfloat16: use variant tiles",
+    )
+    unfit(
+        HS not in TENSOR_HEADS,
+        f"head size {HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
+        "use variant tiles",
+    )
+    for name in ("qkv", "k", "v", "out"):
+        check_address(name, getattr(c, name))
+    sms = device_attribute("MultiProcessorCount")
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
+    plain, together = mma_geometry(*sizes, True, sms=sms, most_shared=most_shared, **heads)
+    defines = (*plain.defines, ("ATT_CACHED", 1))
+    geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
+    arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
+    return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
+
+
 def _packed(c: Call) -> None:
     """The queries of sequence b are in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, at most
     `longest` of them, at positions from start[b] on; k and v already hold their keys and values.
@@ -370,14 +408,14 @@ OPERATION = Operation(
     attrs={"start": START, "n_head": 12},
     axes={"Q": "C", "P": "start+T"},
     small=({"T": 17, "C": 128, "n_head": 2},),
-    auxiliary=(_split, _append, _round, _append_two_part),
+    auxiliary=(_mma, _split, _append, _round, _append_two_part),
     options={"start": None, "n_head": None, "kv_dtype": None},
     prepare=_one_sequence,
 )
 ATTENTION_PACKED = Operation(
     name="attention_packed",
-    variants=(_tiles,),
-    options={"n_head": None, "longest": None, "kv_dtype": None},
+    variants=(_tiles, _mma),
+    options={"n_head": None, "longest": None, "kv_dtype": None, "variant": None},
     prepare=_packed,
 )
 ATTENTION_SPLIT = Operation(
@@ -423,6 +461,7 @@ def attention_packed(
     n_head: int,
     longest: int,
     kv_dtype: str | None = None,
+    variant: str | None = None,
 ) -> CudaArray:
     """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
 
@@ -430,11 +469,13 @@ def attention_packed(
     being C or with grouped queries a multiple of it; k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
     start (B,) int32 → (N, Q), in the dtype of qkv. Sequence
     b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
-    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. The bits of a
-    sequence are the same alone and in any batch. Raises InputError.
+    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant:
+    "mma", on tensor cores, for qkv and k of one 16-bit dtype and heads of 64 or 128 channels, or
+    "tiles"; by default the first of them that fits. The bits of a sequence are the same alone and
+    in any batch, and however it is divided into calls. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
-    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
+    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype, "variant": variant}
     return call(ATTENTION_PACKED.bind_on_device, arrays, **options).out
 
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from gpt2block.run.model import ModelEngine
 from gpt2block.text.batching import Batch
 from gpt2block.text.rows import Row, Tops
-from gpt2block.text.scheduling import PIECE
 
 TOKENS_AT_ONCE = 2048  # of prompts, before a step of the rows that run takes no further piece
 
@@ -48,9 +47,8 @@ def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
 
     reuse: as for Batch.
     """
-    n_ctx = engine.config.n_ctx
-    bounds = {"tokens_at_once": TOKENS_AT_ONCE, "piece": PIECE}
-    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, **bounds)
+    n_ctx, most = engine.config.n_ctx, TOKENS_AT_ONCE
+    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, tokens_at_once=most)
 
 
 class Service:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
 from gpt2block.text.encoding import bytes_of_ids
 from gpt2block.text.rows import Ends, Row, Tops
-from gpt2block.text.scheduling import PieceScheduler, RowScheduler
+from gpt2block.text.scheduling import PIECE, PieceScheduler, RowScheduler
 
 
 class Batch:
@@ -39,7 +39,7 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
-        piece: int | None = None,
+        piece: int = PIECE,
     ) -> None:
         self.n_ctx = n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)

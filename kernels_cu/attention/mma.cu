@@ -6,6 +6,9 @@
 //                    channels, and C / ATT_SERVES channels of K and of V, whose heads serve ATT_SERVES heads of Q each
 //   out (rows, C)    the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //
+// attention_cached_mma, compiled with ATT_CACHED, takes K and V from a kv_cache instead, which holds those of the rows
+// already: row i of a sequence is at position start + i, and sees all keys up to its own.
+//
 // A warp holds 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
 //
 //   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier per tile
@@ -14,8 +17,9 @@
 //   mma        O = O + P V                    an accumulator of S has the layout of operand P of the next product
 //
 // The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. 16
-// queries skip each step of 16 keys that none of them sees. In the one step that they see in part, values that are not
-// finite are multiplied key by key, for the queries that see them. Keys past the end of a sequence are zeros, not read.
+// queries skip each step of 16 keys that none of them sees. In the one step that they see in part, or two with a cache,
+// values that are not finite are multiplied key by key, for the queries that see them. Keys past the end of a sequence
+// are zeros, not read. With a cache, a query has the bits that it has in attention_mma, wherever its call starts.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 61.8 and 42.2).
 //
@@ -35,6 +39,9 @@
 
 #ifndef ATT_CAUSAL
 #define ATT_CAUSAL 1
+#endif
+#ifndef ATT_CACHED  // with ATT_CAUSAL
+#define ATT_CACHED 0
 #endif
 #ifndef ATT_WARPS
 #define ATT_WARPS 4
@@ -191,9 +198,10 @@ struct Queries {
                     }
                     p[i] = pack2(v[0], v[1]);
                 }
-                const bool in_part = MASKED && ATT_CAUSAL && 16 * k == seen + 16 * f;
-                if (in_part && any_not_finite(b)) {
-                    multiply_apart(out[f], p, b);
+                const int ahead = ATT_CACHED ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
+                const bool in_part = ATT_CACHED ? ahead > -16 && ahead < 15 : 16 * k == seen + 16 * f;
+                if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
+                    multiply_apart(out[f], p, b, ahead);
                     if (f + 1 < FRAGS) load_values(b, values + 16 * k * PITCH);
                 } else {
 #pragma unroll
@@ -217,10 +225,10 @@ struct Queries {
         return __any_sync(0xffffffffu, found != 0);
     }
 
-    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. i and not all values are finite. Removes the
-    // finite values from b.
+    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i and not all values are finite.
+    // Removes the finite values from b.
     static __device__ __forceinline__ void multiply_apart(float (&out)[COLUMNS][4], const unsigned (&p)[4],
-                                                          unsigned (&b)[COLUMNS][2]) {
+                                                          unsigned (&b)[COLUMNS][2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) {
@@ -244,7 +252,7 @@ struct Queries {
                 mma(then, a, of_key);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    if (g + 8 * (e / 2) >= key && !is_finite(then[e])) out[n][e] = then[e];
+                    if (ahead + g + 8 * (e / 2) >= key && !is_finite(then[e])) out[n][e] = then[e];
                 }
             }
         }
@@ -276,32 +284,25 @@ struct Queries {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
-    const T* qkv,           // (rows, W)
-    const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
-    T* out,                 // (rows, C)
-    int B,
-    int seq_len,            // of the longest sequence
-    int n_head,
-    int together) {         // heads whose blocks run at the same time
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    extern __shared__ __align__(16) char ring[];
-    let_next_start();
-    wait_for_previous();
-    const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
-    if (job.first >= job.length) return;
-    const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
-    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
-    const long long stride = C + 2LL * KV;
-    const T* head = qkv + job.row * stride + SIZE * job.head;
-    copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, head + job.first * stride, stride, left);
-    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
+// Where a block's queries are, and the keys and values that they see.
+struct Place {
+    const T *q, *k, *v;  // of the sequence's first row, and of position 0
+    long long q_stride, kv_stride;
+    int start;  // position of the first row
+    T* out;     // of the sequence's first row
+    int C;
+};
+
+__device__ __forceinline__ void attend(char* ring, const Job& job, const Place& at) {
+    const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // positions of the sequence's rows
+    const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // that are seen, from key 0 on
+    copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, at.q + job.first * at.q_stride, at.q_stride,
+                       job.length - job.first);
     int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
-            const T* from = head + arriving * stride + to_keys;
-            copy_rows<KEYS>(stage, from, stride, job.length - arriving);
-            copy_rows<KEYS>(stage + TILE, from + KV, stride, job.length - arriving);
+            copy_rows<KEYS>(stage, at.k + arriving * at.kv_stride, at.kv_stride, end - arriving);
+            copy_rows<KEYS>(stage + TILE, at.v + arriving * at.kv_stride, at.kv_stride, end - arriving);
         }
         end_group();
         arriving += KEYS;
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
         wait_for_groups<ATT_STAGES - 2>();
         __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
         ask(empty);
-        const int seen = (ATT_CAUSAL ? first : job.length - 1) - key;
+        const int seen = (ATT_CAUSAL ? start + first : end - 1) - key;
         const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;
         if (first < job.length && seen + rows >= 0) {
             if (seen >= KEYS - 1) {
@@ -333,7 +334,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
         empty = stage;
         stage = stage == ring + (ATT_STAGES - 1) * STAGE ? ring : stage + STAGE;
     }
-    queries.store(out + (job.row + first) * C + SIZE * job.head, C, job.length - first);
+    queries.store(at.out + (long long)first * at.C, at.C, job.length - first);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
+    const T* qkv,           // (rows, W)
+    const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
+    T* out,                 // (rows, C)
+    int B,
+    int seq_len,            // of the longest sequence
+    int n_head,
+    int together) {         // heads whose blocks run at the same time
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(16) char ring[];
+    let_next_start();
+    wait_for_previous();
+    const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
+    if (job.first >= job.length) return;
+    const int C = SIZE * n_head, KV = C / ATT_SERVES, shared_head = job.head / ATT_SERVES;
+    const long long stride = C + 2LL * KV;
+    const T *row = qkv + job.row * stride, *k = row + C + SIZE * shared_head;
+    attend(ring, job, {row + SIZE * job.head, k, k + KV, stride, stride, 0, out + job.row * C + SIZE * job.head, C});
+#else
+    asm("trap;");
+#endif
+}
+
+// Sequences and starts that reach beyond N or n_ctx are truncated.
+extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cached_mma(
+    const T* q,             // (N, C), rows q_distance apart
+    const T* k,             // (B, n_ctx, C / ATT_SERVES)
+    const T* v,             // (B, n_ctx, C / ATT_SERVES)
+    const int* cu_seqlens,  // (B + 1), not decreasing
+    const int* start,       // (B)
+    T* out,                 // (N, C)
+    int q_distance, int n_ctx, int N, int B,
+    int seq_len,            // of the longest sequence
+    int n_head,
+    int together) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(16) char ring[];
+    let_next_start();
+    wait_for_previous();
+    Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
+    const int first = max(__ldcg(start + job.sequence), 0), rows = (int)min((long long)job.length, N - job.row);
+    job.length = min(rows, n_ctx - first);
+    if (job.row < 0 || job.first >= job.length) return;
+    const int C = SIZE * n_head, KV = C / ATT_SERVES;
+    const long long held = (long long)job.sequence * n_ctx * KV + SIZE * (job.head / ATT_SERVES);
+    const T* of_head = q + job.row * q_distance + SIZE * job.head;
+    attend(ring, job,
+           {of_head, k + held, v + held, q_distance, KV, first, out + job.row * C + SIZE * job.head, C});
 #else
     asm("trap;");
 #endif

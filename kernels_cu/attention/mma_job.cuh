@@ -12,6 +12,7 @@ struct Job {
     int length;     // of the sequence
     int first;      // first query of the block, relative to `row`; if not below length, the block has nothing to do
     int head;
+    int sequence;
 };
 
 // seq_len: of the longest sequence. The grid has ceil(seq_len / queries) n_head B blocks.
@@ -22,7 +23,7 @@ __device__ __forceinline__ Job choose_job(const int* cu_seqlens, int B, int seq_
     const int heads = min(together, B * n_head - band * together);
     const int head = band * together + index % heads, b = head / n_head;
     const int first = (tiles - 1 - index / heads) * queries;
-    if (!cu_seqlens) return {(long long)b * seq_len, seq_len, first, head % n_head};
+    if (!cu_seqlens) return {(long long)b * seq_len, seq_len, first, head % n_head, b};
     const int start = __ldcg(cu_seqlens + b);
-    return {start, __ldcg(cu_seqlens + b + 1) - start, first, head % n_head};
+    return {start, __ldcg(cu_seqlens + b + 1) - start, first, head % n_head, b};
 }
