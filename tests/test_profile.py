@@ -356,9 +356,9 @@ def ends_with(
 
 
 def test_measured_ends_never_decrease(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([5.0, 4.0, 9.0, 9.0])  # the last one is the whole pass
+    times = iter([5.0, 4.0, 9.0, 18.0])  # the last one is the whole pass, to which they are scaled
     found = ends_with(monkeypatch, [1.0] * 3, lambda _: next(times))
-    assert found == pytest.approx([5.0, 5.0, 9.0])
+    assert found == pytest.approx([10.0, 10.0, 18.0])
 
 
 def test_short_kernels_at_the_end_of_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
