@@ -331,12 +331,55 @@ def test_repeated_calls_of_a_block_are_measured_as_they_replay(
         assert timeline.apart - timeline.us == pytest.approx(SAVED * len(block.steps))
 
 
+class Part(list[float]):
+    """A graph of kernels that take these times."""
+
+    def __call__(self) -> None:
+        pass
+
+
+def ends_with(
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[float],
+    us: Callable[[Part], float],
+    lead: Callable[..., None] = lambda *_: None,
+) -> list[float]:
+    """The ends of kernels with these times alone, where `us` measures a graph."""
+
+    def measured(parts: list[Part], led: Callable[[], None]) -> list[float]:
+        led()
+        return [us(part) for part in parts]
+
+    monkeypatch.setattr(cuda_timeline, "_graph", lambda launches, _: Part(launches))
+    monkeypatch.setattr(cuda_timeline, "_us", measured)
+    return cuda_timeline.ends_us(own, False, lead)
+
+
 def test_measured_ends_never_decrease(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([5e-3, 4e-3, 9e-3])
-    monkeypatch.setattr(cuda_timeline, "_graph", lambda *_: None)
-    monkeypatch.setattr(cuda_timeline, "interleaved_ms", lambda *_, **__: {"": next(times)})
-    found = cuda_timeline.ends_us([(), (), ()], False, lambda: None, 1)
-    assert found == pytest.approx([5.0, 5.0, 9.0])
+    times = iter([5.0, 4.0, 9.0, 18.0])  # the last one is the whole pass, to which they are scaled
+    found = ends_with(monkeypatch, [1.0] * 3, lambda _: next(times))
+    assert found == pytest.approx([10.0, 10.0, 18.0])
+
+
+def test_short_kernels_at_the_end_of_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a graph varies with its length; that of a pass of 1,684 µs by 5 µs here."""
+    rng = np.random.default_rng(0)
+    own = [12.0] * 140 + [2.0, 2.0]
+    ends = ends_with(monkeypatch, own, lambda part: sum(part) * (1 + rng.normal(0, 0.003)))
+    assert ends[-1] == pytest.approx(sum(own), rel=0.01)
+    assert np.diff(ends[-3:]) == pytest.approx([2.0, 2.0], abs=1.5)
+
+
+def test_a_part_of_a_pass_follows_enough_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before it, and passes where those are few."""
+    leads: list[float] = []
+
+    def lead(us: float = cuda_timeline.LEAD_US) -> None:
+        leads.append(us)
+
+    ends = ends_with(monkeypatch, [20.0] * 40, sum, lead)
+    assert ends == pytest.approx([20.0 * n for n in range(1, 41)])
+    assert leads == pytest.approx([200, 200, 40, -120, -280, 200])
 
 
 def test_measuring_leaves_the_state_of_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +543,23 @@ def test_the_command_writes_a_trace_and_prints_a_table(tmp_path: Path, what: str
     assert ("token, the mean of 2" if what == "generate" else f"{what}, the mean of 2") in out
     assert last in out
     assert f"{file}  " in out.splitlines()[-1]
+
+
+def test_times_below_the_resolution_and_bytes_from_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passes(*sizes: Any) -> list[Pass]:
+        ((kind, timeline),) = of_score(*sizes)
+        *first, last = timeline.ran
+        return [Pass(kind, Timeline((*first, last._replace(own=0.0)), timeline.us))]
+
+    monkeypatch.setattr("gpt2block.profiling.of_score", passes)
+    arguments = ("profile", "score", "--steps", 1, "--device", "cpu", "-o", tmp_path / "t.json")
+    for gb_s, told in ((1e-3, True), (1e9, False)):
+        monkeypatch.setattr("gpt2block.profiling.copy_gb_s", lambda _, rate=gb_s: rate)
+        out = printed(*arguments)
+        assert re.search(r"scores +\S+ +1 +< 0\.5 ", out)
+        assert ("% floor above 100: the bytes come from a cache" in out) == told
 
 
 def test_the_output_on_the_page_is_what_the_command_prints(tmp_path: Path) -> None:

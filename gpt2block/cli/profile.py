@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from gpt2block.profiling import Operation, PassTimes, Profile
 
 WHAT = ("generate", "score", "block")
+FROM_CACHE = "% floor above 100: the bytes come from a cache, such as the L2, or stay in it"
 
 
 @dataclass(frozen=True)
@@ -165,29 +167,32 @@ def _print(found: Profile, output: Path) -> None:
     out.print(f"model   {shown(found.model)}, {found.dtype}")
     out.print(f"input   {found.rows} x {found.tokens} random tokens")
     out.print(f"floor   the time of a copy of as many bytes: {found.copy_gb_s:,.1f} GB/s here")
+    cached = False
     for kind in profiling.kinds(found):
         times = profiling.pass_times(found, kind)
-        _print_operations(out, found, times)
+        rows = profiling.operations(found, kind)
+        _print_operations(out, rows, times)
         _print_times(out, times)
+        cached |= any(row.of_floor is not None and row.of_floor > 1 for row in rows)
     out.print()
+    if cached:
+        out.print(FROM_CACHE)
     size = output.stat().st_size / 1e6
     out.print(f"{shown(str(output))}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
 
 
-def _print_operations(out: Console, found: Profile, times: PassTimes) -> None:
+def _print_operations(out: Console, rows: Sequence[Operation], times: PassTimes) -> None:
     """The operations of the passes of a kind."""
-    from gpt2block import profiling  # noqa: PLC0415
-
     kind, count = times.kind, times.count
     title = f"{kind}, the mean of {count}" if count > 1 else kind
     figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
     table = new_table(("step", "kernel"), ("n", *figures), title)
-    for row in profiling.operations(found, kind):
+    for row in rows:
         table.add_row(
             row.step,
             row.kernel,
             f"{row.count:g}",
-            f"{row.own_us:,.1f}",
+            _own_us(row),
             f"{row.added_us:,.1f}",
             f"{row.share:.1%}",
             f"{1e-6 * row.moved.total:,.3f}",
@@ -196,6 +201,12 @@ def _print_operations(out: Console, found: Profile, times: PassTimes) -> None:
         )
     out.print()
     print_table(out, table)
+
+
+def _own_us(row: Operation) -> str:
+    from gpt2block.profiling import RESOLUTION_US  # noqa: PLC0415
+
+    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * RESOLUTION_US:,.1f}"
 
 
 def _print_times(out: Console, times: PassTimes) -> None:

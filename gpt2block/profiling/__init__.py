@@ -13,10 +13,18 @@ from gpt2block.profiling.runs import (
     of_generate,
     of_score,
 )
-from gpt2block.profiling.summary import Operation, PassTimes, kinds, operations, pass_times
+from gpt2block.profiling.summary import (
+    RESOLUTION_US,
+    Operation,
+    PassTimes,
+    kinds,
+    operations,
+    pass_times,
+)
 from gpt2block.profiling.trace import trace
 
 __all__ = [
+    "RESOLUTION_US",
     "Operation",
     "Pass",
     "PassTimes",

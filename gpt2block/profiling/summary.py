@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gpt2block.profiling.runs import Profile
 from gpt2block.run.timeline import Moved, Ran, Timeline
 
+RESOLUTION_US = 0.5  # of the time of a kernel on a GPU, that of an event
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
 _ROWS = re.compile(r"\.\d+\b")  # the first row, in names of steps that compute some rows at a time
 

@@ -1,8 +1,10 @@
-"""When each kernel of a recording runs, measured with events around graphs of its first kernels.
+"""When each kernel of a recording runs, measured with events around graphs of its kernels.
 
-A graph of the first n kernels ends when kernel n has ended, as it does in the whole graph: with
+A graph that ends with kernel n ends when kernel n has ended, as it does in the whole graph: with
 every launch that overlaps the previous one, and without a node between kernels, which would end the
-overlap. What each kernel adds is the difference to the graph before it.
+overlap. What each kernel adds is the difference to the graph that ends one kernel earlier. Such a
+graph begins a few kernels before it, as the time of a long graph varies by more than a short kernel
+takes.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from typing import Any
 
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.kernels import Launch, launch
-from gpt2block.cuda.timing import REPLAYS, interleaved_ms
+from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.ops.sample_token import FILE
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import Call, Moved, Ran, Stored, Timeline, moved, weights_dtype
 
 EMPTY = 100  # kernels that do nothing, for the time between two kernels
 SAMPLE = "sample"  # the step of what launches after a pass
-LEAD_US = 200  # of whole passes before each replay, in which the host launches it
-LONG_US, FEW = 1000, 3  # replays of parts of a pass that takes longer than this
+LEAD_US = 200.0  # of kernels before each replay, in which the host launches it
+TOGETHER = 8  # kernels that are timed by turns, in graphs that begin with the same kernel
+EARLIER = 8  # kernels of such a graph before the timed ones: more than run at a time
 
 
 def timed(recordings: Recordings, call: Call) -> list[Timeline]:
@@ -57,38 +60,55 @@ def measured(recording: Recording) -> Timeline:
     steps = [each for recorded in recording.steps.values() for each in recorded.launches]
     early = recording.overlapping and overlap.possible()
     whole = _graph(steps, early)
+    (us,) = _us([whole])
 
-    us = 1e3 * interleaved_ms({"": whole})[""]
-    count = REPLAYS if us < LONG_US else FEW
-
-    def lead() -> None:
+    def lead(least_us: float = LEAD_US) -> None:
         restore()
-        for _ in range(ceil(LEAD_US / us)):
+        for _ in range(ceil(least_us / us)):
             whole()
 
-    firsts = [launches[: n + 1] for n in range(len(launches))]
     nothing = _nothing()
     nothing.run()
-    start, many = ends_us([[nothing], [nothing] * (1 + EMPTY)], False, lead, REPLAYS)
-    apart = ends_us(firsts, False, lead, count)
-    ends = ends_us(firsts, True, lead, count) if early else apart
+    start, many = _us([_graph([nothing] * n, False) for n in (1, 1 + EMPTY)], lead)
+    apart = ends_us(launches, False, lead)
+    ends = ends_us(launches, True, lead) if early else apart
     restore()
     return assembled(kernels, ends, apart, start, max(0.0, many - start) / EMPTY)
 
 
-def ends_us(
-    parts: Sequence[Sequence[Any]], overlapping: bool, lead: Callable[[], None], count: int
-) -> list[float]:
-    """For launches of each part, in order, µs from the end of `lead` to their end; ascending.
+def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None]) -> list[float]:
+    """For each launch of a pass, µs from the start of the pass to its end; ascending.
 
-    lead: launches what the GPU runs before; its end is also the state of the caches. count: replays
-    of each part, of which the median is taken.
+    lead: launches what the GPU runs before the pass, for so many µs, by default LEAD_US. Graphs
+    that begin later follow the kernels before them, and `lead` where those take less time. The sum
+    of all differences is scaled to the time of the pass.
     """
-    found = []
-    for part in parts:
-        replay = _graph(part, overlapping)
-        found.append(1e3 * interleaved_ms({"": replay}, count, lead)[""])
-    return list(accumulate(found, max))
+    ends: list[float] = []
+    for first in range(0, len(launches), TOGETHER):
+        start, known = max(0, first - EARLIER), max(0, first - 1)
+        last = min(first + TOGETHER, len(launches))
+        parts = [_graph(launches[start : n + 1], overlapping) for n in range(known, last)]
+        led: Callable[[], None] = lead
+        if start:
+            before = _graph(launches[:start], overlapping)
+            led = partial(_led, partial(lead, LEAD_US - ends[start - 1]), before)
+        found = list(accumulate(_us(parts, led), max))
+        ends += [ends[-1] + each - found[0] for each in found[1:]] if ends else found
+    (pass_us,) = _us([_graph(launches, overlapping)], lead)
+    return [end * pass_us / ends[-1] for end in ends]
+
+
+def _led(lead: Callable[[], None], before: Callable[[], None]) -> None:
+    lead()
+    before()
+
+
+def _us(
+    replays: Sequence[Callable[[], None]], lead: Callable[[], None] = lambda: None
+) -> list[float]:
+    """The µs of replays, by turns, each after `lead`."""
+    named = {str(n): replay for n, replay in enumerate(replays)}
+    return [1e3 * ms for ms in interleaved_ms(named, lead=lead).values()]
 
 
 def assembled(
