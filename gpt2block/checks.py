@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from numbers import Integral
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
@@ -44,7 +43,8 @@ def check_number(name: str, value: object, least: float, most: float, expected: 
 
 def check_integer(name: str, value: Any, least: int, most: float, expected: str) -> int:
     """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
-    number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    number = int(value) if whole else None
     if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
     return number

@@ -27,6 +27,19 @@ BIASES = 128  # numbers in the table of a row, the first of which says whether i
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
 
 MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
+_USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
+# The smallest and the largest value of an option, and what an error says of them.
+_NUMBERS = {
+    "temperature": (SMALLEST, LARGEST, f"0 (greedy), or {_USUAL}"),
+    "top_p": (0, 1, "a probability from 0 to 1, 1 to keep all"),
+    "min_p": (0, 1, "a fraction from 0 to 1, 0 to keep all"),
+    "repetition_penalty": (SMALLEST, LARGEST, _USUAL),
+}
+_INTEGERS = {
+    "top_k": (0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
+    "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
+    "sample": (0, 2**31 - 1, "the number of a sample from 0"),
+}
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
@@ -52,24 +65,13 @@ class Sampling:
     logit_bias: LogitBias = ()  # token → number added to its logit; here as sorted pairs
 
     def __post_init__(self) -> None:
-        usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-        greedy = real(self.temperature) == 0
-        least, hot = (0.0, 0.0) if greedy else (SMALLEST, LARGEST)
-        numbers = {
-            "temperature": (least, hot, f"0 (greedy), or {usual}"),
-            "top_p": (0, 1, "a probability from 0 to 1, 1 to keep all"),
-            "min_p": (0, 1, "a fraction from 0 to 1, 0 to keep all"),
-            "repetition_penalty": (SMALLEST, LARGEST, usual),
-        }
-        integers = {
-            "top_k": (0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
-            "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
-            "sample": (0, 2**31 - 1, "the number of a sample from 0"),
-        }
         # Convert NumPy numbers to Python: -top_k of a uint8 is not negative.
-        for name, limits in numbers.items():
-            object.__setattr__(self, name, check_number(name, getattr(self, name), *limits))
-        for name, range_ in integers.items():
+        for name, limits in _NUMBERS.items():
+            value = getattr(self, name)
+            if name != "temperature" or real(value) != 0:
+                value = check_number(name, value, *limits)
+            object.__setattr__(self, name, float(value))
+        for name, range_ in _INTEGERS.items():
             object.__setattr__(self, name, check_integer(name, getattr(self, name), *range_))
         if self.logit_bias != ():
             object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))

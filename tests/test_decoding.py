@@ -65,7 +65,7 @@ def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
             np.testing.assert_allclose(drawn, -np.log(np.exp(logits - top).sum()), rtol=1e-5)
             assert m.generate(prompt, **options).tokens == (int(logits.argmax()),)
         (cache,) = m.engine._caches._ended  # type: ignore[attr-defined]
-        assert sorted(shape.rows for shape in cache.prefills) == [68, 72, 80]
+        assert sorted(rows for rows, *_ in cache.prefills) == [68, 72, 80]
 
 
 @everywhere

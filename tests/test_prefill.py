@@ -326,7 +326,7 @@ def test_rows_that_begin_and_rows_that_continue(
     assert kv_cache.lengths == [at[-1] for at in cuts]
     if dtype == "bfloat16" and cuda.replaced():  # rows that begin have no attention over the cache
         layers = config.n_layer
-        assert machine.ran.count("attention_cached_narrow") == layers
+        assert machine.ran.count("attention_cached_mma") == layers
         assert machine.ran.count("attention_mma") == 2 * layers
         assert machine.ran.count("kv_append_narrow") == 3 * layers
     for b, truth in enumerate(truths):

@@ -155,8 +155,8 @@ class Step:
         self.restart()
 
     def restart(self) -> None:
-        """Let the next launch be the first one, on the device and here."""
-        self._turn.fill(0)
+        """Let the next launch be the first one."""
+        self._first = True
         self._launched = 0
         self._results: list[_Result | None] = [None, None]  # that may not have been read yet
 
@@ -176,7 +176,13 @@ class Step:
         return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
-        """The half of the results' memory that the next launch writes, once it has been read."""
+        """The half of the results' memory that the next launch writes, once it has been read.
+
+        The launches before the first one have ended when the device counts from 0 again.
+        """
+        if self._first:
+            self._turn.fill(0)
+            self._first = False
         half = self._launched % 2
         earlier = self._results[half]
         if earlier:

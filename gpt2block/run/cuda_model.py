@@ -363,8 +363,7 @@ class CudaModel(StoredModel):
         if self.on_tensor_cores:
             longest = min(rounded_up(longest, 4), rows)
         before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
-        shape = self._shape(cache, rows, longest, any(before))
-        prefill = self._prefill_programs(cache, shape)
+        prefill = self._prefill_programs(cache, rows, longest, any(before))
         prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
@@ -382,17 +381,15 @@ class CudaModel(StoredModel):
         longest, ends = max(lengths), rounded_up(len(slots), 2)
         rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        shape = self._shape(cache, rows, longest, bool(cached.any()), ends)
         starts = np.zeros(cache.batch, np.int32)
         starts[slots] = cached
-        prefill = self._prefill_programs(cache, shape)
+        prefill = self._prefill_programs(cache, rows, longest, bool(cached.any()), ends)
         prefill.run(self, sequences, slots, starts, "last" if last else None)
         return prefill.out
 
     def _shape(
-        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
+        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """The Prefill of such a batch; the arguments are its fields."""
         return Prefill(
             self.products,
             rows,
@@ -405,12 +402,17 @@ class CudaModel(StoredModel):
             gated=self.products == "16_bits" and compute_capability() == HOPPER_CAPABILITY,
         )
 
-    def _prefill_programs(self, cache: CudaCache, shape: Prefill) -> PrefillPrograms:
-        if shape not in cache.prefills:
-            cache.prefills[shape] = PrefillPrograms(self, cache, shape)
+    def _prefill_programs(
+        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
+    ) -> PrefillPrograms:
+        """Those of such a batch; the arguments are fields of its Prefill."""
+        kind = rows, longest, continued, ends  # the other fields follow from the cache
+        if kind not in cache.prefills:
+            shape = self._shape(cache, *kind)
+            cache.prefills[kind] = PrefillPrograms(self, cache, shape)
             self._forget_oldest(cache.prefills, cache.kept_shapes)
-        cache.prefills.move_to_end(shape)
-        found: PrefillPrograms = cache.prefills[shape]
+        cache.prefills.move_to_end(kind)
+        found: PrefillPrograms = cache.prefills[kind]
         return found
 
     def given(self) -> dict[str, Any]:

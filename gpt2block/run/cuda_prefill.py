@@ -40,7 +40,7 @@ class PrefillPrograms:
     """
 
     def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
-        N, B = shape.rows, shape.batch
+        N, B, self._n_ctx = shape.rows, shape.batch, cache.n_ctx
         self._ends = L = B if shape.ends is None else shape.ends
         self.shape = shape
         self.ends: list[int] = []
@@ -88,7 +88,7 @@ class PrefillPrograms:
         rows: of the cache, one for each sequence, in ascending order. starts (B,): tokens in each
         row of the cache.
         """
-        self._send(sequences, rows, starts)
+        self._send(sequences, rows, starts, targets=want == "log_likelihood")
         recording = self.recording(model, "hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(model.config.n_layer))]
@@ -102,42 +102,49 @@ class PrefillPrograms:
         sequences: Sequence[Ids],
         rows: NDArray[np.integer[Any]],
         starts: NDArray[np.integer[Any]],
+        targets: bool,
     ) -> None:
-        """Copy through pinned memory, after the previous call's copy from it has finished."""
+        """Copy through pinned memory, after the previous call's copy from it has finished.
+
+        targets: whether the token after each one is needed.
+        """
         self._sent.synchronize()
-        lengths = np.array([len(ids) for ids in sequences])
-        ends = np.cumsum(lengths)
-        self.ends = ends.tolist()
-        of, N = self._on_host, self.ends[-1]
-        np.concatenate(sequences, out=of["tokens"][:N])
-        of["tokens"][N:] = 0
-        of["targets"][: N - 1] = of["tokens"][1:N]
-        of["targets"][N - 1] = of["tokens"][0]
-        of["targets"][N:] = 0
-        first = ends - lengths - starts[rows]  # each sequence's row of position 0
-        of["positions"][:N] = np.arange(N) - np.repeat(first, lengths)
-        of["positions"][N:] = 0
-        of["row"][:N] = np.repeat(rows, lengths)
-        of["row"][N:] = -1
-        of_row = np.zeros(self.shape.batch, np.int32)
-        of_row[rows] = lengths
-        of["cu_seqlens"][0] = 0
-        np.cumsum(of_row, out=of["cu_seqlens"][1:])
-        of["start"][...] = starts
-        of["last"][: len(ends)] = np.maximum(ends - 1, 0)
-        of["last"][len(ends) :] = 0
+        tokens, after, positions, row_of, seams, start, last = self._on_host
+        at, self.ends = 0, []
+        seams[:] = last[:] = 0
+        for n, (ids, row) in enumerate(zip(sequences, rows.tolist(), strict=True)):
+            end, first = at + len(ids), int(starts[row])
+            tokens[at:end] = ids
+            positions[at:end] = self._counted[first : first + len(ids)]
+            row_of[at:end] = row
+            seams[row + 1] = len(ids)
+            last[n] = max(end - 1, 0)
+            self.ends.append(end)
+            at = end
+        tokens[at:] = positions[at:] = 0
+        row_of[at:] = -1
+        np.cumsum(seams, out=seams)
+        start[:] = starts
+        if targets:
+            after[: at - 1] = tokens[1:at]
+            after[at - 1] = tokens[0]
+            after[at:] = 0
         self._numbers.set(self._pinned)
         self._sent.record()
+
+    @cached_property
+    def _counted(self) -> Ids:
+        """The positions of a cache."""
+        return np.arange(self._n_ctx, dtype=np.int32)
 
     @cached_property
     def _pinned(self) -> Ids:
         return pinned(self._numbers.shape)
 
     @cached_property
-    def _on_host(self) -> dict[str, Ids]:
-        """The parts of the pinned memory by their names."""
-        parts = np.split(self._pinned, np.cumsum(list(self._sizes.values()))[:-1])
-        return dict(zip(self._sizes, parts, strict=True))
+    def _on_host(self) -> list[Ids]:
+        """The parts of the pinned memory, in the order of `_sizes`."""
+        return np.split(self._pinned, np.cumsum(list(self._sizes.values()))[:-1])
 
     @cached_property
     def _sent(self) -> Any:

@@ -147,20 +147,21 @@ class Batch:
     def _compute_prompts(self) -> None:
         """Compute the next pieces of prompts, and start the rows whose prompts are complete."""
         more, complete = [], []
-        for slot, row, first, end, last in self._pieces.take():
+        for slot, _, first, end, last in self._pieces.take():
             start = self._starts[slot]._replace(cached=first)
             if last:
                 complete.append(start)
                 del self._starts[slot]
-                self._new.begin(start, row.ends)
-                if self._computed is not None:
-                    self._started[slot] = start
             else:
                 more.append(start._replace(ids=start.ids[:end]))
         if more:
             self._decoding.extend(more)
         if complete:
             self._decoding.start(complete)
+        for start in complete:  # while the engine computes
+            self._new.begin(start, self._scheduler.row_of(start.slot).ends)
+            if self._computed is not None:
+                self._started[start.slot] = start
 
     def _slot_for(self, row: Row, free: Sequence[int]) -> int:
         """The slot that has computed most of the row's first tokens; among equals the first one."""

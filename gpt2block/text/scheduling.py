@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-PIECE = 2048  # tokens of a prompt after which a piece ends, counted from its beginning
+PIECE = 4096  # tokens of a prompt after which a piece ends, counted from its beginning
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
 
 
