@@ -22,6 +22,7 @@
 // are zeros, not read. With a cache, a query has the bits that it has in attention_mma, wherever its call starts.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 61.8 and 42.2).
+// With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/cached.cu: 133).
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
