@@ -74,6 +74,7 @@ class Load:
     requests: int | None
     lengths: tuple[int, int]
     new: int
+    temperature: float
     vocab_size: int
     whole: bool
     closing: float
@@ -92,8 +93,15 @@ class Load:
         return int(rng.integers(1, 9)) if rng.random() < self.closing else None
 
     def body(self, number: int) -> bytes:
-        given = {"model": self.model, "prompt": self.prompt(number), "max_tokens": self.new}
-        return json.dumps({**given, "seed": number, "stream": not self.whole}).encode()
+        given = {
+            "model": self.model,
+            "prompt": self.prompt(number),
+            "max_tokens": self.new,
+            "temperature": self.temperature,
+            "seed": number,
+            "stream": not self.whole,
+        }
+        return json.dumps(given).encode()
 
     def of_process(self, index: int, processes: int) -> Load:
         """The part of one of several processes."""
@@ -280,6 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, help="as many, in place of --seconds")
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar="TOKENS")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--whole", action="store_true", help="answers in one piece, not streams")
     parser.add_argument("--closing", type=float, default=0, help="share of clients that go")

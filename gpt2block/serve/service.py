@@ -132,7 +132,9 @@ class Service:
             self._fail(error)
 
     def _step(self) -> None:
-        rows = self._batch.step() if self._batch.busy else []
+        if not self._batch.busy:
+            return
+        rows = self._batch.step()
         self._note(rows)
         self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
         for row in rows:
