@@ -33,7 +33,7 @@ openai = pytest.importorskip("openai", reason="openai, a client, is not installe
 import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
-from gpt2block.serve import answers, app, listening, metrics, service  # noqa: E402
+from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
@@ -815,7 +815,8 @@ def test_events_that_come_together_are_sent_together() -> None:
 
     async def sent(*groups: list[service.Piece]) -> list[bytes]:
         given: Any = Given()
-        answer = answers.Answer(given, [Any])
+        row: Any = None
+        answer = answers.Answer(given, [row])
         form = answers.TextForm("small", BYTES)
         form.id = "cmpl-1"
         found = []
@@ -846,11 +847,11 @@ def test_events_that_come_together_are_sent_together() -> None:
 def test_large_bodies_are_read_in_a_thread(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, parsed = [], app.parsed
+    names: list[str] = []
 
     def noted(*arguments: Any) -> Any:
         names.append(threading.current_thread().name)
-        return parsed(*arguments)
+        return protocol.parsed(*arguments)
 
     monkeypatch.setattr(app, "parsed", noted)
     loop, *others = (names_of(server, names, size) for size in (10, app.SMALL_BODY))
@@ -891,10 +892,8 @@ def test_metrics_count_each_token_once(model: Any) -> None:
         assert value("gpt2block_new_tokens") == 24
         assert value("gpt2block_first_token_seconds_count") == 4
         assert value("gpt2block_token_seconds_count") == 20
-        total, at_most = (value(f"gpt2block_token_seconds_{each}") for each in ("sum", "count"))
-        assert 0 < total < SECONDS * at_most
-        buckets = [value("gpt2block_token_seconds_bucket", {"le": le}) for le in ("0.0002", "+Inf")]
-        assert 0 <= buckets[0] <= buckets[1] == 20
+        assert 0 < (value("gpt2block_token_seconds_sum") or 0) < 20 * SECONDS
+        assert value("gpt2block_token_seconds_bucket", {"le": "+Inf"}) == 20
 
 
 def test_intervals() -> None:

@@ -15,7 +15,7 @@ import asyncio
 import json
 import multiprocessing
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -126,7 +126,7 @@ class Client:
             f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
         )
 
-    async def post(self, body: bytes) -> AsyncIterator[bytes]:
+    async def post(self, body: bytes) -> AsyncGenerator[bytes, None]:
         """The parts of an answer, as they come. Raises Refused for a status other than 200."""
         reader, writer = await self._connection()
         ended = False
