@@ -72,6 +72,8 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
             for _ in range(count)
         ]
         rows = [row_of(m.engine, ids, **options) for ids, options in asked]
+        for row in rows[::3]:
+            row.whole = True
         batch, arriving = Batch(m.engine, 5, TINY.n_ctx), list(rows)
         cancelled = []
         while arriving or batch.busy:
@@ -207,6 +209,27 @@ def test_each_row_has_its_own_end() -> None:
     assert [row.text for row in rows] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
     reasons = [row.finish_reason for row in rows]
     assert reasons == ["stop", "stop", "stop", "length", "stop"]
+
+
+def test_whole_rows_come_with_their_first_token_and_at_their_end() -> None:
+    engine = MarkovEngine(cycle(257))
+    rows = [
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # whole
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # whole
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=7),
+    ]
+    for row in rows[:2]:
+        row.whole = True
+    batch = Batch(engine, 3, 64)
+    batch.submit(rows)
+    steps, firsts = [], []
+    while batch.busy:
+        steps.append([rows.index(row) for row in batch.step()])
+        firsts.append(batch.firsts.tolist())
+        assert len(batch.latest) == len(firsts[-1])
+    assert steps == [[0, 1, 2], [2], [2], [1, 2], [2], [0, 2], [2]]
+    assert firsts == [[True] * 3, *[[False] * 3] * 3, *[[False] * 2] * 2, [False]]
+    assert [row.text for row in rows] == ["bcde", "bcde", "bcdefgh"]
 
 
 def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:

@@ -33,7 +33,7 @@ openai = pytest.importorskip("openai", reason="openai, a client, is not installe
 import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
-from gpt2block.serve import app, listening, service  # noqa: E402
+from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.text.generation import generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
@@ -41,6 +41,7 @@ from tests.markov import MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
     BYTES,
     CONFIG,
+    SECONDS,
     Running,
     Slow,
     eventually,
@@ -765,14 +766,103 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
 def test_a_load_with_clients_that_go(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     """By tools/load.py: at random, and as fast as possible."""
     for how in (["--rate", "40"], ["--at-once", "12"]):
-        more = ["--seconds", "1", "--lengths", "1", "30", "--new", "20", "--closing", "0.3"]
-        load.main([f"{server.url}/v1", "--model", "small", *how, *more])
-        found = json.loads(capsys.readouterr().out)
+        found = loaded(server, capsys, "--seconds", "1", "--closing", "0.3", *how)
         assert found["answered"] > 5
         assert found["closed"] > 0
         assert found["refused"] == 0
         assert 0 < found["first p50 ms"] <= found["first p99 ms"]
         eventually(lambda: server.service.open == 0)
+
+
+def loaded(server: Running, capsys: pytest.CaptureFixture[str], *how: str) -> Any:
+    """What tools/load.py reports."""
+    given = ["--model", "small", "--lengths", "1", "30", "--new", "20", "--temperature", "0"]
+    load.main([f"{server.url}/v1", *given, *how])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_load_of_whole_answers(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """By two processes, which ask for all requests together."""
+    before = server.service.tokens
+    found = loaded(server, capsys, "--whole", "--processes", "2", "--requests", "25")
+    assert (found["answered"], found["refused"]) == (25, 0)
+    assert 0 < found["answer p50 ms"] <= found["answer p99 ms"] < 1e3 * found["seconds"]
+    tokens = found["tokens per second"] * found["seconds"]
+    assert tokens == pytest.approx(server.service.tokens - before, rel=0.02)
+    assert "first p50 ms" not in found
+
+
+def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    for how in ([], ["--whole"]):
+        found = loaded(server, capsys, "--vocab-size", "100000", "--requests", "3", *how)
+        assert (found["answered"], found["refused"]) == (0, 3)
+
+
+class Given:
+    """A service whose pieces a test delivers."""
+
+    def submit(self, rows: Any, deliver: Any) -> None:
+        (self.deliver,) = deliver
+
+    def cancel(self, rows: Any) -> None:
+        pass
+
+
+def test_events_that_come_together_are_sent_together() -> None:
+    """They are those that are sent one by one; what came before a failure comes before it."""
+    parts = [service.Piece(text, [1], [-1.0], [()]) for text in ("ab", "", "c\n")]
+    last = service.Piece("d", [2], [-1.0], [()], "length")
+    late = service.Piece("", [], [], [], "deadline")
+
+    async def sent(*groups: list[service.Piece]) -> list[bytes]:
+        given: Any = Given()
+        row: Any = None
+        answer = answers.Answer(given, [row])
+        form = answers.TextForm("small", BYTES)
+        form.id = "cmpl-1"
+        found = []
+        events = answers.streamed(answer, form, [answers.Echo()], False, None)
+        for group in groups:
+            for piece in group:
+                given.deliver(piece)
+            found.append(await anext(events))
+        return [*found, *[event async for event in events]]
+
+    together = asyncio.run(sent([*parts, last]))
+    alone = asyncio.run(sent([parts[0]], parts[1:], [last]))
+    assert len(together) == 2
+    assert b"".join(together) == b"".join(alone)
+    assert together[1] == alone[-1] == b"data: [DONE]\n\n"
+    assert [json.loads(event[6:])["choices"][0]["text"] for event in alone[:3]] == [
+        "ab",
+        "c\n",
+        "d",
+    ]
+    failed = asyncio.run(sent([parts[0], late]))
+    assert [json.loads(event[6:]).get("error", {}).get("code") for event in failed] == [
+        None,
+        "timeout",
+    ]
+
+
+def test_large_bodies_are_read_in_a_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def noted(*arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return protocol.parsed(*arguments)
+
+    monkeypatch.setattr(app, "parsed", noted)
+    loop, *others = (names_of(server, names, size) for size in (10, app.SMALL_BODY))
+    assert loop not in others
+
+
+def names_of(server: Running, names: list[str], size: int) -> str:
+    """The thread that reads a body of about so many bytes."""
+    post(server, "/tokenize", {"prompt": "a" * size})
+    return names.pop()
 
 
 def test_metrics(server: Running) -> None:
@@ -790,6 +880,31 @@ def test_metrics(server: Running) -> None:
     assert found["gpt2block_slots"][0].value == 8
     count = [s.value for s in found["gpt2block_first_token_seconds"] if s.name.endswith("_count")]
     assert count[0] >= 1
+
+
+def test_metrics_count_each_token_once(model: Any) -> None:
+    """Of whole answers and of streams."""
+    with serving(model, rows=3) as running, client_of(running) as client:
+        options: dict[str, Any] = {"model": "small", "prompt": "abc", "n": 2, "seed": 1}
+        client.completions.create(max_tokens=7, **options)
+        list(client.completions.create(max_tokens=5, stream=True, **options))
+        eventually(lambda: running.service.open == 0)
+        value = running.server.metrics.registry.get_sample_value
+        assert value("gpt2block_new_tokens") == 24
+        assert value("gpt2block_first_token_seconds_count") == 4
+        assert value("gpt2block_token_seconds_count") == 20
+        assert 0 < (value("gpt2block_token_seconds_sum") or 0) < 20 * SECONDS
+        assert value("gpt2block_token_seconds_bucket", {"le": "+Inf"}) == 20
+
+
+def test_intervals() -> None:
+    found = metrics.Intervals("seconds", "A text.", (0.5, 1, 2))
+    for seconds in ([0.1, 0.5, 0.6], [], [2.5, 1]):
+        found.add(np.array(seconds))
+    (family,) = found.collect()
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
+    assert [values["seconds_bucket", le] for le in ("0.5", "1.0", "2.0", "+Inf")] == [2, 4, 4, 5]
+    assert values["seconds_sum",] == pytest.approx(4.7)
 
 
 # --- the command ----------------------------------------------------------------------------------

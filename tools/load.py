@@ -3,8 +3,9 @@
     python -m tools.load http://127.0.0.1:8000/v1 --rate 5 --seconds 20
 
 Requests arrive at random (a Poisson process), or as fast as `--at-once` of them are answered. Each
-is a stream of a completion, of ids drawn at random. Any server of the protocol can be loaded, as a
-peer.
+is a completion of ids drawn at random: a stream or, with `--whole`, an answer in one piece. Several
+processes ask, so that they do not limit the server. Any server of the protocol can be loaded, as a
+peer, over HTTP without TLS.
 """
 
 from __future__ import annotations
@@ -12,30 +13,57 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import dataclass, field
+import multiprocessing
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import count
 from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
-from openai import APIError, AsyncOpenAI
 
 PERCENTILES = (50, 95, 99)
+TIMES = ("first", "between", "answer")
+COUNTS = ("pieces", "tokens", "answered", "closed", "refused")
+LINE = 2**20  # bytes that a line of an answer has at most
 
 
 @dataclass
 class Seen:
-    """What clients saw. first, between: seconds to the first piece, and between pieces."""
+    """What clients saw.
+
+    first, between: seconds to the first piece of a stream, and between pieces. answer: seconds to
+    the end of an answer. tokens: of whole answers.
+    """
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    answer: list[float] = field(default_factory=list)
     pieces: int = 0
+    tokens: int = 0
     answered: int = 0
     closed: int = 0
     refused: int = 0
+    begun: float = float("inf")
+    ended: float = 0.0
+
+    def add(self, other: Seen) -> None:
+        for name in (*TIMES, *COUNTS):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.begun, self.ended = min(self.begun, other.begun), max(self.ended, other.ended)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for. lengths: of prompts, the fewest and the most tokens."""
+    """What is asked for. lengths: of prompts, the fewest and the most tokens.
+
+    requests: that are sent in all; None: as many as `seconds` have room for. numbers: of those of
+    this process, the first and the step.
+    """
 
     url: str
     model: str
@@ -43,70 +71,209 @@ class Load:
     rate: float
     at_once: int
     seconds: float
+    requests: int | None
     lengths: tuple[int, int]
     new: int
+    temperature: float
     vocab_size: int
+    whole: bool
     closing: float
     seed: int
+    numbers: tuple[int, int] = (0, 1)
+
+    def prompt(self, number: int) -> list[int]:
+        rng = np.random.default_rng((self.seed, number))
+        length = rng.integers(*self.lengths, endpoint=True)
+        ids: list[int] = rng.integers(self.vocab_size, size=length).tolist()
+        return ids
+
+    def leaves_after(self, number: int) -> int | None:
+        """The pieces after which a client goes; None: it stays."""
+        rng = np.random.default_rng((self.seed, number, 1))
+        return int(rng.integers(1, 9)) if rng.random() < self.closing else None
+
+    def body(self, number: int) -> bytes:
+        given = {
+            "model": self.model,
+            "prompt": self.prompt(number),
+            "max_tokens": self.new,
+            "temperature": self.temperature,
+            "seed": number,
+            "stream": not self.whole,
+        }
+        return json.dumps(given).encode()
+
+    def of_process(self, index: int, processes: int) -> Load:
+        """The part of one of several processes."""
+        share = len(range(index, self.at_once, processes))
+        numbers = index, processes
+        return replace(self, rate=self.rate / processes, at_once=share, numbers=numbers)
 
 
-async def ask(client: AsyncOpenAI, load: Load, number: int, seen: Seen) -> None:
+class Refused(Exception):  # noqa: N818  (it is counted)
+    """An answer that is an error."""
+
+
+class Client:
+    """HTTP/1.1 to a server, on connections that stay open from request to request."""
+
+    def __init__(self, url: str, key: str) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port or 80
+        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._head = (
+            f"POST {parts.path}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        )
+
+    async def post(self, body: bytes) -> AsyncGenerator[bytes, None]:
+        """The parts of an answer, as they come. Raises Refused for a status other than 200."""
+        reader, writer = await self._connection()
+        ended = False
+        try:
+            writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            async for part in _parts(reader, head):
+                if head.split()[1] != b"200":
+                    raise Refused(part)
+                yield part
+            ended = True
+        finally:
+            if ended:
+                self._free.append((reader, writer))
+            else:
+                writer.close()
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._free:
+            reader, writer = self._free.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(*self._address, limit=LINE)
+
+    def close(self) -> None:
+        for _, writer in self._free:
+            writer.close()
+
+
+async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
+    """The chunks of a body, or all of it."""
+    if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
+        yield await reader.readexactly(int(length[1]))
+        return
+    while size := int(await reader.readline(), 16):
+        yield await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events. Raises Refused for one that is an error."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b'data: {"error"'):
+                raise Refused(line)
+            if line.startswith(b"data: {"):
+                yield line
+
+
+async def ask(client: Client, load: Load, number: int, seen: Seen) -> None:
     """One request; some are closed after a few pieces, as by a client that goes."""
-    rng = np.random.default_rng((load.seed, number))
-    prompt = rng.integers(load.vocab_size, size=rng.integers(*load.lengths, endpoint=True)).tolist()
-    last, leave = perf_counter(), int(rng.integers(1, 9)) if rng.random() < load.closing else 0
+    body, leave = load.body(number), load.leaves_after(number)
+    begun = last = perf_counter()
     pieces = 0
     try:
-        async with await client.completions.create(
-            model=load.model, prompt=prompt, max_tokens=load.new, stream=True, seed=number
-        ) as stream:
-            async for _ in stream:
-                now = perf_counter()
-                (seen.between if pieces else seen.first).append(now - last)
-                last, pieces = now, pieces + 1
-                if pieces == leave:
-                    seen.closed += 1
-                    return
+        async with aclosing(client.post(body)) as parts:
+            if load.whole:
+                answer = b"".join([part async for part in parts])
+                seen.tokens += json.loads(answer)["usage"]["completion_tokens"]
+            else:
+                async for _ in events(parts):
+                    now = perf_counter()
+                    (seen.between if pieces else seen.first).append(now - last)
+                    last, pieces = now, pieces + 1
+                    if pieces == leave:
+                        seen.closed += 1
+                        return
         seen.answered += 1
-    except APIError:
+        seen.answer.append(perf_counter() - begun)
+    except (Refused, OSError, asyncio.IncompleteReadError):
         seen.refused += 1
     finally:
         seen.pieces += pieces
 
 
-async def run(load: Load) -> tuple[Seen, float]:
-    """Ask until the time is over, and wait for all answers. Returns the seconds it took, too."""
-    rng, seen, begun = np.random.default_rng(load.seed), Seen(), perf_counter()
+async def run(load: Load) -> Seen:
+    """Ask until the time is over or all is asked, and wait for all answers."""
+    client, rng = Client(load.url, load.key), np.random.default_rng((load.seed, *load.numbers))
+    seen = Seen(begun=perf_counter())
     tasks: set[asyncio.Task[None]] = set()
-    number = 0
-    async with AsyncOpenAI(base_url=load.url, api_key=load.key, max_retries=0) as client:
-        while perf_counter() - begun < load.seconds:
-            if load.rate:
-                await asyncio.sleep(rng.exponential(1 / load.rate))
-            elif len(tasks) >= load.at_once:
-                _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                continue
-            tasks.add(asyncio.create_task(ask(client, load, number, seen)))
-            number += 1
-            tasks = {task for task in tasks if not task.done()}
-        if tasks:
-            await asyncio.wait(tasks)
-    return seen, perf_counter() - begun
+    next_at = seen.begun
+    for number in _numbers(load):
+        if load.rate:
+            next_at += rng.exponential(1 / load.rate)
+            await asyncio.sleep(max(0.0, next_at - perf_counter()))
+        elif len(tasks) >= load.at_once:
+            _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if load.requests is None and perf_counter() - seen.begun >= load.seconds:
+            break
+        tasks.add(asyncio.create_task(ask(client, load, number, seen)))
+        tasks = {task for task in tasks if not task.done()}
+    if tasks:
+        await asyncio.wait(tasks)
+    client.close()
+    seen.ended = perf_counter()
+    return seen
 
 
-def report(seen: Seen, seconds: float) -> dict[str, object]:
+def _numbers(load: Load) -> Iterable[int]:
+    """Of the requests of this process."""
+    first, step = load.numbers
+    return count(first, step) if load.requests is None else range(first, load.requests, step)
+
+
+_together: Any = None  # the barrier of the processes
+
+
+def _joined(together: Any) -> None:
+    global _together  # noqa: PLW0603  (each process has its own)
+    _together = together
+
+
+def _run_together(load: Load) -> Seen:
+    _together.wait()
+    return asyncio.run(run(load))
+
+
+def run_all(load: Load, processes: int = 1) -> Seen:
+    """The requests of so many processes, which begin together."""
+    spawn = multiprocessing.get_context("spawn")  # clocks of processes agree on Linux and Windows
+    parts = [load.of_process(index, processes) for index in range(processes)]
+    joined = (spawn.Barrier(processes),)
+    with ProcessPoolExecutor(processes, spawn, _joined, joined) as pool:
+        seen = Seen()
+        for each in pool.map(_run_together, parts):
+            seen.add(each)
+    return seen
+
+
+def report(seen: Seen) -> dict[str, object]:
     """Counts, rates, and percentiles in milliseconds."""
-    found: dict[str, object] = {
-        "answered": seen.answered,
-        "closed": seen.closed,
-        "refused": seen.refused,
-        "seconds": round(seconds, 2),
-        "pieces per second": round(seen.pieces / seconds, 1),
-    }
-    for name, values in (("first", seen.first), ("between", seen.between)):
-        for percent in PERCENTILES:
-            ms = float(np.percentile(values, percent)) * 1e3 if values else None
-            found[f"{name} p{percent} ms"] = None if ms is None else round(ms, 2)
+    seconds = seen.ended - seen.begun
+    found: dict[str, object] = {name: getattr(seen, name) for name in COUNTS[2:]}
+    found["seconds"] = round(seconds, 3)
+    found["requests per second"] = round(seen.answered / seconds, 1)
+    for name in ("pieces", "tokens"):
+        if total := getattr(seen, name):
+            found[f"{name} per second"] = round(total / seconds, 1)
+    for name in TIMES:
+        if values := getattr(seen, name):
+            for percent in PERCENTILES:
+                ms = float(np.percentile(values, percent)) * 1e3
+                found[f"{name} p{percent} ms"] = round(ms, 3)
     return found
 
 
@@ -118,14 +285,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: --at-once")
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--requests", type=int, help="as many, in place of --seconds")
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar="TOKENS")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
+    parser.add_argument("--whole", action="store_true", help="answers in one piece, not streams")
     parser.add_argument("--closing", type=float, default=0, help="share of clients that go")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="that ask, each on a core")
     given = vars(parser.parse_args(arguments))
+    processes = given.pop("processes")
     load = Load(**{**given, "lengths": tuple(given["lengths"])})
-    print(json.dumps(report(*asyncio.run(run(load))), indent=2))
+    print(json.dumps(report(run_all(load, processes)), indent=2))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import random
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -75,6 +75,16 @@ class Offsets:
         return found
 
 
+def _failure(piece: Piece) -> ApiError | None:
+    """What a client is told about a row that failed."""
+    if piece.finish_reason == "error":
+        return ApiError(500, piece.error or "an error")
+    if piece.finish_reason == "deadline":
+        problem = "the server did not finish it in time: try again later, or ask for less"
+        return ApiError(504, problem, code="timeout")
+    return None
+
+
 UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
 
 
@@ -83,7 +93,8 @@ class Answer:
 
     def __init__(self, service: Service, rows: Sequence[Row]) -> None:
         self.rows, self._service = rows, service
-        self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._pieces: list[tuple[int, Piece]] = []  # that are not sent yet
+        self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
             service.submit(rows, deliver)
@@ -94,20 +105,25 @@ class Answer:
             raise ApiError(500, str(error)) from None
 
     def _put(self, index: int, piece: Piece) -> None:
-        self._pieces.put_nowait((index, piece))
+        self._pieces.append((index, piece))
+        self._some.set()
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all rows, with their indices, until all have ended."""
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+        """The pieces of all rows, with their indices, until all have ended.
+
+        Together come those that have come since the last ones, before a failure if there is one.
+        """
         left = len(self.rows)
         while left:
-            index, piece = await self._pieces.get()
-            if piece.finish_reason == "error":
-                raise ApiError(500, piece.error or "an error")
-            if piece.finish_reason == "deadline":
-                problem = "the server did not finish it in time: try again later, or ask for less"
-                raise ApiError(504, problem, code="timeout")
-            left -= piece.finish_reason is not None
-            yield index, piece
+            await self._some.wait()
+            self._some.clear()
+            new, self._pieces = self._pieces, []
+            for at, (_, piece) in enumerate(new):
+                if failure := _failure(piece):
+                    yield new[:at]
+                    raise failure
+            yield new
+            left -= sum(piece.finish_reason is not None for _, piece in new)
 
     def close(self) -> None:
         """End rows that run or wait."""
@@ -120,7 +136,7 @@ class Form(ABC):
     prefix, whole, chunk = "", "", ""
 
     def __init__(self, model: str, encoding: Encoding | None) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}-{random.getrandbits(128):032x}"
         self._model, self._encoding, self._created = model, encoding, int(time.time())
 
     def object(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
@@ -242,11 +258,12 @@ def finite(logprob: float) -> float:
 async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
     """Wait for all rows, each of which becomes a choice."""
     async with aclosing(answer.pieces()) as pieces:
-        async for index, piece in pieces:
-            choice = choices[index]
-            choice.text += piece.text
-            choice.scored.add(piece)
-            choice.reason = REASONS.get(piece.finish_reason or "")
+        async for new in pieces:
+            for index, piece in new:
+                choice = choices[index]
+                choice.text += piece.text
+                choice.scored.add(piece)
+                choice.reason = REASONS.get(piece.finish_reason or "")
 
 
 async def streamed(
@@ -256,8 +273,8 @@ async def streamed(
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
-) -> AsyncIterator[str]:
-    """The data of server-sent events.
+) -> AsyncIterator[bytes]:
+    """Server-sent events; those of pieces that have come together are sent together.
 
     usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
     choice, for the first event that has the choice; None without any token ids.
@@ -265,11 +282,11 @@ async def streamed(
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
 
-    def event(*choices: dict[str, Any], **changed: Any) -> str:
+    def event(*choices: dict[str, Any], **changed: Any) -> bytes:
         found = form.object(form.chunk, list(choices), **{**more, **changed})
         first = [each["index"] for each in choices if each["index"] in untold]
         form.with_prompts(found, {index: untold.pop(index) for index in first})
-        return json.dumps(found)
+        return _event(json.dumps(found))
 
     def delta(index: int, part: Choice, new: list[int]) -> dict[str, Any]:
         found = form.delta(index, part, logprobs, offsets[index])
@@ -283,18 +300,33 @@ async def streamed(
             yield event(delta(index, Choice(echo.text, echo.scored), []))
     try:
         async with aclosing(answer.pieces()) as pieces:
-            async for index, piece in pieces:
-                count += len(piece.tokens)
-                part = Choice(piece.text, reason=REASONS.get(piece.finish_reason or ""))
-                part.scored.add(piece)
-                if piece.text or piece.finish_reason or logprobs or prompts is not None:
-                    yield event(delta(index, part, piece.tokens))
+            async for new in pieces:
+                count += sum(len(piece.tokens) for _, piece in new)
+                found = [
+                    event(delta(index, _part(piece), piece.tokens))
+                    for index, piece in new
+                    if piece.text or piece.finish_reason or logprobs or prompts is not None
+                ]
+                if found:
+                    yield b"".join(found)
     except ApiError as error:
-        yield json.dumps(error.body)
+        yield _event(json.dumps(error.body))
         return
     if usage_of is not None:
         yield event(usage=usage_of(count))
-    yield "[DONE]"
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    """data: a line; JSON has no other ones."""
+    return f"data: {data}\n\n".encode()
+
+
+def _part(piece: Piece) -> Choice:
+    """What a piece adds to an answer."""
+    part = Choice(piece.text, reason=REASONS.get(piece.finish_reason or ""))
+    part.scored.add(piece)
+    return part
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:

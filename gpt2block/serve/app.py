@@ -64,6 +64,7 @@ from gpt2block.text.rows import Row
 
 MOST_BODY = 4 * 2**20  # bytes
 MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its sender reads why not
+SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
 BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -125,15 +126,15 @@ class Server:
         play = Play(
             self.model, self.encoding, self.settings.name, self._ids, self._in_thread, self._in_pass
         )
-        routes = [
+        routes = [  # in the order in which they are compared with a request's
+            self._route("/v1/completions", self.completions, CompletionRequest),
+            self._route("/v1/chat/completions", self.chat, ChatRequest),
             *play.routes(self._route),
             Route("/health", self.health),
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
             self._route("/v1/models", self.models),
             self._route("/v1/models/{name:path}", self.models),
-            self._route("/v1/completions", self.completions, CompletionRequest),
-            self._route("/v1/chat/completions", self.chat, ChatRequest),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
             self._route("/tokenize", self.tokenize, TokenizeRequest),
             self._route("/detokenize", self.detokenize, DetokenizeRequest),
@@ -199,7 +200,14 @@ class Server:
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
-        return await self._in_thread(parsed, kind, await _body(request), {self.settings.name})
+        body = await _body(request)
+        return await self._prepared(request, parsed, kind, body, {self.settings.name})
+
+    async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call makes of a request: at once if that is small, else in a thread."""
+        if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
+            return call(*arguments)
+        return await self._in_thread(call, *arguments)
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await to_thread.run_sync(call, *arguments, limiter=self._threads)
@@ -211,7 +219,7 @@ class Server:
     # --- completions ------------------------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
-        asked = await self._in_thread(self._completion, given)
+        asked = await self._prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
                 if await request.is_disconnected():
@@ -285,8 +293,10 @@ class Server:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
         options |= {"max_new_tokens": most, "top_logprobs": top}
-        run = Run(self.model.engine, self.encoding, prompts, **options)
-        return list(run.rows)
+        rows = list(Run(self.model.engine, self.encoding, prompts, **options).rows)
+        for row in rows:
+            row.whole = not given.stream
+        return rows
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         assert self.service is not None
@@ -397,7 +407,7 @@ class Server:
 class _Streamed(EventSourceResponse):
     """Events of an answer, whose rows end with the connection."""
 
-    def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
+    def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
         self._answer = answer
 

@@ -6,13 +6,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gpt2block.serve.service import Service
 from gpt2block.text.rows import Row
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # seconds
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Intervals(Collector):
+    """A histogram to which many values are added at once."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, np.array([*bounds, np.inf])
+        self._counts, self._total = np.zeros(len(self._bounds), np.int64), 0.0
+
+    def add(self, seconds: NDArray[np.float64]) -> None:
+        found = np.searchsorted(self._bounds, seconds)
+        self._counts = self._counts + np.bincount(found, minlength=len(self._counts))
+        self._total += float(seconds.sum())
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
+        buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
 
 
 class Metrics:
@@ -48,15 +70,9 @@ class Metrics:
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,
         )  # fmt: skip
-        between = Histogram(
-            "gpt2block_token_seconds", "Between a continuation's tokens.", buckets=BETWEEN,
-            registry=self.registry,
-        )  # fmt: skip
-
-        def observe(seconds: float, is_first: bool) -> None:
-            (first if is_first else between).observe(seconds)
-
-        service.observe = observe
+        between = Intervals("gpt2block_token_seconds", "Between a continuation's tokens.", BETWEEN)
+        self.registry.register(between)
+        service.observe_first, service.observe_between = first.observe, between.add
 
     @contextmanager
     def request(self, path: str) -> Iterator[Callable[[int], None]]:

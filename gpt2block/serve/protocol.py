@@ -48,7 +48,7 @@ Tokens = list[Annotated[int, Field(ge=0)]]
 
 def _texts(given: Any) -> list[Any]:
     """A text, token ids, or a list of either, as a list."""
-    of_ids = isinstance(given, list) and bool(given) and all(type(each) is int for each in given)
+    of_ids = isinstance(given, list) and set(map(type, given)) == {int}
     found = [given] if isinstance(given, str) or of_ids else given
     if not isinstance(found, list) or not all(map(_is_text, found)):
         raise ValueError("expected a text, token ids, or a list of texts or of token ids")
@@ -59,9 +59,7 @@ def _texts(given: Any) -> list[Any]:
 
 def _is_text(given: Any) -> bool:
     """Whether it is a text or token ids, of which the model's tokenizer decides."""
-    return isinstance(given, str) or (
-        isinstance(given, list) and all(type(each) is int for each in given)
-    )
+    return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
 
 
 Texts = Annotated[list[Any], BeforeValidator(_texts)]

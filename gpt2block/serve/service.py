@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpt2block.run.model import ModelEngine
 from gpt2block.text.batching import Batch
 from gpt2block.text.rows import Row, Tops
@@ -55,9 +58,9 @@ class Service:
     """Rows of requests in one batch, stepped by a thread of its own.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
-    pieces are delivered. seconds: in which a row has to end; None: no limit. observe: called in the
-    thread with the seconds before each token, and whether it is the first one of its row. tokens:
-    generated so far.
+    pieces are delivered. seconds: in which a row has to end; None: no limit. observe_first,
+    observe_between: called in the thread with the seconds to the first token of a row, and with
+    those before each further token of a step. tokens: generated so far.
     """
 
     def __init__(
@@ -73,8 +76,12 @@ class Service:
         self._new: deque[tuple[Row, Deliver]] = deque()
         self._cancelled: deque[Row] = deque()
         self._deliver: dict[int, Deliver] = {}  # of running and waiting rows, by their id
-        self._since: dict[int, float] = {}  # when they were submitted, or had their last token
-        self.observe: Callable[[float, bool], None] = lambda seconds, first: None
+        self._since: dict[int, float] = {}  # when those without a token were submitted
+        self._last = np.zeros(batch.slots)  # when each slot had its last token
+        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # that the loop has not delivered
+        self._called = False  # whether the loop will deliver them
+        self.observe_first: Callable[[float], None] = lambda seconds: None
+        self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
         self.tokens = 0
         self._ends = False
         self.failure: str | None = None
@@ -123,7 +130,9 @@ class Service:
             self._fail(error)
 
     def _step(self) -> None:
-        rows = self._batch.step() if self._batch.busy else []
+        if not self._batch.busy:
+            return
+        rows = self._batch.step()
         self._note(rows)
         self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
         for row in rows:
@@ -153,16 +162,28 @@ class Service:
         self._since.pop(id(row), None)
 
     def _note(self, rows: Sequence[Row]) -> None:
-        now = perf_counter()
-        rows = [row for row in rows if row.finish_reason != "deadline"]
-        self.tokens += len(rows)
+        now, slots = perf_counter(), self._batch.latest
+        if not len(slots):
+            return
+        self.tokens += len(slots)
+        self.observe_between(now - self._last[slots[~self._batch.firsts]])
+        self._last[slots] = now
         for row in rows:
-            self.observe(now - self._since[id(row)], len(row.tokens) == 1)
-            self._since[id(row)] = now
+            if since := self._since.pop(id(row), None):
+                self.observe_first(now - since)
 
-    def _send(self, pieces: list[tuple[Deliver, Piece]]) -> None:
-        if pieces:
-            self._loop.call_soon_threadsafe(_deliver_all, pieces)
+    def _send(self, pieces: Iterable[tuple[Deliver, Piece]]) -> None:
+        """Let the loop deliver pieces, together with those that it has not come to yet."""
+        self._pieces.extend(pieces)
+        if self._pieces and not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._deliver_all)
+
+    def _deliver_all(self) -> None:
+        self._called = False  # first: what is added from now on is delivered here or by a next call
+        while self._pieces:
+            deliver, piece = self._pieces.popleft()
+            deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
         """Tell all requests that there will be no more tokens."""
@@ -171,11 +192,6 @@ class Service:
             left = [*self._deliver.values(), *(deliver for _, deliver in self._new)]
             self._deliver, self._new = {}, deque()
         self._send([(deliver, Piece("", [], [], [], "error", self.failure)) for deliver in left])
-
-
-def _deliver_all(pieces: list[tuple[Deliver, Piece]]) -> None:
-    for deliver, piece in pieces:
-        deliver(piece)
 
 
 def piece_of(row: Row) -> Piece:

@@ -16,6 +16,8 @@ from gpt2block.text.encoding import bytes_of_ids
 from gpt2block.text.rows import Ends, Row, Tops
 from gpt2block.text.scheduling import PIECE, PieceScheduler, RowScheduler
 
+NO_SLOTS = np.empty(0, np.int32)
+
 
 class Batch:
     """Generates the tokens of rows, each with its own prompt, sampling and end.
@@ -63,6 +65,16 @@ class Batch:
         """The number of rows whose prompts have not been computed yet."""
         return self._scheduler.waiting + len(self._pieces)
 
+    @property
+    def latest(self) -> Ids:
+        """The slots of the tokens that the last step computed."""
+        return self._new.latest
+
+    @property
+    def firsts(self) -> NDArray[np.bool_]:
+        """Whether each token of the last step that computed any is the first one of its slot."""
+        return self._new.firsts
+
     def submit(self, rows: Sequence[Row], deadline: float | None = None) -> None:
         """Add rows, which start when slots are free, in this order.
 
@@ -77,10 +89,12 @@ class Batch:
     def step(self, each_token: bool = True) -> list[Row]:
         """Compute a token of all rows that run, after parts of prompts for which there are slots.
 
-        Returns rows that took new tokens. each_token: all of them; else those that may have ended,
-        each with all its tokens. Rows whose deadline has passed are returned alone. Raises
-        RuntimeError when no row runs or waits.
+        Returns rows that took new tokens. each_token: all of them, of rows that are `whole` only at
+        their first token and where they may have ended; else those that may have ended, each with
+        all its tokens. Rows whose deadline has passed are returned alone. Raises RuntimeError when
+        no row runs or waits.
         """
+        self._new.latest = NO_SLOTS
         if late := self._late():
             self.cancel(late, "deadline")
             return late
@@ -159,7 +173,7 @@ class Batch:
         if complete:
             self._decoding.start(complete)
         for start in complete:  # while the engine computes
-            self._new.begin(start, self._scheduler.row_of(start.slot).ends)
+            self._new.begin(start, self._scheduler.row_of(start.slot))
             if self._computed is not None:
                 self._started[start.slot] = start
 
@@ -228,14 +242,18 @@ class _NewTokens:
         self._top: dict[int, list[Tops]] = {}  # of slots that report any
         self._endings: dict[Any, _Endings] = {}  # of the rows in slots, by what determines them
         self._of_slot: list[Any] = [None] * slots  # its key there
+        self._begun, self._whole = np.zeros((2, slots), bool)
         self._count = np.zeros(slots, np.int64)  # tokens in the arrays
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
-        self._latest, self._ending = np.empty(0, np.int32), np.empty(0, bool)
+        self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
+        self._ending = np.empty(0, bool)
 
-    def begin(self, start: Start, ends: Ends) -> None:
-        """Expect tokens of a slot. ends: of its row."""
+    def begin(self, start: Start, row: Row) -> None:
+        """Expect tokens of a slot."""
+        ends = row.ends
         self.left[start.slot] = start.steps
+        self._begun[start.slot], self._whole[start.slot] = False, row.whole
         self._alternatives[start.slot] = start.alternatives
         key = ends.stop, ends.stop_ids, id(ends.encoding)
         self._of_slot[start.slot] = key
@@ -255,7 +273,8 @@ class _NewTokens:
         self._count[slots] = at + 1
         self.left[slots] -= 1
         wrong = (tokens < 0) | np.isnan(logprobs)
-        self._latest = slots
+        self.latest, self.firsts = slots, ~self._begun[slots]
+        self._begun[slots] = True
         self._ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
 
     def _add_top(self, slots: Ids, top: Alternatives) -> None:
@@ -276,8 +295,11 @@ class _NewTokens:
         return found
 
     def slots(self, each_token: bool) -> Ids:
-        """The slots whose tokens are to be taken: of the latest ones those that may end, or all."""
-        return self._latest if each_token else self._latest[self._ending]
+        """The slots whose tokens are to be taken now, as for Batch.step."""
+        taken = self._ending
+        if each_token:
+            taken = taken | self.firsts | ~self._whole[self.latest]
+        return self.latest[taken]
 
     def take(self, slot: int) -> tuple[list[int], list[float], list[Tops]]:
         """Remove and return tokens of a slot, their log-probabilities, and their alternatives."""

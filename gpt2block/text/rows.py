@@ -100,6 +100,7 @@ class Row:
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
+        self.whole = False  # whether nobody reads its tokens before it ends, except for the first
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._text = Text(ends.stop)
