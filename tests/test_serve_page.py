@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 from gpt2block import GPT2
 from gpt2block.serve.service import Full
 from gpt2block.text.generation import generate
+from gpt2block.text.rows import Row
 from tests import test_explain_page as explain_page
 from tests.markov import LINES
 from tests.serving import Running, eventually, model_of, post, serving
@@ -273,7 +275,17 @@ def test_a_stream_that_breaks(page: Any) -> None:
         assert find(page, "#continue").is_enabled()
 
 
-def test_stop_keeps_what_was_written(page: Any, server: Running) -> None:
+def test_stop_keeps_what_was_written(
+    page: Any, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = server.service._batch
+    step = batch.step
+
+    def slow() -> list[Row]:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(batch, "step", slow)
     page.execute_script("document.getElementById('length').value = 240")
     find(page, "#text").send_keys("O")
     find(page, "#continue").click()
