@@ -181,6 +181,20 @@ def attention() -> None:
         checked(label, truth, limit, ops.attention, qkv, 2, causal, name, **options)
 
 
+def continued_attention() -> None:
+    """On tensor cores, over a kv_cache: a ragged batch, one sequence of which has no new rows."""
+    rng = np.random.default_rng(0)
+    lengths, start, C = [70, 0, 1, 131], np.array([9, 3, 64, 17], np.int32), 128
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    for dtype in ("float16", "bfloat16"):
+        numbers = (rng.standard_normal(shape) for shape in ((202, 3 * C), (4, 150, C), (4, 150, C)))
+        host = [each.astype(FLOATS[dtype]) for each in numbers]
+        truth = reference.attention_packed(*(x.astype(np.float64) for x in host), starts, start, 2)
+        given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
+        label, limit = f"attention_packed mma {dtype}", measure.tolerance(dtype)
+        checked(label, truth, limit, ops.attention_packed, *given, variant="mma")
+
+
 def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:
     """Decode rows that take the prompts in turn; those of the same prompt draw the same tokens."""
     chosen = [prompts[row % len(prompts)] for row in range(rows)]
@@ -299,7 +313,7 @@ def main() -> None:
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }
     models = model, fp8_caches, large_matrices, few_rows
-    for part in (block, attention, fused_block, *models, gemm, fp8_gemm):
+    for part in (block, attention, continued_attention, fused_block, *models, gemm, fp8_gemm):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]
     for name in names or parts:
