@@ -178,12 +178,14 @@ void fiber() {
     }
 }
 
-__attribute__((noipa)) void start(Thread& thread) {  // ucontext sets up the new stack and is not used afterwards
+// ucontext sets up the new stack and is not used afterwards. Stacks begin in different lines of a cache: with as many
+// bytes in each, all of them would share a few lines, and a switch to another thread would wait for memory.
+__attribute__((noipa)) void start(Thread& thread) {
     thread.started = true;
     ucontext_t context;
     getcontext(&context);
     context.uc_stack.ss_sp = thread.stack;
-    context.uc_stack.ss_size = STACK;
+    context.uc_stack.ss_size = STACK - (&thread - threads.data()) % 64 * 320;
     makecontext(&context, fiber, 0);
     if (__builtin_setjmp(scheduler_point) == 0) setcontext(&context);
 }
@@ -501,12 +503,12 @@ void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);
 }
 
-// Called by each basic block of a kernel that may wait in a loop.
 // g++ guards shared arrays of classes with constructors, such as __half, although nothing initializes them. libstdc++
 // would wait for the fiber that has begun to, which never goes on then.
 extern "C" int __cxa_guard_acquire(char* guard) { return *guard == 0; }
 extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
 
+// Called by each basic block of a kernel that may wait in a loop.
 extern "C" void __sanitizer_cov_trace_pc() {
     if (++steps < turn || !current) return;
     turn = 1'000;

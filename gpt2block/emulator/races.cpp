@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 #include <unistd.h>
 #include <unordered_map>
@@ -54,6 +55,13 @@ struct Strong {  // atomic and volatile accesses, the last of two threads
     StrongAccess written[2], read[2];
 };
 
+constexpr std::size_t PAGE = 256;
+
+struct Page {  // of a region
+    unsigned turn;  // of the block that has made it
+    Byte bytes[PAGE];
+};
+
 enum class Kind { argument, shared, dynamic, variables };
 
 struct Region {
@@ -61,10 +69,11 @@ struct Region {
     std::string name;
     const char* data;
     std::size_t bytes, element;
-    std::vector<Byte> history;
+    std::vector<std::unique_ptr<Page>> pages;  // null until a byte of it is accessed
     std::unordered_map<std::size_t, Strong> strong;
 
     bool of_block() const { return kind == Kind::shared || kind == Kind::dynamic; }
+    Byte& history(std::size_t byte);
 };
 
 struct Known {  // what is complete of a block: all before a phase, and by thread all up to a clock
@@ -107,9 +116,17 @@ void adopt(Thread& thread, const Blocks (&common)[Thread::FACTS]) {
 std::vector<Region> regions;
 std::vector<Thread> threads;  // of the block
 std::unordered_map<const void*, Blocks> told[2];  // by the last writes to a place: to the block, to all
-unsigned block, phase;
+unsigned block, phase, turn;  // turn: of the block, in the order in which blocks run
 const char* dynamic_name = nullptr;
 std::size_t dynamic_element = 1;
+
+// In shared memory that of other blocks is forgotten, a page at a time, where this block comes to it.
+Byte& Region::history(std::size_t byte) {
+    std::unique_ptr<Page>& page = pages[byte / PAGE];
+    if (!page || (of_block() && page->turn != turn)) page = std::make_unique<Page>();
+    page->turn = turn;
+    return page->bytes[byte % PAGE];
+}
 
 std::string at(int thread) {
     const unsigned n = thread, x = n % blockDim.x, y = n / blockDim.x % blockDim.y, z = n / blockDim.x / blockDim.y;
@@ -210,7 +227,7 @@ void keep_read(Access (&kept)[3], const Access& now) {
 
 void check_byte(Region& region, std::size_t i, const Doing& now, bool volatile_) {
     const int thread = now.access.thread;
-    Byte& byte = region.history[i];
+    Byte& byte = region.history(i);
     if (!ordered(byte.written, thread, region)) report(region, i, byte.written, WRITES.was, now);
     if (now.writes) {
         for (const Access& read : byte.read) {
@@ -267,7 +284,6 @@ void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool
     const Doing now = {{thread, block, phase, threads[thread].of[thread % WARP], from}, verb, writes, strong};
     Region* region = region_of(first);
     if (!region) return check_stack(address, now);
-    if (region->history.empty()) region->history.resize(region->bytes);
     const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
     const bool volatile_ = strong && verb.is != ATOMIC.is;
     for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
@@ -299,10 +315,28 @@ void tell(int thread, const void* address, bool instead) {
     }
 }
 
+Region made(Kind kind, const char* name, const void* data, std::size_t bytes, std::size_t element) {
+    return {kind, name, static_cast<const char*>(data), bytes, element,
+            std::vector<std::unique_ptr<Page>>((bytes + PAGE - 1) / PAGE), {}};
+}
+
+// What every launch has besides its arguments. Shared variables are first, as they are among the program's variables.
+void watch_variables(const void* dynamic, std::size_t bytes) {
+    if (std::getenv("VARIABLES")) {
+        regions.push_back(made(Kind::variables, "", __data_start, end - __data_start, 1));
+    }
+    const std::size_t fixed = __stop_cuda_shared - __start_cuda_shared;
+    if (fixed) regions.insert(regions.begin(), made(Kind::shared, "", __start_cuda_shared, fixed, 1));
+    if (bytes) {
+        const char* name = dynamic_name ? dynamic_name : "the dynamic shared memory";
+        regions.push_back(made(Kind::dynamic, name, dynamic, bytes, dynamic_element));
+    }
+}
+
 }  // namespace
 
 void cuda_on_cpu::watch(const char* name, const void* data, std::size_t bytes, std::size_t element) {
-    regions.push_back({Kind::argument, name, static_cast<const char*>(data), bytes, element, {}, {}});
+    regions.push_back(made(Kind::argument, name, data, bytes, element));
 }
 
 void cuda_on_cpu::name_dynamic(const char* name, std::size_t element) {
@@ -314,17 +348,9 @@ void cuda_on_cpu::name_dynamic(const char* name, std::size_t element) {
 }
 
 void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* dynamic, std::size_t bytes) {
-    if (threads.empty() && std::getenv("VARIABLES")) {
-        regions.push_back({Kind::variables, "", __data_start, std::size_t(end - __data_start), 1, {}, {}});
-    }
-    regions.erase(std::remove_if(regions.begin(), regions.end(), [](const Region& r) { return r.of_block(); }),
-                  regions.end());
-    const std::size_t fixed = __stop_cuda_shared - __start_cuda_shared;
-    if (fixed) regions.insert(regions.begin(), {Kind::shared, "", __start_cuda_shared, fixed, 1, {}, {}});
-    if (bytes) {
-        const char* name = dynamic_name ? dynamic_name : "the dynamic shared memory";
-        const char* data = static_cast<const char*>(dynamic);
-        regions.push_back({Kind::dynamic, name, data, bytes, dynamic_element, {}, {}});
+    if (threads.empty()) watch_variables(dynamic, bytes);
+    for (Region& region : regions) {
+        if (region.of_block()) region.strong.clear();
     }
     threads.assign(count, {});
     for (std::size_t i = 0; i < count; ++i) threads[i].of[i % WARP] = 1;
@@ -335,6 +361,7 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
     }
     block = number;
     phase = 0;
+    ++turn;
 }
 
 void cuda_on_cpu::barrier_opens() {
