@@ -28,12 +28,10 @@ def threads_and_blocks() -> Picture:
         if thread == 0:
             p.box(x - 4, 56, 198, 88, PALE[color], color)
             p.text(x + 95, 76, f"block {block}", at="middle", color=color, bold=True)
-        p.box(x + 3, 102, 36, 32, "white", color)
-        p.text(x + 21, 123, str(thread), at="middle")
+        p.cell(x + 3, 102, 36, 32, str(thread), color, fill="white")
         if i < 10:
             p.line((x + 21, 136), (185 + 50 * i, 212), color, 1.5, arrow=True)
-            p.box(164 + 50 * i, 214, 42, 34, PALE[color], color)
-            p.text(185 + 50 * i, 236, str(i), at="middle")
+            p.cell(164 + 50 * i, 214, 42, 34, str(i), color)
         else:
             p.line((x + 21, 136), (x + 21, 160), GREY, 1.5, dashed=True)
     p.text(745, 180, "no element:", at="middle", color=GREY)
@@ -85,16 +83,11 @@ def reductions() -> Picture:
                 p.line((198 + 64 * other, y - 44), (198 + 64 * lane, y - 2), BLUE, 1, arrow=True)
                 p.line((198 + 64 * lane, y - 44), (198 + 64 * lane, y - 2), GREY, 1)
         for lane, value in enumerate(values):
-            fill = PALE[GREEN] if level == 3 else PALE[BLUE]
-            p.box(176 + 64 * lane, y, 44, 30, fill, GREEN if level == 3 else BLUE)
-            p.text(198 + 64 * lane, y + 21, str(value), at="middle")
+            p.cell(176 + 64 * lane, y, 44, 30, str(value), GREEN if level == 3 else BLUE)
         name = f"distance {distance}" if distance else "each lane"
         p.text(152, y + 21, name, at="end", color=BLUE if distance else INK)
-    p.text(690, 91, "registers: no")
-    p.text(690, 111, "memory, no")
-    p.text(690, 131, "barrier")
-    p.text(690, 309, "the sum, in", color=GREEN)
-    p.text(690, 329, "every lane", color=GREEN)
+    p.lines(690, 91, "registers: no", "memory, no", "barrier")
+    p.lines(690, 309, "the sum, in", "every lane", color=GREEN)
     return p
 
 
@@ -115,8 +108,7 @@ def registers() -> Picture:
         p.text(762, y + 92, "out", at="end")
         for i, stage in enumerate(stages):
             x = 190 + 190 * i
-            p.box(x, y, 140, 32, PALE[GREEN], GREEN)
-            p.text(x + 70, y + 21, stage, at="middle")
+            p.cell(x, y, 140, 32, stage, GREEN)
             if not once or i == 0:
                 p.line((x + 20, y + 74), (x + 20, y + 34), ORANGE, 2, arrow=True)
                 p.text(x + 30, y + 58, "read x", color=ORANGE)
@@ -155,11 +147,9 @@ def shared_memory() -> Picture:
     p.text(582, 138, "value of A and one of B")
     p.text(562, 164, "2. barrier")
     p.text(562, 190, "3. every thread adds 16")
-    p.text(582, 210, "products, read from")
-    p.text(582, 230, "shared memory")
+    p.lines(582, 210, "products, read from", "shared memory")
     p.text(562, 256, "4. barrier")
-    p.text(562, 300, "256 threads, 256 outputs:", color=GREEN)
-    p.text(562, 320, "one each", color=GREEN)
+    p.lines(562, 300, "256 threads, 256 outputs:", "one each", color=GREEN)
     return p
 
 
@@ -184,8 +174,7 @@ def coarsening() -> Picture:
         p.text(left + 10, top - 15, "b", at="middle", color=ORANGE)
         p.text(x, 306, f"{loads} loads", bold=True, size=17)
     p.text(148, 134, "1 output", color=GREEN)
-    p.text(378, 134, "8 outputs,", color=GREEN)
-    p.text(378, 154, "one b for all", color=GREEN)
+    p.lines(378, 134, "8 outputs,", "one b for all", color=GREEN)
     p.text(704, 134, "64 outputs", color=GREEN)
     return p
 
@@ -198,25 +187,24 @@ def tensor_cores() -> Picture:
         "of two such values needs three products on the tensor cores; lo times lo is left out.",
     )
     p.text(24, 74, "x / scale", mono=True)
-    p.box(130, 54, 300, 30, FAINT, GREY)
-    p.text(280, 74, "24 bits of float32", at="middle")
+    p.cell(130, 54, 300, 30, "24 bits of float32", fill=FAINT)
     p.line((205, 86), (205, 112), BLUE, 2, arrow=True)
     p.line((355, 86), (355, 112), ORANGE, 2, arrow=True)
-    p.box(130, 116, 150, 30, PALE[BLUE], BLUE)
-    p.text(205, 136, "hi, 11 bits", at="middle", color=BLUE)
-    p.box(280, 116, 150, 30, PALE[ORANGE], ORANGE)
-    p.text(355, 136, "lo, the next 11", at="middle", color=ORANGE)
+    p.cell(130, 116, 150, 30, "hi, 11 bits", BLUE, color=BLUE)
+    p.cell(280, 116, 150, 30, "lo, the next 11", ORANGE, color=ORANGE)
     p.text(24, 196, "q · k  =", mono=True)
     for i, (a, b, color) in enumerate(
         (("lo", "hi", ORANGE), ("hi", "lo", ORANGE), ("hi", "hi", BLUE))
     ):
         x = 130 + 110 * i
-        p.box(x, 174, 80, 32, PALE[color], color)
-        p.text(x + 40, 195, f"{a} · {b}", at="middle", mono=True)
+        p.cell(x, 174, 80, 32, f"{a} · {b}", color, mono=True)
         if i:
             p.text(x - 15, 195, "+", at="middle")
-    p.text(130, 234, "the small products first: a tensor core truncates")
-    p.text(130, 254, "what it adds at the magnitude of the sum so far")
+    p.lines(
+        130, 234,
+        "the small products first: a tensor core truncates",
+        "what it adds at the magnitude of the sum so far",
+    )  # fmt: skip
     p.text(130, 292, "1 product:   11 bits of each value", mono=True, size=14)
     p.text(130, 314, "3 products:  22 bits of each value", mono=True, size=14)
     p.text(508, 74, "One mma.sync of a warp:", bold=True)
@@ -226,8 +214,7 @@ def tensor_cores() -> Picture:
     p.text(540, 178, "A, 16 × 16", color=BLUE)
     p.text(690, 142, "B, 16 × 8", color=ORANGE)
     p.text(690, 238, "C, 16 × 8", color=GREEN)
-    p.text(508, 306, "2048 multiply-adds; float16 in,")
-    p.text(508, 326, "sums in float32")
+    p.lines(508, 306, "2048 multiply-adds; float16 in,", "sums in float32")
     return p
 
 
@@ -251,8 +238,7 @@ def online_softmax() -> Picture:
         for i, x in enumerate(values):
             m, s = max(m, x), s * exp(m - max(m, x)) + exp(x - max(m, x))
             at = left + 90 * i
-            p.box(at, 62, 70, 34, PALE[color], color)
-            p.text(at + 35, 84, str(x), at="middle")
+            p.cell(at, 62, 70, 34, str(x), color)
             p.text(at + 35, 138, f"{m:.0f}", at="middle", mono=True)
             p.text(at + 35, 168, f"{s:.3f}", at="middle", mono=True)
             if i:
@@ -280,18 +266,18 @@ def attention_tiles() -> Picture:
         "On the left all scores below the diagonal are stored in memory. On the right a block of "
         "queries walks along the keys; it holds one tile of scores, and m, s and o of each query.",
     )
-    for left, name, kept in ((40, "naive", False), (400, "online", True)):
+    for left, name, online in ((40, "naive", False), (400, "online", True)):
         p.text(left, 72, name, bold=True)
         p.text(left + 112, 92, "keys", color=GREY, at="middle")
         for row in range(6):
             for column in range(6):
                 x, y = left + 36 * column, 102 + 36 * row
                 seen = column <= row
-                fill = "white" if not seen or kept else PALE[ORANGE]
-                edge = ORANGE if seen and not kept else "#cbd2d9"
+                fill = "white" if not seen or online else PALE[ORANGE]
+                edge = ORANGE if seen and not online else "#cbd2d9"
                 p.box(x, y, 36, 36, fill, edge)
-    p.text(40, 344, "every score is written to memory,", color=ORANGE)
-    p.text(40, 366, "read, written as a weight, read again", color=ORANGE)
+    written = "every score is written to memory,", "read, written as a weight, read again"
+    p.lines(40, 344, *written, step=22, color=ORANGE)
     top = 102 + 36 * 4
     p.box(400, top, 180, 36, PALE[BLUE], BLUE)
     p.box(400 + 36 * 2, top, 36, 36, BLUE, BLUE)
@@ -299,11 +285,10 @@ def attention_tiles() -> Picture:
     p.text(392, top + 23, "Q", at="end", color=BLUE)
     p.text(636, top - 34, "for each query:", color=GREEN)
     for i, (letter, meaning) in enumerate((("m", "largest"), ("s", "sum"), ("o", "weighted V"))):
-        p.box(636, top - 20 + 28 * i, 28, 24, PALE[GREEN], GREEN)
-        p.text(650, top - 2 + 28 * i, letter, at="middle", mono=True)
+        p.cell(636, top - 20 + 28 * i, 28, 24, letter, GREEN, mono=True)
         p.text(674, top - 2 + 28 * i, meaning, color=GREEN)
-    p.text(400, 344, "a block walks over the tiles of its row;", color=BLUE)
-    p.text(400, 366, "the scores never reach global memory", color=BLUE)
+    kept = "a block walks over the tiles of its row;", "the scores never reach global memory"
+    p.lines(400, 344, *kept, step=22, color=BLUE)
     return p
 
 
@@ -329,8 +314,12 @@ def one_token() -> Picture:
     p.text(112 + weights * scale / 2, 115, "weights", at="middle", color=BLUE, size=14)
     p.text(112 + weights * scale + 32 * row * scale, 231, "keys and values of 64 rows",
            at="middle", color=ORANGE, size=14)  # fmt: skip
-    p.text(24, 290, "With few rows a token costs a reading of all weights. With many rows it costs")
-    p.text(24, 312, "its own keys and values, and a share of the weights.")
+    p.lines(
+        24, 290,
+        "With few rows a token costs a reading of all weights. With many rows it costs",
+        "its own keys and values, and a share of the weights.",
+        step=22,
+    )  # fmt: skip
     return p
 
 

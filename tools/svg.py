@@ -40,6 +40,19 @@ class Picture:
             f'fill="{fill}" stroke="{edge}" stroke-width="{stroke:g}"/>'
         )
 
+    def cell(
+        self, x: float, y: float, width: float, height: float, text: str, edge: str = GREY,
+        *, fill: str | None = None, color: str = INK, mono: bool = False,
+    ) -> None:  # fmt: skip
+        """A box with a text in the middle. fill: by default the pale color of its edge."""
+        self.box(x, y, width, height, PALE[edge] if fill is None else fill, edge)
+        self.text(x + width / 2, y + height / 2 + 5, text, at="middle", color=color, mono=mono)
+
+    def lines(self, x: float, y: float, *texts: str, step: float = 20, color: str = INK) -> None:
+        """Texts below each other, the first one at y."""
+        for i, text in enumerate(texts):
+            self.text(x, y + step * i, text, color=color)
+
     def line(
         self, start: tuple[float, float], end: tuple[float, float], color: str = GREY,
         width: float = 1.5, *, arrow: bool = False, dashed: bool = False,
