@@ -156,7 +156,13 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 
 SAMPLING_OPTIONS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "logit_bias"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "logit_bias",
 )
 
 

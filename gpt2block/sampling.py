@@ -24,9 +24,9 @@ LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal floa
 UNIT = np.float32(2**40)  # the mass of the most likely token
 ROUNDS = 10  # of Philox
 BIASES = 128  # numbers in the table of a row, the first of which says whether it has biases
+MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
 
-MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
 # The smallest and the largest value of an option, and what an error says of them.
 _NUMBERS = {
