@@ -19,7 +19,7 @@ from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing
 from gpt2block.mine.on_cpu import Rung
-from gpt2block.mine.outcome import CPU, FOUND_NONE, RIGHT, Outcome, titled
+from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, Outcome, printed, titled
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
@@ -31,13 +31,10 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
     """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))
-    texts = [row.printed for row in found.checked]
-    if found.problem:
-        texts.append(found.problem.printed)
-    if any(texts):
-        _print_text(out, source, next(filter(None, texts)))  # the other sizes print much the same
+    if text := printed(found.checked, found.problem):
+        _print_text(out, source, text)  # the other sizes print much the same
     if found.checked:
-        _print_checked(out, kernel, found.checked)
+        _print_checked(out, found.checked)
     if found.problem:
         print_finding(out, source, found.problem)
     elif on_cpu:
@@ -59,19 +56,12 @@ def _print_text(out: Console, source: Source, text: str) -> None:
         out.print(f"  and {len(lines) - MOST_LINES:,} more lines")
 
 
-def _print_checked(out: Console, kernel: Kernel, checked: Sequence[Checked]) -> None:
-    table = new_table(("sizes",), ("grid", "block", "shared", "max abs", "max rel", ""))
+def _print_checked(out: Console, checked: Sequence[Checked]) -> None:
+    sizes, *figures = COLUMNS
+    table = new_table((sizes,), (*figures, ""))
     for row in checked:
-        grid, block, shared = row.geometry
-        table.add_row(
-            row.label,
-            " x ".join(map(str, grid)),
-            " x ".join(map(str, block)),
-            str(shared),
-            f"{row.max_abs:.1e}",
-            f"{row.max_rel:.1e}",
-            "ok",
-        )
+        errors = (f"{row.max_abs:.1e}", f"{row.max_rel:.1e}")
+        table.add_row(row.label, *map(str, row.launched), *errors, "ok")
     print_table(out, table)
 
 

@@ -43,6 +43,12 @@ class Checked:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"{sizes}, {self.inputs}" if self.inputs else sizes
 
+    @property
+    def launched(self) -> tuple[str, str, int]:
+        """Grid, block and bytes of shared memory, for tables."""
+        grid, block, shared = self.geometry
+        return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
+
 
 def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
     """The result of running the kernel once on poisoned outputs.

@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -20,12 +20,11 @@ from gpt2block.mine.cases import cases
 from gpt2block.mine.check import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import Kernel, matched
-from gpt2block.mine.outcome import RIGHT, Outcome, titled
+from gpt2block.mine.outcome import COLUMNS, RIGHT, Outcome, printed, titled
 from gpt2block.mine.source import OWN, read
 from gpt2block.notebook import paragraph, table, text_table
 from gpt2block.ops.registry import find, stated_sizes
 
-COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")
 FILE = "my.cu"  # the name of a source that is given as text
 RED = "color: #c62828; font-weight: bold"
 
@@ -54,8 +53,7 @@ class KernelCheck:
 
     @property
     def printed(self) -> str:
-        found = [row.printed for row in self.checks]
-        return next(filter(None, (*found, self.problem.printed if self.problem else "")), "")
+        return printed(self.checks, self.problem)
 
     @property
     def verdict(self) -> str:
@@ -91,15 +89,7 @@ class KernelCheck:
         return titled(self.kernel, self.device == "cpu")
 
     def _rows(self) -> list[tuple[str | int | float, ...]]:
-        return [
-            (row.label, _extents(row.geometry[0]), _extents(row.geometry[1]), row.geometry[2],
-             row.max_abs, row.max_rel)
-            for row in self.checks
-        ]  # fmt: skip
-
-
-def _extents(values: Iterable[int]) -> str:
-    return " x ".join(map(str, values))
+        return [(row.label, *row.launched, row.max_abs, row.max_rel) for row in self.checks]
 
 
 def check_kernel(

@@ -16,6 +16,15 @@ FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
 RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # on the emulator
 
 
+COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # of the table of checks
+
+
+def printed(checked: Iterable[Checked], problem: Finding | None) -> str:
+    """What the kernel prints, in the first check in which it prints anything."""
+    texts = (each.printed for each in (*checked, *((problem,) if problem else ())))
+    return next(filter(None, texts), "")
+
+
 def titled(kernel: Kernel, on_cpu: bool) -> str:
     """What was checked, and where."""
     source = kernel.source
