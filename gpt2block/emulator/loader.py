@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -155,6 +155,15 @@ class Source:
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
         return cls(name, kernels.read_source(name), headers)
+
+    def with_only(self, kernel: str) -> Source:
+        """A copy without the other kernels, which take as long to compile.
+
+        A file that is not in kernels_cu stays whole, as in `kernels.program`.
+        """
+        if Path(self.name).is_absolute():
+            return self
+        return replace(self, text=kernels.with_only(kernel, self.text))
 
     def edited(self, old: str, new: str, *, header: str = "") -> Source:
         """A copy with the only occurrence of `old` replaced, in the file or an included header."""

@@ -207,7 +207,7 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """The file that a text of `kernels.program` is of, whole: its kernels share a program."""
+    """The file that a text of `kernels.program` is of."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.partition("#line 1 ")
@@ -219,7 +219,7 @@ class RawModule:
         pass
 
     def get_function(self, name: str) -> Function:
-        return Function(self._source, name, self._defines)
+        return Function(self._source.with_only(name), name, self._defines)
 
 
 class Function:
