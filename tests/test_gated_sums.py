@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -288,7 +289,8 @@ def test_the_plan_of_a_step() -> None:
     assert of["rms_f"] == ("h.2.x1", "gamma_f", "h.2.down", "h.2.w_down")
 
 
-MODELS: list[Any] = [("shuffled", NARROW, "float8_e4m3fn")]
+# Two layers have every pair of kernels that follow each other, as three have.
+MODELS: list[Any] = [("shuffled", replace(NARROW, n_layer=2), "float8_e4m3fn")]
 MODELS += [
     pytest.param("gpu", config, dtype, marks=GPU.marks)
     for config, dtype in product((SMOLLM2, NARROW), DTYPES)
@@ -314,8 +316,9 @@ def test_a_model_has_the_bits_of_the_other_plan(
                 found.append(model.generate(prompts[:rows], **options))
             steps = {step.op for step in model_steps(model)}
             assert ("gated_sums" in steps) == fused
-            names = {row.name for row in model.compare(prompts[4], cached=True)}
-            assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
+            if fused:
+                names = {row.name for row in model.compare(prompts[4], cached=True)}
+                assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
     alone = [model.generate([prompt], **options)[0] for prompt in prompts]
     for texts in found:
         for one, among in zip(alone, texts, strict=False):
