@@ -283,7 +283,8 @@ def test_stop_keeps_what_was_written(
 
     def slow() -> list[Row]:
         time.sleep(0.02)
-        return step()
+        found: list[Row] = step()
+        return found
 
     monkeypatch.setattr(batch, "step", slow)
     page.execute_script("document.getElementById('length').value = 240")

@@ -189,7 +189,8 @@ def continued_attention() -> None:
     for dtype in ("float16", "bfloat16"):
         numbers = (rng.standard_normal(shape) for shape in ((202, 3 * C), (4, 150, C), (4, 150, C)))
         host = [each.astype(FLOATS[dtype]) for each in numbers]
-        truth = reference.attention_packed(*(x.astype(np.float64) for x in host), starts, start, 2)
+        qkv, k, v = (x.astype(np.float64) for x in host)
+        truth = reference.attention_packed(qkv, k, v, starts, start, 2)
         given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
         label, limit = f"attention_packed mma {dtype}", measure.tolerance(dtype)
         checked(label, truth, limit, ops.attention_packed, *given, variant="mma")
