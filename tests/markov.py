@@ -60,7 +60,7 @@ class MarkovEngine:
     def __init__(
         self, table: Floats, n_ctx: int = 64, script: Sequence[Iterable[int]] | None = None
     ) -> None:
-        self.dtype = "float32"
+        self.dtype, self.divides_prompts = "float32", True
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script

@@ -152,6 +152,27 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     finish(server)
     assert alone == engine.pieces == [(0, 0, PIECE), (0, PIECE, 2 * PIECE)]
     assert list(found.tokens) == row.tokens
+    engine.pieces, engine.divides_prompts = [], False
+    assert generate(engine, None, ids, **options).tokens == found.tokens
+    assert engine.pieces == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "divides"),
+    [
+        *[("bfloat16", None, True), ("float8_e4m3fn", None, True), ("float32", None, False)],
+        ("float16", "float8_e5m2", False),
+    ],
+)
+def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: bool) -> None:
+    """Where attention of a continued prompt is as fast as that of a prompt."""
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=37)
+    weights = GPT2Weights.random(0, config)
+    assert GPT2(weights, "cpu", dtype, kv_dtype=kv_dtype).engine.divides_prompts
+    with running_on("forward"):
+        engine = GPT2(weights, "cuda", dtype, kv_dtype=kv_dtype).engine
+        assert engine.divides_prompts == divides
+        assert model("cuda").engine.divides_prompts  # attention of these heads is float32 anyway
 
 
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:

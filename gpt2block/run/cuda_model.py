@@ -146,6 +146,11 @@ class CudaModel(StoredModel):
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
 
+    @property
+    def divides_prompts(self) -> bool:  # type: ignore[override]
+        """Not where attention of a continued prompt leaves the tensor cores, of float32 and FP8."""
+        return self.products != "two_part" and not (self.on_tensor_cores and self.fp8_cache)
+
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
         """The terms that x can have in decoding's products of so many rows, by their weights.
 

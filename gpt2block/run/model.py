@@ -109,6 +109,8 @@ class StoredModel(ABC):
     kv_dtype: as in `kv_cache_dtype`.
     """
 
+    divides_prompts = True
+
     def __init__(self, config: ModelConfig, dtype: str, kv_dtype: str | None, device: str) -> None:
         self.config, self.dtype = config, dtype
         self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
@@ -320,6 +322,10 @@ class ModelEngine(Protocol):
     """A model on one backend. The caller checks sequences: ids in range, not too long."""
 
     dtype: str
+
+    @property
+    def divides_prompts(self) -> bool:
+        """Whether long prompts are computed in pieces; else that would take much longer."""
 
     @property
     def config(self) -> ModelConfig:

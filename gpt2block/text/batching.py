@@ -30,7 +30,8 @@ class Batch:
     one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
     that the last row in its slot had as well, and gets the free slot with most of them. Other
     kernels may have computed their keys and values, so that last bits depend on that row.
-    tokens_at_once, piece: of prompts before a step, as for PieceScheduler.
+    tokens_at_once, piece: of prompts before a step, as for PieceScheduler; piece 0: PIECE, if the
+    engine divides prompts.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
-        piece: int = PIECE,
+        piece: int = 0,
     ) -> None:
         self.n_ctx = n_ctx
+        piece = piece or (PIECE if engine.divides_prompts else 0)
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
         self._decoding = engine.decode(slots, n_ctx, fewer)

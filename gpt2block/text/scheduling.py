@@ -123,7 +123,8 @@ class PieceScheduler(Generic[Item]):
     Rows that wait take turns, with a piece each. Pieces end where a multiple of `piece` tokens of
     the prompt does, whatever else runs, so that a prompt is always computed in the same pieces.
     most: a step that has taken so many tokens takes no further piece. Together it therefore takes
-    fewer than `most` and `piece` tokens. None: it takes a piece of every row.
+    fewer than `most` and `piece` tokens. None: it takes a piece of every row. piece 0: prompts are
+    not divided.
     """
 
     def __init__(self, most: int | None = None, piece: int = PIECE) -> None:
@@ -144,7 +145,9 @@ class PieceScheduler(Generic[Item]):
         tokens = 0
         for _ in range(len(self._waiting)):
             left = self._waiting.popleft()
-            end = min(left.end, (left.first // self._piece + 1) * self._piece)
+            end = left.end
+            if self._piece:
+                end = min(end, (left.first // self._piece + 1) * self._piece)
             taken.append(left._replace(end=end, last=end == left.end))
             if end < left.end:
                 self._waiting.append(left._replace(first=end))
