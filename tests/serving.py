@@ -45,6 +45,7 @@ class Slow:
             table[255] = table[256]
         self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
+        self.divides_prompts = True
         self.failure: Exception | None = None
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
