@@ -1,4 +1,4 @@
-"""The bar charts in docs/: `python tools/charts.py` draws them from the tables of performance.md.
+"""The charts in docs/: `python tools/charts.py` draws them from the tables of its pages.
 
 The tables are the only place of the figures; `tests/test_site.py` compares the charts with
 them.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor, log10
 from pathlib import Path
 
-from svg import BLUE, GREY, INK, ORANGE, Picture
+from svg import BLUE, FAINT, GREEN, GREY, INK, ORANGE, Picture
 
 DOCS = Path(__file__).parent.parent / "docs"
 FOLDER = DOCS / "images"
 H200 = "NVIDIA H200"
 LEFT, RIGHT, STEP = 180, 720, 34  # of the bars, and from one to the next
+LEAST = 0.01  # ms: shorter times are drawn as if they were as long
 PAIR = BLUE, "#5f6c7b"  # gpt2block and a peer, whose bar follows without a gap
 Table = list[dict[str, str]]
 
@@ -29,9 +32,9 @@ class Bar:
     color: str = BLUE
 
 
-def table(heading: str, nth: int = 0) -> Table:
-    """A table of performance.md by the heading above it: a dict for each row, by column."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+def table(heading: str, nth: int = 0, page: str = "performance.md") -> Table:
+    """A table of a page by the heading above it: a dict for each row, by column."""
+    text = (DOCS / page).read_text(encoding="utf-8")
     section = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.MULTILINE)[0]
     blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     lines = [line.strip()[1:-1].split("|") for line in blocks[nth].splitlines()]
@@ -185,9 +188,50 @@ def decoding() -> Picture:
     )
 
 
+def curves(
+    p: Picture, title: str, left: float, at: Sequence[float], found: Mapping[str, Sequence[float]]
+) -> None:
+    """Curves over rates, with logarithmic milliseconds upwards, in a half of a picture."""
+    top, bottom, width = 112.0, 340.0, 260.0
+    logs = {name: [log10(max(ms, LEAST)) for ms in curve] for name, curve in found.items()}
+    low, high = floor(min(map(min, logs.values()))), ceil(max(map(max, logs.values())))
+    p.text(left, 92, title, bold=True)
+    for power in range(low, high + 1):
+        y = bottom - (bottom - top) * (power - low) / (high - low)
+        p.line((left, y), (left + width, y), FAINT, 1)
+        p.text(left - 8, y + 5, f"{10**power:g}", color=GREY, at="end")
+    for rate in at:
+        p.text(left + width * rate / at[-1], bottom + 22, f"{rate:g}", color=GREY, at="middle")
+    beside = bottom + 15  # of the name below, from the lowest curve upwards
+    for (name, curve), color in zip(logs.items(), (BLUE, GREEN, ORANGE), strict=True):
+        heights = [bottom - (bottom - top) * (each - low) / (high - low) for each in curve]
+        points = [(left + width * x / at[-1], y) for x, y in zip(at, heights, strict=True)]
+        for start, end in pairwise(points):
+            p.line(start, end, color, 2)
+        beside = min(points[-1][1] + 5, beside - 15)
+        p.text(left + width + 8, beside, name, color=color)
+
+
+def serving() -> Picture:
+    """Times to the first token and between tokens of streams, by the rate of requests."""
+    rows = table("Speed", 1, "serve.md")
+    at = [float(row["requests/s"].replace(",", "")) for row in rows]
+    last = rows[-1]
+    note = f"{H200}, GPT-2 small, bfloat16, streams of 128 tokens; milliseconds by requests/s"
+    title = f"At {last['requests/s']} requests/s, 99 % of tokens come within {last['p99']} ms"
+    spoken = "; ".join(", ".join(f"{name}: {cell}" for name, cell in row.items()) for row in rows)
+    p = Picture(title, 380, f"{note}. {spoken}")
+    p.text(24, 58, note, color=GREY)
+    for what, left, prefix in (("to the first token", 70, "first "), ("between tokens", 450, "")):
+        names = ("p50", "p95", "p99")
+        found = {name: [float(row[prefix + name]) for row in rows] for name in names}
+        curves(p, what, left, at, found)
+    return p
+
+
 CHARTS: Mapping[str, Callable[[], Picture]] = {
     f"chart-{draw.__name__}": draw
-    for draw in (block, layernorm, trimat, matmul, products, attention, decoding)
+    for draw in (block, layernorm, trimat, matmul, products, attention, decoding, serving)
 }
 
 
