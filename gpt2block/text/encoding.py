@@ -35,6 +35,9 @@ class Encoding(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD. KeyError for an id without a token."""
 
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of tokens. KeyError for an id without a token."""
+
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of one token. KeyError for an id without a token."""
 
@@ -130,6 +133,9 @@ class TokenizersEncoding:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self.decode_single_token_bytes, tokens))
+
     def decode_single_token_bytes(self, token: int) -> bytes:
         if token not in self._bytes:
             to_bytes = self._fallback_bytes_of if self._byte_fallback else bytes_of
@@ -191,7 +197,7 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
 def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
     """The bytes of several tokens, as those of `bytes_of_id`."""
     try:
-        return b"".join(map(encoding.decode_single_token_bytes, tokens))
+        return encoding.decode_bytes(tokens)
     except KeyError:
         return b"".join(bytes_of_id(encoding, token) for token in tokens)
 
