@@ -62,6 +62,7 @@ bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
 void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // before an atomic access
+void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // before an atomicCAS
 void fence(bool of_device);
 
 // A kernel as the runtime calls it: by name, with an 8-byte slot for every argument.

@@ -168,6 +168,52 @@ extern "C" __global__ void histogram(const float* x, float* out, int n) {
     if (threadIdx.x < 4) out[threadIdx.x] = bins[threadIdx.x];
 }
 
+__device__ double add_by_comparison(double* address, double value) {  // as in the CUDA programming guide
+    unsigned long long* bits = (unsigned long long*)address;
+    unsigned long long old = *bits, assumed;
+    do {
+        assumed = old;
+        old = atomicCAS(bits, assumed, (unsigned long long)__double_as_longlong(value + __longlong_as_double(assumed)));
+    } while (assumed != old);
+    return __longlong_as_double(old);
+}
+
+// block=64 right=[x[:64].sum()]
+extern "C" __global__ void sum_by_comparison(const float* x, float* out, int n) {
+    __shared__ double sum;
+    if (threadIdx.x == 0) sum = 0.0;
+    __syncthreads();
+    add_by_comparison(&sum, x[threadIdx.x]);
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = sum;
+}
+
+// grid=4 block=64 right=[abs(x[:256]).max()]
+extern "C" __global__ void maximum_by_comparison(const float* x, float* out, int n) {
+    const float v = fabsf(x[64 * blockIdx.x + threadIdx.x]);
+    float old = out[0], assumed;
+    do {
+        assumed = old;
+        old = __int_as_float(atomicCAS((int*)out, __float_as_int(assumed), __float_as_int(fmaxf(assumed, v))));
+    } while (old != assumed);
+}
+
+// block=64 right=[192]
+extern "C" __global__ void count_by_comparison(const float* x, float* out, int n) {
+    __shared__ unsigned short count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    for (int i = 0; i < 3; ++i) {
+        unsigned short old;
+        do {
+            old = count;
+            __threadfence_block();
+        } while (atomicCAS(&count, old, (unsigned short)(old + 1)) != old);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count;
+}
+
 // block=62 right=0.25*x[:62]+0.5*x[1:63]+0.25*x[2:64]
 extern "C" __global__ void constants(const float* x, float* out, int n) {
     float sum = 0.0f;

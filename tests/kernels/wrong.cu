@@ -30,6 +30,50 @@ extern "C" __global__ void plain_read_by_other_threads(const float* x, float* ou
     }
 }
 
+// block=64 right=[64] | result
+extern "C" __global__ void comparison_that_is_not_repeated(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int old = count;
+    atomicCAS(&count, old, old + 1);
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count;
+}
+
+// block=64 | race .* reads count .* atomically changed it
+extern "C" __global__ void comparison_with_another_value(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int old = count;
+    atomicCAS(&count, old + 1, old);
+}
+
+// block=64 | race .* writes count .* read it
+extern "C" __global__ void plain_write_beside_a_comparison(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    if (threadIdx.x == 63) {
+        count = 5;
+    } else {
+        int old = count, assumed;
+        do {
+            assumed = old;
+            old = atomicCAS(&count, assumed, assumed + 1);
+        } while (old != assumed);
+    }
+}
+
+// grid=2 block=32 | race .* out\[0\] .* of another block
+extern "C" __global__ void comparison_after_a_barrier(const float* x, float* out, int n) {
+    __shared__ float old;
+    if (threadIdx.x == 0) old = out[0];
+    __syncthreads();
+    if (threadIdx.x == 0) atomicCAS((int*)out, __float_as_int(old), __float_as_int(old + 1.0f));
+}
+
 // block=64 | race .* count
 extern "C" __global__ void initialised_without_barrier(const float* x, float* out, int n) {
     __shared__ int count;
