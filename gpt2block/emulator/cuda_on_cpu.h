@@ -1,6 +1,7 @@
 // The part of CUDA C++ that kernels use, for g++. With it, tests run the shipped sources on the CPU under
 // AddressSanitizer. The threads of a block are fibers; see cuda_on_cpu.cpp.
 #pragma once
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -125,5 +126,11 @@ extern "C" int printf(const char* format, ...) __attribute__((format(printf, 1, 
 #include "memory.h"
 
 #include "numbers.h"
+
+#include "directed.h"
+
+#include "special.h"
+
+#include "words.h"
 
 #include "rounding.h"
