@@ -13,6 +13,7 @@ import gpt2block
 from gpt2block import DeviceError, InputError, check_kernel, emulator
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
+from gpt2block.errors import KernelError
 from gpt2block.mine import confined
 from gpt2block.mine.kernel import matched
 from gpt2block.mine.refused import Needs, too_many
@@ -247,6 +248,18 @@ def test_a_right_file_passes_the_search_of_its_text(monkeypatch: pytest.MonkeyPa
     for name in ("a block of C linkage", "constants that are read"):
         operation, source = RIGHT[name]
         assert check_kernel(operation, source, device="cpu").right
+
+
+def test_a_header_that_nvrtc_lacks_is_the_emulators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(file: str, *_: Any) -> None:
+        missing = '/cuda/mma.h(55): catastrophic error: cannot open source file "crt/mma.h"\n'
+        raise KernelError(kernels.compile_message(file, missing))
+
+    monkeypatch.setattr(kernels, "compile_for", lacking)
+    body = "nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> sums;\n    "
+    body += "nvcuda::wmma::fill_fragment(sums, 0.5f);\n    "
+    body += "if (i < n) y[i] = a[i] + b[i] + sums.x[0] - sums.x[7];"
+    assert check_kernel("add", "#include <mma.h>\n" + add(body), device="cpu").right
 
 
 def test_a_kernel_for_some_sizes_is_checked_at_one() -> None:

@@ -174,6 +174,7 @@ void stop_in(State state) {  // called on the fiber: returns to the scheduler un
 void fiber() {
     for (;;) {  // one iteration per block
         kernel->call(slots.data());
+        if (cuda_on_cpu::thread_ends) cuda_on_cpu::thread_ends();
         stop_in(State::returned);
     }
 }
@@ -496,6 +497,14 @@ void cuda_on_cpu::sleep() { make_way(); }
 
 void cuda_on_cpu::atomic(const void* place, std::size_t bytes) {
     if (steps + 64 > turn) make_way();  // and not between the two halves of the access
+    if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
+}
+
+// The others run between a plain read and the comparison of its value, which they may change: a kernel that does not
+// try again is wrong then.
+void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t expected) {
+    if (read_is_compared && read_is_compared(place, bytes, expected)) make_way();
+    if (steps + 64 > turn) make_way();
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 

@@ -1,6 +1,7 @@
 // The part of CUDA C++ that kernels use, for g++. With it, tests run the shipped sources on the CPU under
 // AddressSanitizer. The threads of a block are fibers; see cuda_on_cpu.cpp.
 #pragma once
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -62,6 +63,7 @@ bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
 void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // before an atomic access
+void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // before an atomicCAS
 void fence(bool of_device);
 
 // A kernel as the runtime calls it: by name, with an 8-byte slot for every argument.
@@ -124,5 +126,11 @@ extern "C" int printf(const char* format, ...) __attribute__((format(printf, 1, 
 #include "memory.h"
 
 #include "numbers.h"
+
+#include "directed.h"
+
+#include "special.h"
+
+#include "words.h"
 
 #include "rounding.h"

@@ -84,7 +84,7 @@ ATOMIC(atomicXor, cuda_on_cpu::is_word<T>, old ^ value)
     template <typename T>                                                                                       \
     __forceinline__ T name(T* pointer, std::common_type_t<T> expected, std::common_type_t<T> value) {           \
         static_assert(std::is_integral_v<T> && sizeof(T) >= 2, #name " has no such type");                      \
-        cuda_on_cpu::atomic(pointer, sizeof *pointer);                                                          \
+        cuda_on_cpu::comparison(pointer, sizeof *pointer, cuda_on_cpu::bits<std::uint64_t>(expected));          \
         return cuda_on_cpu::modified(pointer, [&](const T& old) -> T { return old == expected ? value : old; }); \
     }
 COMPARE_AND_SWAP(atomicCAS)

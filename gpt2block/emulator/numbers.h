@@ -25,16 +25,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     return result;
 }
 
-// c + the sum of the products of four signed, or unsigned, bytes.
-inline int __dp4a(int a, int b, int c) {
-    for (int i = 0; i < 4; ++i) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i);
-    return c;
-}
-inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
-    for (int i = 0; i < 4; ++i) c += (a >> 8 * i & 0xff) * (b >> 8 * i & 0xff);
-    return c;
-}
-
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
@@ -59,54 +49,29 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
     return (unsigned)(((std::uint64_t)high << 32 | low) >> (n & 31));
 }
 
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned n) {
+    return n < 32 ? __funnelshift_l(low, high, n) : low;
+}
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned n) {
+    return n < 32 ? __funnelshift_r(low, high, n) : high;
+}
+
 inline float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
 inline int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return cuda_on_cpu::bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return cuda_on_cpu::bits<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return cuda_on_cpu::bits<double>(x); }
 inline long long __double_as_longlong(double x) { return cuda_on_cpu::bits<long long>(x); }
-
-// Conversions of NaN give 0, and of numbers that are too large the largest one, as on a GPU.
-template <typename To, typename From>
-To cuda_on_cpu_to_integer(From x) {
-    if (std::isnan(x)) return 0;
-    constexpr To largest = std::is_signed_v<To> ? To(~(To(1) << (8 * sizeof(To) - 1))) : To(~To(0));
-    constexpr To smallest = To(~largest);
-    if (x >= (From)largest) return largest;
-    return x <= (From)smallest ? smallest : (To)x;
+inline double __hiloint2double(int high, int low) {
+    return cuda_on_cpu::bits<double>((std::uint64_t)(unsigned)high << 32 | (unsigned)low);
 }
+inline int __double2hiint(double x) { return (int)(cuda_on_cpu::bits<std::uint64_t>(x) >> 32); }
+inline int __double2loint(double x) { return cuda_on_cpu::bits<int>(x); }
 
-#define TO_INTEGER(from, to, name)                                                                     \
-    inline to __##from##2##name##_rn(from x) { return cuda_on_cpu_to_integer<to>(std::nearbyint(x)); } \
-    inline to __##from##2##name##_rz(from x) { return cuda_on_cpu_to_integer<to>(std::trunc(x)); }     \
-    inline to __##from##2##name##_rd(from x) { return cuda_on_cpu_to_integer<to>(std::floor(x)); }     \
-    inline to __##from##2##name##_ru(from x) { return cuda_on_cpu_to_integer<to>(std::ceil(x)); }
-TO_INTEGER(float, int, int)
-TO_INTEGER(float, unsigned, uint)
-TO_INTEGER(float, long long, ll)
-TO_INTEGER(double, int, int)
-TO_INTEGER(double, long long, ll)
-#undef TO_INTEGER
-inline float __int2float_rn(int x) { return (float)x; }
-inline float __uint2float_rn(unsigned x) { return (float)x; }
-inline float __ll2float_rn(long long x) { return (float)x; }
-inline double __int2double_rn(int x) { return x; }
-inline float __double2float_rn(double x) { return (float)x; }
-
-// noexcept: the C library may declare these, too.
+// noexcept: the C library may declare it, too.
 inline float rsqrtf(float x) noexcept { return 1.0f / sqrtf(x); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) noexcept { return 1.0 / sqrt(x); }
-inline float rcbrtf(float x) { return 1.0f / cbrtf(x); }
-inline float sinpif(float x) noexcept { return (float)std::sin(3.14159265358979323846 * x); }
-inline float cospif(float x) noexcept { return (float)std::cos(3.14159265358979323846 * x); }
-inline float normcdff(float x) { return 0.5f * erfcf(-0.70710678f * x); }
-inline float norm3df(float x, float y, float z) { return sqrtf(x * x + y * y + z * z); }
-inline float norm4df(float x, float y, float z, float w) { return sqrtf(x * x + y * y + z * z + w * w); }
-inline float rnorm3df(float x, float y, float z) { return 1.0f / norm3df(x, y, z); }
-inline float rnorm4df(float x, float y, float z, float w) { return 1.0f / norm4df(x, y, z, w); }
-inline float rhypotf(float x, float y) { return 1.0f / hypotf(x, y); }
-inline void sincospif(float x, float* s, float* c) { *s = sinpif(x), *c = cospif(x); }
 inline float fdividef(float x, float y) { return x / y; }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN becomes 0
 inline float __expf(float x) { return expf(x); }
@@ -120,14 +85,6 @@ inline float __tanf(float x) { return tanf(x); }
 inline float __tanhf(float x) { return tanhf(x); }
 inline void __sincosf(float x, float* s, float* c) { *s = sinf(x), *c = cosf(x); }
 inline float __powf(float x, float y) { return powf(x, y); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline long long clock64() { return clock(); }

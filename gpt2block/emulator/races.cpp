@@ -10,6 +10,10 @@
 // Two accesses that are atomic or volatile are no race. A plain access comes after those atomic ones to the same place
 // that a later one of its own thread has seen.
 //
+// A plain read may give any value if its thread only compares it: if what the thread does next to the place is an
+// atomicCAS that expects the value read, the read counts as an atomic one. Until then, its races with atomic accesses
+// are held back; they are reported if the thread does anything else to the place, meets a barrier or ends.
+//
 // A note tells what may be a mistake: a line on standard error, of which the loader says more if a result is wrong.
 #include "cuda_on_cpu.h"
 #include "events.h"
@@ -20,6 +24,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unistd.h>
 #include <unordered_map>
@@ -41,9 +46,15 @@ struct Access {
     unsigned place;  // in the program, which is linked to addresses below 4 GiB
 };
 
+struct Read : Access {
+    char value;
+    bool last;  // its thread has not accessed the byte since
+};
+
 struct Byte {
     // The last write. Reads: the last one, that of another thread of its warp, and that of another warp.
-    Access written, read[3];
+    Access written;
+    Read read[3];
 };
 
 struct StrongAccess {
@@ -93,8 +104,39 @@ void join(Blocks& blocks, const Blocks& others) {
     for (const auto& [number, known] : others) blocks[number].join(known);
 }
 
+struct Verb {
+    const char *is, *was;
+};
+
+constexpr Verb READS = {"reads", "read"}, WRITES = {"writes", "wrote"};
+constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
+constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
+constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
+
+struct Doing {  // an access that happens now
+    Access access;
+    Verb verb;
+    bool writes, strong;
+};
+
+struct Race {
+    const Region* region;
+    std::size_t byte;
+    Access before;
+    const char* was;  // the verb
+    Doing now;
+};
+
+struct Held {  // the race of a plain read, whose value may still be compared
+    Race race;
+    char value;
+};
+
 struct Thread {
     unsigned of[WARP];  // lane of the warp -> its last access that is known to be complete
+    bool ended;
+    const void* made_way_at;  // with its last comparison of a plain read
+    std::vector<Held> held;
     // What is complete for this thread, by atomic and volatile reads, and what fences have made so for other threads of
     // its block, and for all. Threads that synchronize have all three in common.
     enum Fact { learnt, fenced_for_block, fenced_for_all, FACTS };
@@ -166,26 +208,11 @@ bool ordered(const Access& before, int thread, const Region& region) {
     return std::size_t(before.thread) < clocks.size() && clocks[before.thread] >= before.clock;
 }
 
-struct Verb {
-    const char *is, *was;
-};
-
-constexpr Verb READS = {"reads", "read"}, WRITES = {"writes", "wrote"};
-constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
-constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
-constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
-
-struct Doing {  // an access that happens now
-    Access access;
-    Verb verb;
-    bool writes, strong;
-};
-
-[[noreturn]] void report(const Region& region, std::size_t byte, const Access& before, const char* was,
-                         const Doing& now) {
+[[noreturn]] void report(const Race& race) {
+    const auto& [region, byte, before, was, now] = race;
     const bool same = before.block == block;
     std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s %s at %s; %s%s %s it at %s, and %s\n",
-                 cuda_on_cpu::kernel_name(), at(now.access.thread).c_str(), now.verb.is, name_of(region, byte).c_str(),
+                 cuda_on_cpu::kernel_name(), at(now.access.thread).c_str(), now.verb.is, name_of(*region, byte).c_str(),
                  line_of(now.access.place).c_str(), at(before.thread).c_str(), same ? "" : " of another block",
                  was, line_of(before.place).c_str(),
                  same ? "no barrier is between them" : "nothing orders two blocks");
@@ -216,8 +243,8 @@ void keep(StrongAccess (&kept)[2], const StrongAccess& now) {
     kept[0] = now;
 }
 
-void keep_read(Access (&kept)[3], const Access& now) {
-    const Access last = kept[0];
+void keep_read(Read (&kept)[3], const Read& now) {
+    const Read last = kept[0];
     if (last.thread >= 0 && (last.thread != now.thread || last.block != now.block)) {
         const bool same_warp = last.block == now.block && last.thread / WARP == now.thread / WARP;
         kept[same_warp ? 1 : 2] = last;
@@ -225,30 +252,72 @@ void keep_read(Access (&kept)[3], const Access& now) {
     kept[0] = now;
 }
 
+bool is_of(const Access& access, int thread) { return access.thread == thread && access.block == block; }
+
+// Whether the thread of a plain read may still compare what it has read.
+bool may_compare(const Read& read) {
+    return read.block == block && read.phase == phase && read.last && !threads[read.thread].ended;
+}
+
+const Held* held_at(int thread, const Region& region, std::size_t byte) {
+    for (const Held& held : threads[thread].held) {
+        if (held.race.region == &region && held.race.byte == byte) return &held;
+    }
+    return nullptr;
+}
+
+void hold(int thread, const Held& held) {
+    if (!held_at(thread, *held.race.region, held.race.byte)) threads[thread].held.push_back(held);
+}
+
+// Before an access that compares nothing.
+void settle(const Region& region, std::size_t byte, Byte& history, int thread) {
+    if (const Held* held = held_at(thread, region, byte)) report(held->race);
+    for (Read& read : history.read) {
+        if (is_of(read, thread)) read.last = false;
+    }
+}
+
+void check_reads(const Region& region, std::size_t i, const Byte& byte, const Doing& now, bool volatile_) {
+    for (const Read& read : byte.read) {
+        if (ordered(read, now.access.thread, region)) continue;
+        const Race race = {&region, i, read, READS.was, now};
+        if (!now.strong || volatile_ || !may_compare(read)) report(race);
+        hold(read.thread, {race, read.value});
+    }
+}
+
+// A plain access after an atomic or volatile write.
+void check_after(const Region& region, std::size_t i, const StrongAccess& written, const Doing& now) {
+    if (ordered(written.access, now.access.thread, region)) return;
+    const Race race = {&region, i, written.access, written.was, now};
+    if (now.writes || written.was != ATOMIC.was) report(race);
+    hold(now.access.thread, {race, region.data[i]});
+}
+
+void check_plain(const Region& region, std::size_t i, const Strong& strong, const Doing& now) {
+    const auto& [last, other] = strong.written;
+    // What this thread's own atomic access came after, it has seen: all of them change the place in one order.
+    const bool own = is_of(last.access, now.access.thread) && last.was == ATOMIC.was;
+    check_after(region, i, last, now);
+    if (!own) check_after(region, i, other, now);
+    for (const auto& [before, was] : strong.read) {
+        if (now.writes && !ordered(before, now.access.thread, region)) report({&region, i, before, was, now});
+    }
+}
+
 void check_byte(Region& region, std::size_t i, const Doing& now, bool volatile_) {
     const int thread = now.access.thread;
     Byte& byte = region.history(i);
-    if (!ordered(byte.written, thread, region)) report(region, i, byte.written, WRITES.was, now);
-    if (now.writes) {
-        for (const Access& read : byte.read) {
-            if (!ordered(read, thread, region)) report(region, i, read, READS.was, now);
-        }
-    }
+    settle(region, i, byte, thread);
+    if (!ordered(byte.written, thread, region)) report({&region, i, byte.written, WRITES.was, now});
+    if (now.writes) check_reads(region, i, byte, now, volatile_);
     const auto found = region.strong.empty() ? region.strong.end() : region.strong.find(i);
     const bool unwritten = byte.written.thread < 0 && found == region.strong.end();
     if (unwritten && !now.writes && region.of_block()) note_unwritten(region, i, now);
     if (!now.strong) {
-        if (found != region.strong.end()) {
-            const auto& [last, other] = found->second.written;
-            if (!ordered(last.access, thread, region)) report(region, i, last.access, last.was, now);
-            // What this thread's own atomic access came after, it has seen: all of them change the place in one order.
-            const bool own = last.access.thread == thread && last.access.block == block && last.was == ATOMIC.was;
-            if (!own && !ordered(other.access, thread, region)) report(region, i, other.access, other.was, now);
-            for (const auto& [before, was] : found->second.read) {
-                if (now.writes && !ordered(before, thread, region)) report(region, i, before, was, now);
-            }
-        }
-        now.writes ? void(byte.written = now.access) : keep_read(byte.read, now.access);
+        if (found != region.strong.end()) check_plain(region, i, found->second, now);
+        now.writes ? void(byte.written = now.access) : keep_read(byte.read, {now.access, region.data[i], true});
         return;
     }
     Strong& strong = found != region.strong.end() ? found->second : region.strong[i];
@@ -320,6 +389,31 @@ Region made(Kind kind, const char* name, const void* data, std::size_t bytes, st
             std::vector<std::unique_ptr<Page>>((bytes + PAGE - 1) / PAGE), {}};
 }
 
+void report_held(const Thread& thread) {
+    if (!thread.held.empty()) report(thread.held.front().race);
+}
+
+// The value of a byte that the thread has plainly read, if that is the last thing it did to it.
+std::optional<char> last_read(Region& region, std::size_t byte, int thread) {
+    if (const Held* held = held_at(thread, region, byte)) return held->value;
+    for (const Read& read : region.history(byte).read) {
+        if (is_of(read, thread) && may_compare(read)) return read.value;
+    }
+    return {};
+}
+
+// Makes the last plain read of a byte an atomic one.
+void make_atomic(Region& region, std::size_t byte, int thread) {
+    std::vector<Held>& held = threads[thread].held;
+    const auto here = [&](const Held& each) { return each.race.region == &region && each.race.byte == byte; };
+    held.erase(std::remove_if(held.begin(), held.end(), here), held.end());
+    for (Read& read : region.history(byte).read) {
+        if (!is_of(read, thread) || !may_compare(read)) continue;
+        keep(region.strong[byte].read, {read, READS.was});
+        read = {};
+    }
+}
+
 // What every launch has besides its arguments. Shared variables are first, as they are among the program's variables.
 void watch_variables(const void* dynamic, std::size_t bytes) {
     if (std::getenv("VARIABLES")) {
@@ -365,10 +459,17 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
 }
 
 void cuda_on_cpu::barrier_opens() {
+    for (const Thread& thread : threads) report_held(thread);
     ++phase;
     Blocks common[Thread::FACTS];
     for (const Thread& thread : threads) share(common, thread);
     for (Thread& thread : threads) adopt(thread, common);
+}
+
+void cuda_on_cpu::thread_ends() {
+    Thread& thread = threads[thread_number()];
+    report_held(thread);
+    thread.ended = true;
 }
 
 void cuda_on_cpu::lanes_meet(std::size_t first, unsigned lanes) {
@@ -394,6 +495,22 @@ void cuda_on_cpu::atomic_access(const void* address, std::size_t bytes, void* pl
     record(address, bytes, ATOMIC, true, true, place);
     learn(thread, address);
     tell(thread, address, false);
+}
+
+bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected) {
+    const int thread = thread_number();
+    const char* first = static_cast<const char*>(address);
+    Region* region = thread < 0 ? nullptr : region_of(first);
+    if (!region) return false;
+    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
+    const char* values = reinterpret_cast<const char*>(&expected);
+    for (std::size_t i = start; i < stop; ++i) {
+        if (last_read(*region, i, thread) != values[i - start]) return false;
+    }
+    for (std::size_t i = start; i < stop; ++i) make_atomic(*region, i, thread);
+    const void*& at = threads[thread].made_way_at;
+    at = at == address ? nullptr : address;
+    return at != nullptr;
 }
 
 void cuda_on_cpu::fence_passed(bool of_device) {

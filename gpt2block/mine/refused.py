@@ -88,7 +88,7 @@ def _compiled(kernel: Kernel) -> Finding | Needs | None:
     try:
         log = kernels.compile_for(file, ARCHITECTURE, kernels.stored_as(kernel.dtype)).log
     except KernelError as error:
-        if re.search(r'cannot open source file "(cuda|cooperative)', str(error)):
+        if re.search(r'cannot open source file "(cuda|cooperative|crt/|mma\.h)', str(error)):
             return None  # a header of CUDA, which is not installed
         return of_compiler(kernel.source, str(error))
     except (DeviceError, ImportError, OSError, RuntimeError):  # no CuPy, or no library of NVRTC

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
+#include <mma.h>
 
 namespace cg = cooperative_groups;
 
@@ -166,6 +167,52 @@ extern "C" __global__ void histogram(const float* x, float* out, int n) {
     atomicAdd(&bins[min(3, max(0, (int)floorf((x[threadIdx.x] + 4.0f) / 2.0f)))], 1u);
     __syncthreads();
     if (threadIdx.x < 4) out[threadIdx.x] = bins[threadIdx.x];
+}
+
+__device__ double add_by_comparison(double* address, double value) {  // as in the CUDA programming guide
+    unsigned long long* bits = (unsigned long long*)address;
+    unsigned long long old = *bits, assumed;
+    do {
+        assumed = old;
+        old = atomicCAS(bits, assumed, (unsigned long long)__double_as_longlong(value + __longlong_as_double(assumed)));
+    } while (assumed != old);
+    return __longlong_as_double(old);
+}
+
+// block=64 right=[x[:64].sum()]
+extern "C" __global__ void sum_by_comparison(const float* x, float* out, int n) {
+    __shared__ double sum;
+    if (threadIdx.x == 0) sum = 0.0;
+    __syncthreads();
+    add_by_comparison(&sum, x[threadIdx.x]);
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = sum;
+}
+
+// grid=4 block=64 right=[abs(x[:256]).max()]
+extern "C" __global__ void maximum_by_comparison(const float* x, float* out, int n) {
+    const float v = fabsf(x[64 * blockIdx.x + threadIdx.x]);
+    float old = out[0], assumed;
+    do {
+        assumed = old;
+        old = __int_as_float(atomicCAS((int*)out, __float_as_int(assumed), __float_as_int(fmaxf(assumed, v))));
+    } while (old != assumed);
+}
+
+// block=64 right=[192]
+extern "C" __global__ void count_by_comparison(const float* x, float* out, int n) {
+    __shared__ unsigned short count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    for (int i = 0; i < 3; ++i) {
+        unsigned short old;
+        do {
+            old = count;
+            __threadfence_block();
+        } while (atomicCAS(&count, old, (unsigned short)(old + 1)) != old);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count;
 }
 
 // block=62 right=0.25*x[:62]+0.5*x[1:63]+0.25*x[2:64]
@@ -395,4 +442,40 @@ extern "C" __global__ void half_loads(const float* x, float* out, int n) {
             out[8 * threadIdx.x + 2 * k + 1] = v.y;
         }
     }
+}
+
+// block=64 right=np.einsum('mk,nk->mn',*x[:512].astype(np.float16).astype(float).reshape(2,16,16))
+extern "C" __global__ void product_of_tiles(const float* x, float* out, int n) {
+    using namespace nvcuda::wmma;
+    __shared__ __align__(32) half tiles[2][256];
+    const int warp = threadIdx.x / warpSize;
+    for (int i = threadIdx.x % 32; i < 256; i += 32) tiles[warp][i] = __float2half(x[256 * warp + i]);
+    __syncthreads();
+    if (warp > 0) return;
+    fragment<matrix_a, 16, 16, 16, half, row_major> a;
+    fragment<matrix_b, 16, 16, 16, half, col_major> b;
+    fragment<accumulator, 16, 16, 16, float> sums;
+    fill_fragment(sums, 0.0f);
+    load_matrix_sync(a, tiles[0], 16);
+    load_matrix_sync(b, tiles[1], 16);
+    mma_sync(sums, a, b, sums);
+    store_matrix_sync(out, sums, 16, mem_row_major);
+}
+
+// block=32 right=[np.sum(np.round(x[:128]*16).reshape(32,4)@np.arange(4))]
+extern "C" __global__ void dot_of_bytes(const float* x, float* out, int n) {
+    unsigned bytes = 0;
+    for (int k = 0; k < 4; ++k) bytes |= (__float2int_rn(16.0f * x[4 * threadIdx.x + k]) & 0xffu) << 8 * k;
+    const int sum = __dp4a((int)bytes, 0x03020100, 0);
+    const int same = -__dp4a((int)__vneg4(bytes), 0x03020100, 0);
+    const int all = __reduce_add_sync(0xffffffffu, sum == same ? sum : 1000000);
+    if (threadIdx.x == 0) out[0] = all;
+}
+
+// block=32 right=np.ones(32)
+extern "C" __global__ void interval(const float* x, float* out, int n) {  // that contains a quotient
+    const float v = x[threadIdx.x], low = __fdiv_rd(v, 3.0f), high = __fdiv_ru(v, 3.0f);
+    const bool inside = low <= v / 3.0f && v / 3.0f <= high && __fmaf_ru(high, 3.0f, -v) >= 0.0f;
+    const bool near = low <= high && nextafterf(low, 1e30f) >= high && fabsf(erfinvf(erff(v)) - v) < 1e-2f;
+    out[threadIdx.x] = inside && near && __fmaf_rd(low, 3.0f, -v) <= 0.0f ? 1.0f : 0.0f;
 }

@@ -2,6 +2,7 @@
 // "result" where a wrong result is what shows it. `right` is the NumPy expression of the result.
 #include <cooperative_groups.h>
 #include <cuda_fp16.h>
+#include <mma.h>
 
 // block=64 | race .* (changed|read|wrote) .*
 extern "C" __global__ void atomic_then_plain(const float* x, float* out, int n) {
@@ -28,6 +29,50 @@ extern "C" __global__ void plain_read_by_other_threads(const float* x, float* ou
     } else {
         out[threadIdx.x] = total;
     }
+}
+
+// block=64 right=[64] | result
+extern "C" __global__ void comparison_that_is_not_repeated(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int old = count;
+    atomicCAS(&count, old, old + 1);
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count;
+}
+
+// block=64 | race .* reads count .* atomically changed it
+extern "C" __global__ void comparison_with_another_value(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int old = count;
+    atomicCAS(&count, old + 1, old);
+}
+
+// block=64 | race .* writes count .* read it
+extern "C" __global__ void plain_write_beside_a_comparison(const float* x, float* out, int n) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    if (threadIdx.x == 63) {
+        count = 5;
+    } else {
+        int old = count, assumed;
+        do {
+            assumed = old;
+            old = atomicCAS(&count, assumed, assumed + 1);
+        } while (old != assumed);
+    }
+}
+
+// grid=2 block=32 | race .* out\[0\] .* of another block
+extern "C" __global__ void comparison_after_a_barrier(const float* x, float* out, int n) {
+    __shared__ float old;
+    if (threadIdx.x == 0) old = out[0];
+    __syncthreads();
+    if (threadIdx.x == 0) atomicCAS((int*)out, __float_as_int(old), __float_as_int(old + 1.0f));
 }
 
 // block=64 | race .* count
@@ -264,4 +309,27 @@ extern "C" __global__ void two_warps_share_a_row(const float* x, float* out, int
     s[threadIdx.x % 32] = __float2half2_rn(x[threadIdx.x]);
     __syncthreads();
     out[threadIdx.x] = __low2float(s[threadIdx.x % 32]);
+}
+
+// block=32 | race .* sums\[\d+\] at .* read it
+extern "C" __global__ void tile_that_is_read_at_once(const float* x, float* out, int n) {
+    __shared__ __align__(32) float sums[256];
+    nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> tile;
+    nvcuda::wmma::fill_fragment(tile, x[0]);
+    nvcuda::wmma::store_matrix_sync(sums, tile, 16, nvcuda::wmma::mem_row_major);
+    out[threadIdx.x] = sums[255 - threadIdx.x];
+}
+
+// block=32 | divergent barrier
+extern "C" __global__ void tile_of_half_a_warp(const float* x, float* out, int n) {
+    nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> tile;
+    nvcuda::wmma::fill_fragment(tile, x[0]);
+    if (threadIdx.x < 16) nvcuda::wmma::store_matrix_sync(out, tile, 16, nvcuda::wmma::mem_row_major);
+}
+
+// block=32 right=np.round(x[:128]*16).reshape(32,4)@np.arange(4) | result
+extern "C" __global__ void signed_bytes_as_unsigned_ones(const float* x, float* out, int n) {
+    unsigned bytes = 0;
+    for (int k = 0; k < 4; ++k) bytes |= (__float2int_rn(16.0f * x[4 * threadIdx.x + k]) & 0xffu) << 8 * k;
+    out[threadIdx.x] = __dp4a(bytes, 0x03020100u, 0u);
 }
