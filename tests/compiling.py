@@ -32,8 +32,8 @@ class Compiler:
     """Compiles in another process, and in a fresh one after a few files.
 
     As users compile: what ptxas makes of a kernel at the limit of its registers was seen to depend,
-    rarely, on compiles before it in the process. A kernel that spills is therefore compiled again in
-    a fresh one. The import of CuPy takes as long as a small file.
+    rarely, on compiles before it in the process. A kernel that spills is therefore compiled again
+    in a fresh one. The import of CuPy takes as long as a small file.
     """
 
     MOST = 30
