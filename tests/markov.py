@@ -33,9 +33,12 @@ def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     return result
 
 
-def cycle(vocab_size: int) -> Floats:
-    """Return logits (V, V) with which token i + 1 almost certainly follows token i."""
-    return 10 * np.roll(np.eye(vocab_size, dtype=np.float32), 1, axis=1)
+def cycle(vocab_size: int, by: float = 40.0) -> Floats:
+    """Return logits (V, V) with which token i + 1 almost certainly follows token i.
+
+    by: what its logit is above the others; with 10, another one is drawn once in a hundred times.
+    """
+    return by * np.roll(np.eye(vocab_size, dtype=np.float32), 1, axis=1)
 
 
 def random_table(seed: int, vocab_size: int) -> Floats:

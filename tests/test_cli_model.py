@@ -48,7 +48,7 @@ class Command:
     """The command line with a stand-in for the model."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model = stand_in(MarkovEngine(cycle(256)))
+        self.model = stand_in(MarkovEngine(cycle(256, 10)))
         self.asked: list[ModelOptions] = []
         for module in (cli_generate, cli_score):
             monkeypatch.setattr(module, "load_model", self._load)
@@ -90,7 +90,7 @@ TWO = "--- sample 1 of 2\n{0}\n--- sample 2 of 2\n{0}"
     ],
 )  # fmt: skip
 def test_generate(command: Command, arguments: list[str], out: str, ended: str) -> None:
-    command.model = stand_in(MarkovEngine(cycle(257)), end=True)
+    command.model = stand_in(MarkovEngine(cycle(257, 10)), end=True)
     ran = command("generate", *arguments, "--temperature=0")
     assert (ran.code, ran.out) == (0, out)
     assert ran.err.startswith("a table, float32, no device: ")
@@ -250,7 +250,7 @@ def test_special_tokens_in_a_text(command: Command) -> None:
 
 
 def test_score_from_the_first_token_on(command: Command, tmp_path: Path) -> None:
-    table = cycle(257)
+    table = cycle(257, 10)
     table[256, ord("a")] = 20  # a text begins with an a
     command.model = stand_in(MarkovEngine(table), end=True)
     (tmp_path / "a.txt").write_text("a")

@@ -30,7 +30,7 @@ def says(text: str | bytes, n_ctx: int = 64) -> MarkovEngine:
 
 
 def test_a_prompt_is_continued() -> None:
-    found = generate(MarkovEngine(cycle(256)), BYTES, "abc", max_new_tokens=4, temperature=0)
+    found = generate(MarkovEngine(cycle(256, 10)), BYTES, "abc", max_new_tokens=4, temperature=0)
     assert found.text == "defg"
     assert found.tokens == tuple(b"defg")
     assert found.finish_reason == "length"
