@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
@@ -43,7 +44,7 @@ def check_number(name: str, value: object, least: float, most: float, expected: 
 
 def check_integer(name: str, value: Any, least: int, most: float, expected: str) -> int:
     """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     number = int(value) if whole else None
     if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")

@@ -113,6 +113,9 @@ class CudaModel(StoredModel):
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
+                # Attention of a continued prompt leaves the tensor cores with these two.
+                slower = self.products == "two_part" or self.fp8_cache is not None
+                self.divides_prompts = not (self.on_tensor_cores and slower)
                 if self.products == "two_part":
                     self._two_part = {
                         two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
@@ -145,11 +148,6 @@ class CudaModel(StoredModel):
     def on_tensor_cores(self) -> bool:
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
-
-    @property
-    def divides_prompts(self) -> bool:  # type: ignore[override]
-        """Not where attention of a continued prompt leaves the tensor cores, of float32 and FP8."""
-        return self.products != "two_part" and not (self.on_tensor_cores and self.fp8_cache)
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
         """The terms that x can have in decoding's products of so many rows, by their weights.
