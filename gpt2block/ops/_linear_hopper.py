@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gpt2block.cuda.arrays import check_address, device_attribute, launch_at
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
-from gpt2block.ops._linear_mma import BYTES, LOADED, UNIT, splits
+from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import room
@@ -30,7 +30,7 @@ GROUP_COLUMNS, GROUP_WARPS = 64, 4  # of A, and of a warpgroup
 MOST_GROUPS = 3
 ROPE_BOX = 32  # rows of W that are copied at once, with RoPE: what half a head is a multiple of
 ALIGNMENT = 1024  # of shared memory
-STATIC = 1024  # bytes of barriers, at most
+BARRIERS, CONSTANTS = 512, 512  # bytes of a block at most, and of a warpgroup
 PAIR = 8  # bytes of two sums
 LONG_ROW = 16_384  # bytes of a row of weights
 LEAST_STAGES = 4
@@ -70,6 +70,11 @@ def terms(dtype: str) -> Terms:
     return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype))
 
 
+def _static(tile: Tile) -> int:
+    """Bytes of shared memory that the kernel itself has."""
+    return BARRIERS + CONSTANTS * tile.groups
+
+
 def _stage(tile: Tile, dtype: str) -> int:
     """Bytes of a slice of K: of W, and of x."""
     return LINE * GROUP_COLUMNS * tile.groups + 4 * (LINE // BYTES.get(dtype, 1)) * tile.rows
@@ -91,20 +96,24 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
 def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
     """A tile of more than 32 rows. wgmma and shared memory are the bound: one block on an SM.
 
-    Large clusters find fewer places. x is read less often with more warpgroups, and with shares.
+    The fewest warpgroups with which no SM has a second block; where less than half of the SMs have
+    one, K is shared. Large clusters find fewer places. x is read less often with shares.
     """
-    wide = [Tile(TERM_ROWS, groups) for groups in (2, MOST_GROUPS)]
-    grids = {tile: tile.grid(M, N, gated) for tile in wide}
-    tile = min(wide, key=lambda tile: tile.groups * ceil(grids[tile] / sms))
+    tiles = [Tile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
+    grids = {tile: tile.grid(M, N, gated) for tile in tiles}
+    fitting = [tile for tile in tiles if grids[tile] <= sms]
+    if fitting:
+        tile = fitting[0]
+    else:  # the fewest columns for one after another, of equals the widest tile
+        tile = min(tiles[:0:-1], key=lambda tile: tile.groups * ceil(grids[tile] / sms))
     waves = grids[tile] / sms
     if waves >= 0.5:
-        return tile._replace(shares=4 if waves < 1.4 and M <= TERM_ROWS else 2)
-    parts = splits(K)[0]
-    pairs = (2, 4), (2, 8), (1, 4), (1, 8), (1, 2), (1, 1)
-    candidates = [Tile(TERM_ROWS, groups, n) for groups, n in pairs if parts % n == 0]
-    grids = {tile: tile.grid(M, N, gated) for tile in candidates}
-    fitting = [t for t, n in grids.items() if n <= sms * (1 if t.splits <= 2 else 0.75)]
-    return max(fitting, key=lambda tile: grids[tile], default=Tile(TERM_ROWS, 1, blocks=2))
+        shares = 1 if tile.groups == 1 else 4 if waves < 1.4 and M <= TERM_ROWS else 2
+        return tile._replace(shares=shares)
+    parts = [n for n in range(1, MOST_SPLITS + 1) if splits(K)[0] % n == 0]
+    return tile._replace(
+        splits=max(n for n in parts if n * grids[tile] <= sms * (1 if n <= 3 else 0.75))
+    )
 
 
 def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: int) -> list[Tile]:
@@ -138,7 +147,7 @@ def _with_stages(tile: Tile, K: int, dtype: str, most_shared: int) -> Tile | Non
     """The tile with as many stages as fit, with fewer blocks on an SM where two do not."""
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - STATIC - shared_bytes(tile, K, dtype)
+        left = room(most_shared, blocks) - _static(tile) - shared_bytes(tile, K, dtype)
         stages = tile.stages + left // _stage(tile, dtype)
         if stages >= tile.stages:
             return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))

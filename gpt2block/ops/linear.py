@@ -50,9 +50,10 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
-# From here on variant hopper is faster, measured on an H200: N K for 17 rows or more; of a layer's
-# smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
-MEDIUM_MATRIX, LARGE_MATRIX, LARGE_PRODUCTS = 4_000_000, 12_000_000, 16_000_000
+# From here on variant hopper is faster, measured on an H200: N K for more than MANY_ROWS rows, and
+# for 17 or more; of a layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
+MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX = 32, 500_000, 4_000_000
+LARGE_MATRIX, LARGE_PRODUCTS = 12_000_000, 16_000_000
 # As the contracts of `reference.linear` and `linear_qkv`, with a TwoPartMatrix.
 TWO_PART_LINEAR = Contract.parse(
     "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
@@ -87,7 +88,8 @@ def terms_of(
 
     def found(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
-            faster = N * K >= MEDIUM_MATRIX
+            enough = SMALL_MATRIX if M > MANY_ROWS else MEDIUM_MATRIX
+            faster = enough <= N * K
         else:
             enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
             faster = smallest >= enough

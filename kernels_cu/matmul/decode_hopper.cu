@@ -48,6 +48,13 @@ struct AddTerms : Add {
     int M;
 
     __device__ void store(int m, int n, float v, Late) const { out[term_place<order::WIDTH>(m, n, M, N)] = v; }
+
+    __device__ void store_two(int m, int n, float2 v, LateTwo) const {
+        unsigned high, low;
+        split_pair<order::KIND>(v.x, v.y, 1.0f, high, low);
+        out[term_place<order::WIDTH>(m, n, M, N)] = __int_as_float((int)high);
+        out[term_place<order::WIDTH>(m, n + 1, M, N)] = __int_as_float((int)low);
+    }
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_decode_hopper(

@@ -138,9 +138,12 @@ struct Piece {
     Matrix x;
 };
 
-// The row of W, of 8, that lane 4 g + t has as row g of A. Eight lanes load at a time, of rows that are 4 apart: their
-// swizzled units are in different banks.
-__device__ __forceinline__ int own_row() { return threadIdx.x % 8 / 4 * 4 + threadIdx.x % 32 / 8; }
+// The row of W that lane 4 g + t has as row g of A; row g + 8 is the next one, or with two matrices that of the second.
+// Eight lanes load at a time, of rows that are 4 apart: their swizzled units are in different banks.
+__device__ __forceinline__ int own_row() {
+    const int lane = threadIdx.x % 32, pair = lane / 8;
+    return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;
+}
 
 // A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
 // the order of additions has one pair.
@@ -149,12 +152,13 @@ struct Consumer {
     const int rank;
     int stage = 0;  // the next one
     unsigned phase = 0;
-    int own;  // where a stage has the lane's first 16 bytes of row g of the warp's part of A
-    static constexpr int FURTHER = 128 * (TWO ? 32 * DH_GROUPS : 8);  // bytes to row g + 8, which is swizzled alike
+    int own[2];  // where a stage has the lane's first 16 bytes of rows g and g + 8 of the warp's part of A
 
     __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
         const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
-        own = of_warp + swizzled(128 * own_row() + threadIdx.x % 4 * 16);
+        const int first = 128 * own_row() + threadIdx.x % 4 * 16;
+        own[0] = of_warp + swizzled(first);
+        own[1] = TWO ? own[0] + W_BYTES / 2 : of_warp + swizzled(first + 128);
     }
 
     template <int HALF>
@@ -165,9 +169,10 @@ struct Consumer {
         Piece piece;
 #pragma unroll
         for (int chunk = 0; chunk < EACH; ++chunk) {
-            const char* from = w + (own ^ 64 * (FIRST + chunk));
-            const order::Columns columns(*reinterpret_cast<const uint4*>(from),
-                                         *reinterpret_cast<const uint4*>(from + FURTHER));
+            const auto vector = [&](int row) {
+                return *reinterpret_cast<const uint4*>(w + (own[row] ^ 64 * (FIRST + chunk)));
+            };
+            const order::Columns columns(vector(0), vector(1));
 #pragma unroll
             for (int s = 0; s < order::STEPS; ++s) {
 #pragma unroll

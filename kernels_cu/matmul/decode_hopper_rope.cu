@@ -20,6 +20,7 @@
 // head n / (D / 2). late(m, n) loads what it needs before its sums are complete.
 struct RopeAppend {
     static constexpr int D = DH_ROPE;
+    static constexpr bool BY_ROW = false;
     struct Late {
         Rotation by;
         long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1

@@ -11,29 +11,53 @@
 #endif
 
 constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
-constexpr int EACH = DH_SPLITS > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
-constexpr int MOST_AHEAD = MOVES_REGISTERS ? 4 : 8, AHEAD = EACH < MOST_AHEAD ? EACH : MOST_AHEAD;  // loaded at once
+constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // and a warp of it, at most
+constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // at a time
+constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;                    // of 32 rows
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
-// The sums of the splits of a cluster's blocks: (splits, OWN, 32) pairs in shared memory.
-struct Exchange {
+// The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
+// are exchanged: (splits, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those of
+// a block alone are kept where the warp's rows of W were, once it has multiplied all of them.
+struct Totals {
+    const Ring& ring;
     float2* pairs;
     Barrier& arrived;
-    int part;
+    int part, warp;
 
-    __device__ __forceinline__ void send(int split, int tile, float a, float b) const {
-        float2* to = pairs + (split * OWN + tile / DH_SPLITS) * 32 + threadIdx.x % 32;
-        store_at(tile % DH_SPLITS * DH_SHARES + part, to, arrived, a, b);
+    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // of the warp in W, and of a tile
+    static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
+
+    __device__ __forceinline__ float2* kept(int tile) const {
+        const int at = tile % IN_STAGE * BYTES;
+        char* const of_warp = ring.stage(tile / IN_STAGE) + HALF * warp;
+        return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + threadIdx.x % 32;
     }
 
-    __device__ __forceinline__ float2 get(int own, int splits) const {
-        float2 total = pairs[own * 32 + threadIdx.x % 32];
-        for (int split = 1; split < splits; ++split) {
-            const float2 more = pairs[(split * OWN + own) * 32 + threadIdx.x % 32];
-            total.x += more.x, total.y += more.y;
+    __device__ __forceinline__ void send(int split, int tile, float a, float b) const {
+        const int i = warp * TILES + tile;
+        float2* to = pairs + (split * OWN + i / DH_SPLITS) * 32 + threadIdx.x % 32;
+        store_at(i % DH_SPLITS * DH_SHARES + part, to, arrived, a, b);
+    }
+
+    // Those of tiles first, first + DH_SPLITS, ...
+    __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
+        if (DH_SPLITS == 1) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i);
+            return;
         }
-        return total;
+        const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int split = 0; split < splits; ++split) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const float2 more = pairs[(split * OWN + min(own + i, OWN - 1)) * 32 + lane];
+                totals[i].x = split ? totals[i].x + more.x : more.x;
+                totals[i].y = split ? totals[i].y + more.y : more.y;
+            }
+        }
     }
 };
 
@@ -44,31 +68,99 @@ struct Scales {
     const float* bias;
 };
 
-// A column of the output, of a lane.
-struct Column {
-    int n;
-    bool there;
-    float scale, up_scale, bias, up_bias;
+// What a lane's sums are finished with, loaded before the previous kernel has ended: scale and bias of row g, then of
+// row g + 8 of A. Four lanes share them; they are in shared memory while the registers are needed for products.
+__device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
+    const int row = first_row(n);
+    const float* const second_scale = TWO ? scales.up : scales.w ? scales.w + 1 : nullptr;
+    const bool first = n < N, second = TWO ? first : n + 1 < N, has_bias = scales.bias && (DH_ROPE || !TWO);
+    float4 found = {1.0f, 0.0f, 1.0f, 0.0f};
+    if (first && scales.w) found.x = constant(scales.w + row);
+    if (first && scales.bias) found.y = constant(scales.bias + row);
+    if (second && second_scale) found.z = constant(second_scale + row);
+    if (second && has_bias) found.w = constant(scales.bias + row + (TWO ? HALF_HEAD : 1));
+    if (threadIdx.x % 4 == 0) of_warp[threadIdx.x % 32 / 4] = found;
+    __syncwarp();
+}
 
-    __device__ __forceinline__ void prepare(int n_, int N, const Scales& scales) {
-        n = n_, there = n < N;
-        const int row = first_row(n);
-        scale = there && scales.w ? constant(scales.w + row) : 1.0f;
-        up_scale = TWO && there && scales.up ? constant(scales.up + row) : 1.0f;
-        bias = there && scales.bias ? constant(scales.bias + row) : 0.0f;
-        up_bias = DH_ROPE && there && scales.bias ? constant(scales.bias + row + HALF_HEAD) : 0.0f;
+// The output of a lane's two rows of A, or the first one of its two outputs.
+struct Outputs {
+    int n;
+    float4 by;  // scales and biases
+
+    // Stores those of some rows, from m on and 4 DH_SPLITS apart, where they are `here`; all lanes of a warp call this.
+    template <typename End, typename Late>
+    __device__ __forceinline__ void store(const End& end, int m, const bool (&here)[AHEAD],
+                                          const float2 (&total)[AHEAD], const Late (&late)[AHEAD]) const {
+        float v[2 * AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            v[2 * i] = fmaf(total[i].x, by.x, by.y);
+            v[2 * i + 1] = DH_GATED ? total[i].y * by.z : fmaf(total[i].y, by.z, by.w);
+        }
+        if constexpr (!TWO) end.activate(v);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i, m += 4 * DH_SPLITS) {
+            const float first = v[2 * i], second = v[2 * i + 1];
+            if constexpr (DH_GATED) {
+                float one = end.value(silu(first) * second, late[i]);
+                if (DH_OUT_TERMS) one = term_of<order::KIND, 8>(one);
+                if (here[i]) end.store(m, n, one, late[i]);
+            } else if (here[i]) {
+                if constexpr (DH_ROPE) end.store_pair(m, n, first, second, late[i]);
+                else end.store_two(m, n, end.added_two(first, second, late[i]), late[i]);
+            }
+        }
     }
 };
 
 template <typename End>
-__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Exchange& exchange,
-                                        const Scales& scales, const End& end, int M, int N, int K) {
+__device__ __forceinline__ auto late_of(const End& end, int m, int n) {
+    if constexpr (TWO) return end.late(m, n);
+    else return end.late_two(m, n);
+}
+
+// What the epilogue needs of the rows of a tile, a row for each lane, where it is the same for all columns.
+template <typename End, bool BY_ROW = End::BY_ROW>
+struct Rows {
+    __device__ __forceinline__ void load(const End&, const Share&) {}
+    __device__ __forceinline__ auto late(const End& end, int m, int n, int, bool here) const {
+        return here ? late_of(end, m, n) : decltype(late_of(end, m, n)){};
+    }
+};
+
+template <typename End>
+struct Rows<End, true> {
+    typename End::Late of_lane[ROW_SETS];
+
+    __device__ __forceinline__ void load(const End& end, const Share& share) {
+#pragma unroll
+        for (int i = 0; i < ROW_SETS; ++i) {
+            const int row = threadIdx.x % 32 + 32 * i;
+            of_lane[i] = row < share.rows ? end.late(share.row + row, 0) : typename End::Late{};
+        }
+    }
+
+    // row: in the tile. All lanes of a warp call this.
+    __device__ __forceinline__ typename End::Late late(const End&, int, int, int row, bool) const {
+        return __shfl_sync(0xffffffffu, row < 32 ? of_lane[0] : of_lane[ROW_SETS - 1], row % 32);
+    }
+};
+
+template <typename End>
+__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Totals& all, const Scales& scales,
+                                        const End& end, int M, int N, int K) {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
+    __shared__ float4 constants[8 * WARPS];
+    const int n = share.column + (TWO ? 8 : 16) * warp + own_row();
+    load_constants(constants + 8 * warp, n, N, scales);
     float totals[TILES][2] = {};
     Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
+    Rows<End> rows;
+    rows.load(end, share);
     int split = share.first;
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
@@ -77,51 +169,32 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const float a = sums[4 * tile] + sums[4 * tile + 1], b = sums[4 * tile + 2] + sums[4 * tile + 3];
-            if (DH_SPLITS > 1) exchange.send(split, warp * TILES + tile, a, b);
+            if (DH_SPLITS > 1) all.send(split, tile, a, b);
             else totals[tile][0] += a, totals[tile][1] += b;
         }
     }
+#pragma unroll
+    for (int tile = 0; DH_SPLITS == 1 && tile < TILES; ++tile) {
+        *all.kept(tile) = {totals[tile][0], totals[tile][1]};
+    }
 
-#pragma unroll
-    for (int first = 0; first < EACH; first += AHEAD) {
-        typename End::Late late[AHEAD][OUTPUTS] = {};
-        Column columns[AHEAD][OUTPUTS];
-        int m[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int own = warp + WARPS * (first + i);
-            const int tile = DH_SPLITS > 1 ? own * DH_SPLITS + share.rank : warp * TILES + first + i;
-            const int row = share.row + tile % TILES * 4 + t;
-            m[i] = tile < WARPS * TILES && row < M ? row : -1;
-#pragma unroll
-            for (int j = 0; j < OUTPUTS; ++j) {
-                Column& column = columns[i][j];
-                column.prepare(share.column + (tile / TILES * OUTPUTS + j) * 8 + own_row(), m[i] >= 0 ? N : 0, scales);
-                if (column.there) late[i][j] = end.late(m[i], column.n);
-            }
-        }
-        if (DH_SPLITS > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
+    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4]};
+    // One loop over tiles: a block runs each of its instructions several times, which it has to fetch.
+    const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
+#pragma unroll 1
+    for (int first = begin; first < TILES; first += AHEAD * DH_SPLITS) {
+        decltype(rows.late(end, 0, 0, 0, true)) late[AHEAD];
+        bool here[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            if (first + i >= EACH) continue;
-            float2 total;
-            if (DH_SPLITS > 1) total = exchange.get(min(warp + WARPS * (first + i), OWN - 1), splits);
-            else total = {totals[first + i][0], totals[first + i][1]};
-#pragma unroll
-            for (int j = 0; j < OUTPUTS; ++j) {
-                const Column& column = columns[i][j];
-                float v = fmaf(j ? total.y : total.x, column.scale, column.bias);
-                if constexpr (DH_ROPE) {
-                    const float second = fmaf(total.y, column.up_scale, column.up_bias);
-                    if (column.there) end.store_pair(m[i], column.n, v, second, late[i][j]);
-                } else {
-                    if (DH_GATED) v = silu(v) * (total.y * column.up_scale);
-                    v = end.value(v, late[i][j]);
-                    if (DH_OUT_TERMS) v = term_of<order::KIND, 8>(v);
-                    if (column.there) end.store(m[i], column.n, v, late[i][j]);
-                }
-            }
+            const int row = (first + i * DH_SPLITS) * 4 + t;
+            here[i] = row < share.rows && n < N;
+            late[i] = rows.late(end, share.row + row, n, row % DH_ROWS, here[i]);
         }
+        if (DH_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
+        float2 total[AHEAD];
+        all.get(total, first, splits);
+        outputs.store(end, share.row + first * 4 + t, here, total, late);
     }
 }
 
@@ -133,7 +206,8 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
     char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     const Ring ring{stages, full, empty};
     const Share share(M, K);
-    const Exchange exchange{reinterpret_cast<float2*>(stages + DH_STAGES * STAGE), arrived, share.part};
+    float2* const pairs = reinterpret_cast<float2*>(stages + DH_STAGES * STAGE);
+    const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32};
     if (threadIdx.x == 32 * WARPS) {
         prefetch(w);
         for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], DH_SHARES * WARPS);
@@ -151,5 +225,5 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();
-    consume(ring, share, exchange, scales, end, M, N, K);
+    consume(ring, share, totals, scales, end, M, N, K);
 }

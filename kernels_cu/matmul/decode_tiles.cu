@@ -81,10 +81,14 @@ struct Total {
 
     __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
 
-    __device__ __forceinline__ float get(int at, int splits) const {
-        float total = planes[at];
-        for (int split = 1; split < splits; ++split) total += planes[split * PLANE + at];
-        return total;
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
+        const float* plane = planes;
+#pragma unroll 1  // short code: most blocks run it once
+        for (int split = 0; split < splits; ++split, plane += PLANE) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
+        }
     }
 #else
     __device__ __forceinline__ void open() const {}
@@ -97,7 +101,11 @@ struct Total {
 
     __device__ __forceinline__ void close() const { __syncthreads(); }
 
-    __device__ __forceinline__ float get(int at, int) const { return planes[at]; }
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) totals[i] = planes[at[i]];
+    }
 #endif
 
     __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
@@ -121,7 +129,8 @@ struct Total {
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       float x_scale, float out_scale, const End& end, int own, int splits, int N) {
-    constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;  // rows of a warp at a time
+    constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MOST = ACROSS < 8 ? 8 / ACROSS : 1;
+    constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows of a warp at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
@@ -142,16 +151,27 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
             }
         }
         if (first < WARPS) total.close();
+        float v[AHEAD * ACROSS];
+        int at[AHEAD * ACROSS];
+#pragma unroll
+        for (int i = 0; i < AHEAD * ACROSS; ++i) {
+            at[i] = min(first + i / ACROSS * WARPS, OWN_ROWS - 1) * PITCH + lane + 32 * (i % ACROSS);
+        }
+        total.get(v, at, splits);
+#pragma unroll
+        for (int i = 0; i < AHEAD * ACROSS; ++i) {
+            v[i] = order::finished(v[i], scales[i % ACROSS], x_scale, biases[i % ACROSS]);
+        }
+        end.activate(v);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) {
                 if (slot >= own) continue;
-                const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
-                float v = end.value(order::finished(sum, scales[j], x_scale, biases[j]), late[i][j]);
-                if constexpr (DT_OUT_TERMS) v = term_of<order::KIND>(v, inverse_of(out_scale));
-                if (32 * j < left) end.store(m, share.column + lane + 32 * j, v, late[i][j]);
+                float value = end.added(v[i * ACROSS + j], late[i][j]);
+                if constexpr (DT_OUT_TERMS) value = term_of<order::KIND>(value, inverse_of(out_scale));
+                if (32 * j < left) end.store(m, share.column + lane + 32 * j, value, late[i][j]);
             }
         }
     }
