@@ -56,7 +56,7 @@ from gpt2block.run.model import (
 )
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix, request
 from gpt2block.weights.two_part import TwoPartMatrix
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
@@ -136,6 +136,8 @@ class CudaModel(StoredModel):
         self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
     ) -> WeightMatrix:
         rows = cupy.asarray(array)
+        if not self._matrices:
+            request(storage(rows), self.dtype)
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
