@@ -369,14 +369,19 @@ class CudaModel(StoredModel):
             longest = min(rounded_up(longest, 4), rows)
         before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
         prefill = self._prefill_programs(cache, rows, longest, any(before))
-        prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
+        prefill.run(self, sequences, range(cache.batch), cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
     def prefill_slots(
-        self, sequences: Sequence[Ids], slots: Ids, cached: Ids, cache: CudaCache, last: bool
+        self,
+        sequences: Sequence[Ids],
+        slots: Sequence[int],
+        cached: Sequence[int],
+        cache: CudaCache,
+        last: bool,
     ) -> CudaArray:
-        """Compute sequences after the first `cached` tokens of these rows of the cache, (N,) each.
+        """Compute sequences after the first `cached` tokens of these rows of the cache.
 
         Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
         V) until the next prefill; without `last` only their keys and values are computed, and the
@@ -386,10 +391,8 @@ class CudaModel(StoredModel):
         longest, ends = max(lengths), rounded_up(len(slots), 2)
         rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        starts = np.zeros(cache.batch, np.int32)
-        starts[slots] = cached
-        prefill = self._prefill_programs(cache, rows, longest, bool(cached.any()), ends)
-        prefill.run(self, sequences, slots, starts, "last" if last else None)
+        prefill = self._prefill_programs(cache, rows, longest, any(cached), ends)
+        prefill.run(self, sequences, slots, cached, "last" if last else None)
         return prefill.out
 
     def _shape(
