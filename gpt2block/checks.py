@@ -138,13 +138,15 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        known = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        known = frozenset(parameters)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name, value in kwargs.items():
-                if name not in known:
-                    raise _unknown(_name_of(function, args), name, known, rejected, value)
+            if not known.issuperset(kwargs):
+                name, value = next(each for each in kwargs.items() if each[0] not in known)
+                names = list(parameters)
+                raise _unknown(_name_of(function, args), name, names, rejected, value)
             if kwargs.get("sampling") is not None:
                 both = [name for name in SAMPLING_OPTIONS if name in kwargs]
                 if both:

@@ -66,13 +66,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Convert NumPy numbers to Python: -top_k of a uint8 is not negative.
-        for name, limits in _NUMBERS.items():
+        for name, (least, most, expected) in _NUMBERS.items():
             value = getattr(self, name)
+            if type(value) is float and least <= value <= most:
+                continue
             if name != "temperature" or real(value) != 0:
-                value = check_number(name, value, *limits)
+                value = check_number(name, value, least, most, expected)
             object.__setattr__(self, name, float(value))
-        for name, range_ in _INTEGERS.items():
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), *range_))
+        for name, (least, most, expected) in _INTEGERS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                value = check_integer(name, value, least, most, expected)
+                object.__setattr__(self, name, value)
         if self.logit_bias != ():
             object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
 

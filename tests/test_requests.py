@@ -9,13 +9,15 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
+import launch_recorder
 import pytest
 
-from gpt2block import KernelError
+from gpt2block import GPT2, GPT2Config, GPT2Weights, KernelError
 from gpt2block.cuda import requests
 from gpt2block.cuda.requests import Function
 
 WAIT = 30.0  # seconds after which a test fails that would wait forever
+STORING = ("absmax_nk_kernel", "store_weights", "to_fp8_kernel")  # kernels that store weights
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +178,32 @@ def test_watchers_are_told_of_every_kernel(raw: Raw) -> None:
         assert seen.get(timeout=WAIT) == (2, 2)
     Function(lambda file: raw, ("c.cu",))((1,), (1,), ())
     assert seen.empty()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
+def test_a_start_waits_for_no_kernel_that_it_could_have_requested_before(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storing weights waits once, for kernels that are compiled together."""
+    events: list[tuple[str, str, str]] = []
+
+    class Kernel(launch_recorder._Kernel):
+        def __init__(self, recorder: Any, code: str, name: str) -> None:
+            super().__init__(recorder, code, name)
+            events.append(("requested", self.name, self.defines))
+
+        def record(self, *args: Any) -> None:
+            events.append(("run", self.name, self.defines))
+
+    monkeypatch.setattr(launch_recorder, "_Kernel", Kernel)
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=64, vocab_size=96)
+    with launch_recorder.recording("9.0"):
+        model = GPT2(GPT2Weights.random(0, config), "cuda", dtype)
+        stored = [event for event in events if event[1] in STORING]
+        model.generate([1, 2], max_new_tokens=1, temperature=0)
+    kinds = [kind for kind, *_ in stored]
+    first = kinds.index("run")
+    assert first >= 2
+    assert "requested" not in kinds[first:]
+    early = [name for kind, name, _ in events[: events.index(stored[0])] if kind == "requested"]
+    assert {"sample_token", "begin_slots"} <= set(early)

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +167,7 @@ def _prototypes(plain: str) -> list[re.Match[str]]:
     ]
 
 
+@lru_cache(maxsize=64)
 def without_comments(text: str) -> str:
     """The text of a source with spaces in place of comments: every place in it stays."""
     return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
@@ -185,6 +186,7 @@ def with_only(kernel: str, text: str) -> str:
     return "".join((*parts, text[at:]))
 
 
+@lru_cache(maxsize=64)
 def extents(text: str) -> list[tuple[str, int, int]]:
     """Name, start and end of each kernel of a source; one that lacks a brace ends at its start."""
     plain = without_comments(text)

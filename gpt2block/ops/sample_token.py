@@ -148,8 +148,9 @@ def _geometry(rows: int, V: int, biased: bool = False) -> Geometry:
 
 
 def request(V: int) -> None:
-    """Begin to compile the kernel of few rows, the longest compile of a start."""
+    """Begin to compile the kernel of few rows, the longest compile of a start, and `begin`'s."""
     load(FILE, "sample_token", _geometry(1, V).defines)
+    load(SLOTS_FILE, "begin_slots")
 
 
 @variant(

@@ -63,7 +63,8 @@ class DecodingSteps:
 
     def of(self, model: CudaModel, slots: Ids) -> Step:
         """The step of as many rows as there are slots, or of a few more."""
-        kind = min(rounded_up(len(slots), 2), self.batch), bool(self._biased[slots].any())
+        biased = self.bias is not None and bool(self._biased[slots].any())
+        kind = min(rounded_up(len(slots), 2), self.batch), biased
         if kind not in self._steps:
             self._steps[kind] = Step(model, self, *kind)
         return self._steps[kind]
@@ -272,7 +273,7 @@ class CudaDecoding:
                 self._prefill(group, last=False)
 
     def _prefill(self, group: Sequence[Start], last: bool) -> CudaArray:
-        slots, cached = np.array([(start.slot, start.cached) for start in group], np.int32).T
+        slots, cached = [start.slot for start in group], [start.cached for start in group]
         new = [start.ids[start.cached :] for start in group]
         return self._model.prefill_slots(new, slots, cached, self._cache, last)
 

@@ -56,7 +56,7 @@ from gpt2block.run.model import (
 )
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix, request
 from gpt2block.weights.two_part import TwoPartMatrix
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
@@ -136,6 +136,8 @@ class CudaModel(StoredModel):
         self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
     ) -> WeightMatrix:
         rows = cupy.asarray(array)
+        if not self._matrices:
+            request(storage(rows), self.dtype)
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
@@ -367,14 +369,19 @@ class CudaModel(StoredModel):
             longest = min(rounded_up(longest, 4), rows)
         before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
         prefill = self._prefill_programs(cache, rows, longest, any(before))
-        prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
+        prefill.run(self, sequences, range(cache.batch), cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
     def prefill_slots(
-        self, sequences: Sequence[Ids], slots: Ids, cached: Ids, cache: CudaCache, last: bool
+        self,
+        sequences: Sequence[Ids],
+        slots: Sequence[int],
+        cached: Sequence[int],
+        cache: CudaCache,
+        last: bool,
     ) -> CudaArray:
-        """Compute sequences after the first `cached` tokens of these rows of the cache, (N,) each.
+        """Compute sequences after the first `cached` tokens of these rows of the cache.
 
         Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
         V) until the next prefill; without `last` only their keys and values are computed, and the
@@ -384,10 +391,8 @@ class CudaModel(StoredModel):
         longest, ends = max(lengths), rounded_up(len(slots), 2)
         rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        starts = np.zeros(cache.batch, np.int32)
-        starts[slots] = cached
-        prefill = self._prefill_programs(cache, rows, longest, bool(cached.any()), ends)
-        prefill.run(self, sequences, slots, starts, "last" if last else None)
+        prefill = self._prefill_programs(cache, rows, longest, any(cached), ends)
+        prefill.run(self, sequences, slots, cached, "last" if last else None)
         return prefill.out
 
     def _shape(

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
@@ -79,14 +78,14 @@ class PrefillPrograms:
         self,
         model: CudaModel,
         sequences: Sequence[Ids],
-        rows: NDArray[np.integer[Any]],
-        starts: NDArray[np.integer[Any]],
+        rows: Sequence[int],
+        starts: Sequence[int],
         want: Requested | None,
     ) -> None:
         """Compute the sequences; `want` None: only their keys and values.
 
-        rows: of the cache, one for each sequence, in ascending order. starts (B,): tokens in each
-        row of the cache.
+        rows: of the cache, one for each sequence, in ascending order. starts: tokens in each of
+        these rows.
         """
         self._send(sequences, rows, starts, targets=want == "log_likelihood")
         recording = self.recording(model, "hidden" if want == "states" else want)
@@ -100,8 +99,8 @@ class PrefillPrograms:
     def _send(
         self,
         sequences: Sequence[Ids],
-        rows: NDArray[np.integer[Any]],
-        starts: NDArray[np.integer[Any]],
+        rows: Sequence[int],
+        starts: Sequence[int],
         targets: bool,
     ) -> None:
         """Copy through pinned memory, after the previous call's copy from it has finished.
@@ -111,20 +110,19 @@ class PrefillPrograms:
         self._sent.synchronize()
         tokens, after, positions, row_of, seams, start, last = self._on_host
         at, self.ends = 0, []
-        seams[:] = last[:] = 0
-        for n, (ids, row) in enumerate(zip(sequences, rows.tolist(), strict=True)):
-            end, first = at + len(ids), int(starts[row])
+        seams[:] = start[:] = last[:] = 0
+        for n, (ids, row, first) in enumerate(zip(sequences, rows, starts, strict=True)):
+            end = at + len(ids)
             tokens[at:end] = ids
             positions[at:end] = self._counted[first : first + len(ids)]
             row_of[at:end] = row
-            seams[row + 1] = len(ids)
+            seams[row + 1], start[row] = len(ids), first
             last[n] = max(end - 1, 0)
             self.ends.append(end)
             at = end
         tokens[at:] = positions[at:] = 0
         row_of[at:] = -1
-        np.cumsum(seams, out=seams)
-        start[:] = starts
+        seams.cumsum(out=seams)
         if targets:
             after[: at - 1] = tokens[1:at]
             after[at - 1] = tokens[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import count
 from time import monotonic
 from typing import Any, Literal
@@ -51,11 +52,16 @@ class Batch:
         self._decoding = engine.decode(slots, n_ctx, fewer)
         self.slots = slots = self._decoding.slots
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
-        self._new = _NewTokens(slots, n_ctx, engine.config.vocab_size)
+        self._vocab_size = engine.config.vocab_size
         self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
         self._started: dict[int, Start] = {}
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
         self._numbers = count()
+
+    @cached_property
+    def _new(self) -> _NewTokens:
+        """Made while the engine computes the first prompts."""
+        return _NewTokens(self.slots, self.n_ctx, self._vocab_size)
 
     @property
     def busy(self) -> bool:
@@ -96,14 +102,15 @@ class Batch:
         all its tokens. Rows whose deadline has passed are returned alone. Raises RuntimeError when
         no row runs or waits.
         """
-        self._new.latest = NO_SLOTS
         if late := self._late():
+            self._new.latest = NO_SLOTS
             self.cancel(late, "deadline")
             return late
         for slot, row in self._scheduler.place():
             start = self._starts[slot] = self._start(slot, row)
             self._pieces.add(slot, row, start.cached, len(start.ids))
         self._compute_prompts()
+        self._new.latest = NO_SLOTS
         if self._pieces and not self._new.left.any():
             return []  # no prompt is complete
         self._new.add(self._decoding.next())

@@ -178,6 +178,21 @@ class WeightMatrix:
         )
 
 
+def request(given: str, dtype: str) -> None:
+    """Begin to compile what stores a model's matrices of the dtype `given`, also transposed ones.
+
+    The first one would else wait for each of these kernels in turn.
+    """
+    w, most = cupy.empty((32, 32), FLOATS[given]), cupy.empty(32, "float32")
+    conversions.absmax(w, most, "NK")
+    conversions.store(w, w, transposed=True)
+    if dtype in FP8:
+        scale = most if dtype == SCALED else None
+        conversions.to_fp8(w, scale, cupy.empty(w.shape, "uint8"), dtype, "NK")
+    elif dtype != given:
+        conversions.store(w, cupy.empty(w.shape, FLOATS[dtype]))
+
+
 def check_finite(name: str, array: NDArray[Any]) -> None:
     """Raise InputError, with the first position, if a host tensor has infinity or NaN."""
     bad = ~np.isfinite(array.astype(np.float32, copy=False))
