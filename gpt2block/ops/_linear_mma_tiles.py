@@ -37,10 +37,11 @@ class Tile(NamedTuple):
 # so that tensor cores wait less. With weights of 4 bytes large ones need too many registers.
 FEW = Tile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
 SLIM = Tile(64, 32, (4, 1), 5, blocks=3)
+SLIM_LONG = Tile(64, 32, (4, 2), 5, blocks=2)  # with weights of 4 bytes, where K is long
 EVEN = Tile(64, 64, (2, 2), 5, blocks=2)  # the largest with weights of 4 bytes
 WIDE = Tile(64, 96, (2, 3), 5, blocks=2)
 LARGE = Tile(64, 128, (2, 2), 4, blocks=2)
-TILES = FEW, SLIM, EVEN, WIDE, LARGE
+TILES = FEW, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 
 
 def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
@@ -64,7 +65,8 @@ def choose(
     dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
     the smallest one with which the grid fills the GPU, and shares the splits of K equally.
     """
-    wide, large = (EVEN, EVEN) if BYTES.get(dtype) == FLOAT else (WIDE, LARGE)
+    floats = BYTES.get(dtype) == FLOAT
+    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
     if FEW.rows >= M:
         tile = FEW
@@ -73,14 +75,23 @@ def choose(
     elif K >= LONG_K and SLIM.rows < M:
         tile, filled = large, math.inf
     else:
-        tile, filled = SLIM, FULL * sms
+        tile, filled = SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
     parts = splits(K)[0]
     clusters = range(1, parts + 1) if capability >= CLUSTER_CAPABILITY else (1,)
     fitting = [n for n in clusters if parts % n == 0]
+
+    def enough(one: Tile, full: float) -> list[int]:
+        """The clusters with so many blocks; the sums of a larger one take less memory."""
+        tiles = count_tiles(one, M, N)
+        return [n for n in fitting if tiles * n >= full] or fitting[-1:]
+
+    if floats and tile is SLIM:
+        grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
+        if grid > tile.blocks * sms:  # a second wave of blocks
+            tile, filled = EVEN, FILLED * sms
     for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM where a tile does not fit
         tiles = count_tiles(one, M, N)
-        enough = [n for n in fitting if tiles * n >= full] or fitting[-1:]
-        for cluster in enough:  # the sums of a larger one take less memory
+        for cluster in enough(one, full):
             wanted = min(one.blocks, ceil(tiles * cluster / sms))
             pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
             for blocks in range(wanted, 0, -1):
