@@ -76,8 +76,12 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
             }
         }
         if constexpr (TERM_WIDTH > 0) {
+            const long long first = term_place(row, k, N, LN_C);
 #pragma unroll
-            for (int e = 0; e < LN_X; ++e) out[term_place(row, k + e, N, LN_C)] = v[e];
+            for (int e = 0; e + 1 < LN_X; e += 2) {
+                const long long high = further_place(first, e);
+                out[high] = v[e], out[low_place(high)] = v[e + 1];
+            }
         } else {
             Values::store(out + (long long)row * LN_C + k, v);
         }

@@ -58,3 +58,16 @@ __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     const unsigned unit = at / (4 * EACH) * (EACH / 2) + at % EACH / 2;
     return (long long)first * K + ((long long)(unit / 8) * 2 * rows + line) * 32 + (unit % 8 ^ line % 8) * 4 + lane;
 }
+
+// From the place of the high terms of a pair: where its low ones are, in the next line, where swizzling has exchanged
+// each unit with its neighbour.
+template <int WIDTH = TERM_WIDTH>
+__device__ __forceinline__ long long low_place(long long high) {
+    return WIDTH == 0 ? high + 1 : (high ^ 4) + 32;
+}
+
+// From the place of the high terms at k, a multiple of 4 or of 8: where those of the pair at k + e are, with e less than
+// this multiple.
+__device__ __forceinline__ long long further_place(long long first, int e) {
+    return TERM_WIDTH == 0 ? first + e : first ^ 2 * e;
+}

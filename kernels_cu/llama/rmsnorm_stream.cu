@@ -81,12 +81,14 @@ __device__ __forceinline__ void normalize(const float* weight, T* out, float out
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
         if constexpr (RS_TERMS) {
+            const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
 #pragma unroll
             for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
                 unsigned high, low;
                 split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
-                narrow_to(out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)], __int_as_float((int)high));
-                narrow_to(out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)], __int_as_float((int)low));
+                const long long place = further_place(first, e);
+                narrow_to(out[place], __int_as_float((int)high));
+                narrow_to(out[low_place(place)], __int_as_float((int)low));
             }
         } else {
             Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);

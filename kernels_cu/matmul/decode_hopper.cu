@@ -57,8 +57,9 @@ struct AddTerms : Add {
     __device__ void store_two(int m, int n, float2 v, LateTwo) const {
         unsigned high, low;
         split_pair<order::KIND>(v.x, v.y, 1.0f, high, low);
-        out[term_place<order::WIDTH>(m, n, M, N)] = __int_as_float((int)high);
-        out[term_place<order::WIDTH>(m, n + 1, M, N)] = __int_as_float((int)low);
+        const long long place = term_place<order::WIDTH>(m, n, M, N);
+        out[place] = __int_as_float((int)high);
+        out[low_place<order::WIDTH>(place)] = __int_as_float((int)low);
     }
 };
 
