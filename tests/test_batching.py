@@ -232,23 +232,25 @@ def test_each_row_has_its_own_end() -> None:
     assert reasons == ["stop", "stop", "stop", "length", "stop"]
 
 
-def test_whole_rows_come_with_their_first_token_and_at_their_end() -> None:
+def test_held_rows_come_where_they_may_have_ended() -> None:
     engine = MarkovEngine(cycle(257))
     rows = [
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # whole
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # whole
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # held
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # held
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=7),
     ]
     for row in rows[:2]:
-        row.whole = True
+        row.held = True
     batch = Batch(engine, 3, 64)
     batch.submit(rows)
-    steps, firsts = [], []
+    steps, firsts, begun = [], [], []
     while batch.busy:
         steps.append([rows.index(row) for row in batch.step()])
         firsts.append(batch.firsts.tolist())
+        begun.append(batch.begun)
         assert len(batch.latest) == len(firsts[-1])
-    assert steps == [[0, 1, 2], [2], [2], [1, 2], [2], [0, 2], [2]]
+    assert steps == [[2], [2], [2], [1, 2], [2], [0, 2], [2]]
+    assert begun == [rows, *[[]] * 6]
     assert firsts == [[True] * 3, *[[False] * 3] * 3, *[[False] * 2] * 2, [False]]
     assert [row.text for row in rows] == ["bcde", "bcde", "bcdefgh"]
 

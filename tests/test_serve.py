@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -816,7 +817,7 @@ def test_events_that_come_together_are_sent_together() -> None:
 
     async def sent(*groups: list[service.Piece]) -> list[bytes]:
         given: Any = Given()
-        row: Any = None
+        row: Any = SimpleNamespace(held=True)
         answer = answers.Answer(given, [row])
         form = answers.TextForm("small", BYTES)
         form.id = "cmpl-1"

@@ -54,6 +54,10 @@ class Metrics:
             "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
         )
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
+        self.between_pieces = Histogram(
+            "gpt2block_piece_seconds", "Between the pieces of a stream, each of a token or several.",
+            buckets=BETWEEN, registry=registry,
+        ).observe  # fmt: skip
 
     def watch(self, service: Service) -> None:
         """Show what the service is doing."""
@@ -70,7 +74,7 @@ class Metrics:
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,
         )  # fmt: skip
-        between = Intervals("gpt2block_token_seconds", "Between a continuation's tokens.", BETWEEN)
+        between = Intervals("gpt2block_token_seconds", "Between the steps of a continuation's tokens.", BETWEEN)
         self.registry.register(between)
         service.observe_first, service.observe_between = first.observe, between.add
 
