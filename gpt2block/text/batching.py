@@ -107,14 +107,13 @@ class Batch:
         if self._pieces and not self._new.left.any():
             return []  # no prompt is complete
         self._new.add(self._decoding.next())
-        row_of = self._scheduler.row_of
-        self.begun = [row_of(slot) for slot in self.latest[self.firsts].tolist()]
-        taken = self._new.ending
+        rows_of, taken = self._scheduler.rows_of, self._new.ending
+        self.begun = rows_of(self.latest[self.firsts].tolist())
         if each_token:
-            taken = taken | [not row_of(slot).held for slot in self.latest.tolist()]
+            taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
         found, stopped = [], []
         for slot in self.latest[taken].tolist():
-            row = row_of(slot)
+            row = self._scheduler.row_of(slot)
             row.add(*self._new.take(slot))
             found.append(row)
             if row.finish_reason:
