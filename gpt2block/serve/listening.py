@@ -15,7 +15,7 @@ from gpt2block.serve.app import GRACE, Server
 HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
 # How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
 # than a step takes.
-SWITCH_SECONDS = 2e-4
+SWITCH_SECONDS = 5e-4
 # Objects that a collection of garbage waits for; Python's default is 700 or 2,000, a few requests.
 YOUNG_OBJECTS = 20_000
 
