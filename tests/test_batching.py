@@ -255,6 +255,32 @@ def test_held_rows_come_where_they_may_have_ended() -> None:
     assert [row.text for row in rows] == ["bcde", "bcde", "bcdefgh"]
 
 
+def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
+    """With log-probabilities and text; a stop string ends it at its token in any case."""
+    engine = MarkovEngine(cycle(257))
+    rows = [
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9, stop=["efg"]),
+    ]
+    batch = Batch(engine, 2, 64)
+    batch.submit(rows)
+    assert batch.step() == rows
+    assert [row.take() for row in rows] == ["b", "b"]
+    for row in rows:
+        row.held = True
+    assert [batch.step() for _ in range(3)] == [[]] * 3
+    rows[0].held = False
+    assert batch.step() == rows[:1]
+    assert rows[0].take() == "cdef"
+    assert [len(each) for each in rows[0].take_tokens()[:2]] == [5, 5]
+    rows[0].held = True
+    assert batch.step() == rows[1:]
+    assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
+    assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
+    finish(batch)
+    assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
+
+
 def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
     engine = MarkovEngine(cycle(257))
     first, second, third = (
@@ -276,16 +302,19 @@ def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
         first.result()
 
 
-def test_a_row_with_wrong_logits_ends_alone() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
     table = cycle(257)
     table[ord("x")] = np.nan
     engine = MarkovEngine(table)
     rows = [row_of(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in ("u", "a")]
+    rows[0].held = held
     batch = Batch(engine, 2, 64)
     batch.submit(rows)
     finish(batch)
     assert rows[0].finish_reason == "error"
     assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
+    assert rows[0].text == "vwx"
     assert (rows[1].text, rows[1].error) == ("bcde", None)
     with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
         generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)

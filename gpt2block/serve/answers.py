@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from gpt2block.serve.protocol import ApiError
@@ -25,6 +25,7 @@ from gpt2block.text.rows import Row, Tops
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability
+MOST_TOGETHER = 3  # tokens in a piece; more show that events take longer than tokens
 RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
@@ -128,9 +129,9 @@ class Answer:
             yield new
             left -= sum(piece.finish_reason is not None for _, piece in new)
 
-    def go_on(self, sent: Sequence[tuple[int, Piece]]) -> None:
-        """Let the rows of these pieces give their next ones."""
-        for index, _ in sent:
+    def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """Let the rows of these pieces, which are being sent, give their next ones."""
+        for index, _ in pieces:
             self.rows[index].held = False
 
     def leave(self) -> None:
@@ -289,9 +290,9 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Server-sent events; those of pieces that have come together are sent together.
 
-    A row gives its next piece when the last one has been sent. observe: called with the seconds
-    between pieces. usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
-    choice, for the first event that has the choice; None without any token ids.
+    usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
+    choice, for the first event that has the choice; None without any token ids. observe: called
+    with the seconds between one piece and the next, as they are sent.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -316,6 +317,7 @@ async def streamed(
     try:
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
+                answer.go_on(new)
                 count += sum(len(piece.tokens) for _, piece in new)
                 found = [
                     event(delta(index, _part(piece), piece.tokens))
@@ -328,7 +330,8 @@ async def streamed(
                     if last:
                         observe(now - last)
                     last = now
-                answer.go_on(new)
+                    if max(len(piece.tokens) for _, piece in new) > MOST_TOGETHER:
+                        sleep(0)  # offers Python's lock: steps add tokens to events that wait
     except ApiError as error:
         yield _event(json.dumps(error.body))
         return

@@ -55,7 +55,7 @@ class Metrics:
         )
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
         self.between_pieces = Histogram(
-            "gpt2block_piece_seconds", "Between the pieces of a stream, each of a token or several.",
+            "gpt2block_piece_seconds", "Between a stream's pieces, each of a token or several.",
             buckets=BETWEEN, registry=registry,
         ).observe  # fmt: skip
 
@@ -74,7 +74,9 @@ class Metrics:
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,
         )  # fmt: skip
-        between = Intervals("gpt2block_token_seconds", "Between the steps of a continuation's tokens.", BETWEEN)
+        between = Intervals(
+            "gpt2block_token_seconds", "Between the steps of a continuation's tokens.", BETWEEN
+        )
         self.registry.register(between)
         service.observe_first, service.observe_between = first.observe, between.add
 

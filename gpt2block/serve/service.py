@@ -60,8 +60,8 @@ def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
 class Service:
     """Rows of requests in one batch, stepped by a thread of its own.
 
-    A row is held once a piece of it is delivered. Whoever has sent that piece lets it go: its next
-    piece has all tokens until then. With little to send that is one, with much it is several.
+    A row is held from when a piece of it is delivered until that piece is being sent. Its next one
+    has all tokens until then: one where little is to be sent, several where much is.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
     pieces are delivered. seconds: in which a row has to end; None: no limit. observe_first,
