@@ -55,7 +55,7 @@ class Metrics:
         )
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
         self.between_pieces = Histogram(
-            "gpt2block_piece_seconds", "Between a stream's pieces, each of a token or several.",
+            "gpt2block_piece_seconds", "Between the events of a stream, of one token or more.",
             buckets=BETWEEN, registry=registry,
         ).observe  # fmt: skip
 
