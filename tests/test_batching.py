@@ -62,7 +62,7 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 @EVERYWHERE
 def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
-    """On a GPU with the same bits. Some rows are cancelled, while they wait or run."""
+    """On a GPU with the same bits. Some rows are cancelled, waiting or running; some are held."""
     rng = np.random.default_rng(4)
     with on(device):
         m = model(device)
@@ -73,7 +73,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
         ]
         rows = [row_of(m.engine, ids, **options) for ids, options in asked]
         for row in rows[::3]:
-            row.whole = True
+            row.held = True
         batch, arriving = Batch(m.engine, 5, TINY.n_ctx), list(rows)
         cancelled = []
         while arriving or batch.busy:
@@ -81,6 +81,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
             batch.submit(new)
             if batch.busy:
                 batch.step(each_token=bool(rng.integers(2)))
+                rows[int(rng.integers(count))].held ^= True
             ended = [row for row in rows if row not in arriving and rng.random() < 0.02]
             cancelled += [row for row in ended if not row.finish_reason]
             batch.cancel(ended)

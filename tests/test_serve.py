@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 import load  # noqa: E402
@@ -876,8 +876,8 @@ class Gate:
 
 def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
     async def sent() -> list[tuple[str, int]]:
-        engine, gate = Slow(), Gate()
-        engine.go = gate  # type: ignore[assignment]
+        engine: Any = Slow()
+        engine.go = gate = Gate()
         loop = asyncio.get_running_loop()
         running = service.Service(service.batch_of(engine, 1), 1, loop)
         (row,) = Run(engine, BYTES, "a", max_new_tokens=99, temperature=0).rows
@@ -899,7 +899,8 @@ def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
 
 def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let pieces take long to be sent, so that those after them have several tokens; how many."""
-    go_on, lengths = answers.Answer.go_on, []
+    go_on = answers.Answer.go_on
+    lengths: list[int] = []
 
     def late(self: Any, pieces: Any) -> None:
         lengths.extend(len(piece.tokens) for _, piece in pieces)
@@ -1043,7 +1044,7 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings are made before it serves, and are those that `settle` names."""
     calls: list[str] = []
     monkeypatch.setattr(listening, "settle", lambda: calls.append("settle"))
-    monkeypatch.setattr(listening.uvicorn.Server, "run", lambda *_: calls.append("run"))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: calls.append("run"))
     gpt2block("serve", "--model", "shakespeare", "--device", "cpu", "--port", 0)
     assert calls == ["settle", "run"]
     code = (

@@ -52,6 +52,9 @@ class Encoding(Protocol):
     def special_tokens_set(self) -> set[str]:
         """The names of the special tokens."""
 
+    def __hash__(self) -> int:
+        """That of the object: the bytes of its tokens are remembered by it."""
+
 
 class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
