@@ -1009,12 +1009,19 @@ def test_metrics_count_each_token_once(model: Any) -> None:
 
 def test_intervals() -> None:
     found = metrics.Intervals("seconds", "A text.", (0.5, 1, 2))
-    for seconds in ([0.1, 0.5, 0.6], [], [2.5, 1]):
+    for seconds in ([0.1, 0.5, 0.6], []):
         found.add(np.array(seconds))
+    found.note(2.5)
+    found.note(1)
     (family,) = found.collect()
     values = {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
     assert [values["seconds_bucket", le] for le in ("0.5", "1.0", "2.0", "+Inf")] == [2, 4, 4, 5]
     assert values["seconds_sum",] == pytest.approx(4.7)
+    for _ in range(metrics.AT_ONCE):
+        found.note(0.5)
+    assert not found._noted
+    (family,) = found.collect()
+    assert family.samples[0].value == 2 + metrics.AT_ONCE
 
 
 # --- the command ----------------------------------------------------------------------------------

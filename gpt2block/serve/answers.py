@@ -25,7 +25,7 @@ from gpt2block.text.rows import Row, Tops
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability
-MOST_TOGETHER = 3  # tokens in a piece; more show that events take longer than tokens
+MOST_TOGETHER = 3  # tokens sent at once; more show that events take longer than tokens
 RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
@@ -318,7 +318,8 @@ async def streamed(
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 answer.go_on(new)
-                count += sum(len(piece.tokens) for _, piece in new)
+                tokens = sum(len(piece.tokens) for _, piece in new)
+                count += tokens
                 found = [
                     event(delta(index, _part(piece), piece.tokens))
                     for index, piece in new
@@ -330,7 +331,7 @@ async def streamed(
                     if last:
                         observe(now - last)
                     last = now
-                    if max(len(piece.tokens) for _, piece in new) > MOST_TOGETHER:
+                    if tokens > MOST_TOGETHER:
                         sleep(0)  # offers Python's lock: steps add tokens to events that wait
     except ApiError as error:
         yield _event(json.dumps(error.body))
