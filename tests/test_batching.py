@@ -62,7 +62,7 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 @EVERYWHERE
 def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
-    """On a GPU with the same bits. Some rows are cancelled, while they wait or run."""
+    """On a GPU with the same bits. Some rows are cancelled, waiting or running; some are held."""
     rng = np.random.default_rng(4)
     with on(device):
         m = model(device)
@@ -73,7 +73,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
         ]
         rows = [row_of(m.engine, ids, **options) for ids, options in asked]
         for row in rows[::3]:
-            row.whole = True
+            row.held = True
         batch, arriving = Batch(m.engine, 5, TINY.n_ctx), list(rows)
         cancelled = []
         while arriving or batch.busy:
@@ -81,6 +81,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
             batch.submit(new)
             if batch.busy:
                 batch.step(each_token=bool(rng.integers(2)))
+                rows[int(rng.integers(count))].held ^= True
             ended = [row for row in rows if row not in arriving and rng.random() < 0.02]
             cancelled += [row for row in ended if not row.finish_reason]
             batch.cancel(ended)
@@ -232,25 +233,53 @@ def test_each_row_has_its_own_end() -> None:
     assert reasons == ["stop", "stop", "stop", "length", "stop"]
 
 
-def test_whole_rows_come_with_their_first_token_and_at_their_end() -> None:
+def test_held_rows_come_where_they_may_have_ended() -> None:
     engine = MarkovEngine(cycle(257))
     rows = [
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # whole
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # whole
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # held
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # held
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=7),
     ]
     for row in rows[:2]:
-        row.whole = True
+        row.held = True
     batch = Batch(engine, 3, 64)
     batch.submit(rows)
-    steps, firsts = [], []
+    steps, firsts, begun = [], [], []
     while batch.busy:
         steps.append([rows.index(row) for row in batch.step()])
         firsts.append(batch.firsts.tolist())
+        begun.append(batch.begun)
         assert len(batch.latest) == len(firsts[-1])
-    assert steps == [[0, 1, 2], [2], [2], [1, 2], [2], [0, 2], [2]]
+    assert steps == [[2], [2], [2], [1, 2], [2], [0, 2], [2]]
+    assert begun == [rows, *[[]] * 6]
     assert firsts == [[True] * 3, *[[False] * 3] * 3, *[[False] * 2] * 2, [False]]
     assert [row.text for row in rows] == ["bcde", "bcde", "bcdefgh"]
+
+
+def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
+    """With log-probabilities and text; a stop string ends it at its token in any case."""
+    engine = MarkovEngine(cycle(257))
+    rows = [
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),
+        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9, stop=["efg"]),
+    ]
+    batch = Batch(engine, 2, 64)
+    batch.submit(rows)
+    assert batch.step() == rows
+    assert [row.take() for row in rows] == ["b", "b"]
+    for row in rows:
+        row.held = True
+    assert [batch.step() for _ in range(3)] == [[]] * 3
+    rows[0].held = False
+    assert batch.step() == rows[:1]
+    assert rows[0].take() == "cdef"
+    assert [len(each) for each in rows[0].take_tokens()[:2]] == [5, 5]
+    rows[0].held = True
+    assert batch.step() == rows[1:]
+    assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
+    assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
+    finish(batch)
+    assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
 
 
 def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
@@ -274,16 +303,19 @@ def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
         first.result()
 
 
-def test_a_row_with_wrong_logits_ends_alone() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
     table = cycle(257)
     table[ord("x")] = np.nan
     engine = MarkovEngine(table)
     rows = [row_of(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in ("u", "a")]
+    rows[0].held = held
     batch = Batch(engine, 2, 64)
     batch.submit(rows)
     finish(batch)
     assert rows[0].finish_reason == "error"
     assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
+    assert rows[0].text == "vwx"
     assert (rows[1].text, rows[1].error) == ("bcde", None)
     with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
         generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import random
@@ -21,13 +22,14 @@ from contextlib import suppress
 from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 import load  # noqa: E402
@@ -35,7 +37,7 @@ import load  # noqa: E402
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
-from gpt2block.text.generation import generate  # noqa: E402
+from gpt2block.text.generation import Run, generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
@@ -561,6 +563,9 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         assert engine.steps < 99_999
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
+        counted = running.server.metrics.registry.get_sample_value
+        status = {"path": COMPLETION, "status": "200" if stream else "499"}
+        assert counted("gpt2block_requests_total", status) == 3 + stream
 
 
 def test_scoring_stops_nobody_and_ends_with_its_client(
@@ -816,17 +821,21 @@ def test_events_that_come_together_are_sent_together() -> None:
 
     async def sent(*groups: list[service.Piece]) -> list[bytes]:
         given: Any = Given()
-        row: Any = None
+        row: Any = SimpleNamespace(held=True)
         answer = answers.Answer(given, [row])
         form = answers.TextForm("small", BYTES)
         form.id = "cmpl-1"
         found = []
-        events = answers.streamed(answer, form, [answers.Echo()], False, None)
+        times: list[float] = []
+        observe = times.append
+        events = answers.streamed(answer, form, [answers.Echo()], False, None, observe=observe)
         for group in groups:
             for piece in group:
                 given.deliver(piece)
             found.append(await anext(events))
-        return [*found, *[event async for event in events]]
+        rest = [event async for event in events]
+        assert len(times) == len(groups) - 1
+        return [*found, *rest]
 
     together = asyncio.run(sent([*parts, last]))
     alone = asyncio.run(sent([parts[0]], parts[1:], [last]))
@@ -838,11 +847,112 @@ def test_events_that_come_together_are_sent_together() -> None:
         "c\n",
         "d",
     ]
-    failed = asyncio.run(sent([parts[0], late]))
-    assert [json.loads(event[6:]).get("error", {}).get("code") for event in failed] == [
-        None,
-        "timeout",
-    ]
+    for failure, texts in ((late, ["ab"]), (late._replace(text="e"), ["ab", "e"])):
+        failed = [json.loads(each[6:]) for event in asyncio.run(sent([parts[0], failure]))
+                  for each in event.split(b"\n\n")[:-1]]  # fmt: skip
+        assert [each["choices"][0]["text"] for each in failed[:-1]] == texts
+        assert failed[-1]["error"]["code"] == "timeout"
+
+
+class Gate:
+    """Lets the steps of an engine pass, in place of the event of Slow."""
+
+    def __init__(self) -> None:
+        self._asked = self._passed = 0
+        self._free = threading.Semaphore(0)
+
+    def wait(self, seconds: float) -> None:
+        self._asked += 1
+        self._free.acquire(timeout=seconds)
+
+    async def let(self, steps: int) -> None:
+        """Let so many steps pass, and wait until the next one asks."""
+        self._passed += steps
+        for _ in range(steps):
+            self._free.release()
+        while self._asked <= self._passed:
+            await asyncio.sleep(0.001)
+
+
+def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
+    async def sent() -> list[tuple[str, int]]:
+        engine: Any = Slow()
+        engine.go = gate = Gate()
+        loop = asyncio.get_running_loop()
+        running = service.Service(service.batch_of(engine, 1), 1, loop)
+        (row,) = Run(engine, BYTES, "a", max_new_tokens=99, temperature=0).rows
+        answer, found = answers.Answer(running, [row]), []
+        async with contextlib.aclosing(answer.pieces()) as pieces:
+            for meanwhile in (0, 3, 0):
+                await gate.let(1)
+                new = await anext(pieces)
+                found += [(piece.text, len(piece.tokens)) for _, piece in new]
+                await gate.let(meanwhile)
+                answer.go_on(new)
+        answer.close()
+        gate._free.release()
+        await asyncio.to_thread(running.close)
+        return found
+
+    assert asyncio.run(sent()) == [("b", 1), ("c", 1), ("defg", 4)]
+
+
+def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let pieces take long to be sent, so that those after them have several tokens; how many."""
+    go_on = answers.Answer.go_on
+    lengths: list[int] = []
+
+    def late(self: Any, pieces: Any) -> None:
+        lengths.extend(len(piece.tokens) for _, piece in pieces)
+        asyncio.get_running_loop().call_later(0.05, go_on, self, pieces)
+
+    monkeypatch.setattr(answers.Answer, "go_on", late)
+    return lengths
+
+
+def test_pieces_of_several_tokens_are_the_whole(
+    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = late_pieces(monkeypatch)
+    sent = partial(server.server.metrics.registry.get_sample_value, "gpt2block_piece_seconds_count")
+    before = sent() or 0
+    asked: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 40, "n": 2}
+    asked |= {"stop": ["\x07", "no"], "extra_body": {"return_token_ids": True}}
+    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    texts: dict[str, Any] = {"prompt": ["ab", "c"], "logprobs": 2}
+    whole = client.completions.create(**asked, **texts)
+    chunks = list(client.completions.create(**streamed, **texts))
+    assert max(lengths) > 1
+    assert before < (sent() or 0) < before + len(chunks)
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert parts[-1].finish_reason == choice.finish_reason
+        assert [id for part in parts for id in part.token_ids] == choice.token_ids
+        for name in ("tokens", "text_offset"):
+            joined = [each for part in parts for each in getattr(part.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name)
+        joined = [each for part in parts for each in part.logprobs.token_logprobs]
+        assert joined == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+        tops = [sorted(top) for part in parts for top in part.logprobs.top_logprobs]
+        assert tops == [sorted(top) for top in choice.logprobs.top_logprobs]
+
+
+def test_pieces_of_several_tokens_of_a_chat(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = late_pieces(monkeypatch)
+    asked: dict[str, Any] = {"model": "small", "seed": 4, "max_tokens": 40, "messages": HELLO}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    (whole,) = client.chat.completions.create(**asked).choices
+    parts = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+    assert max(lengths) > 1
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
+    entries = [each for part in parts if part.logprobs for each in part.logprobs.content]
+    for entry, expected in zip(entries, whole.logprobs.content, strict=True):
+        assert (entry.token, entry.bytes) == (expected.token, expected.bytes)
+        assert [top.token for top in entry.top_logprobs] == [
+            top.token for top in expected.top_logprobs
+        ]
 
 
 def test_large_bodies_are_read_in_a_thread(
@@ -899,12 +1009,19 @@ def test_metrics_count_each_token_once(model: Any) -> None:
 
 def test_intervals() -> None:
     found = metrics.Intervals("seconds", "A text.", (0.5, 1, 2))
-    for seconds in ([0.1, 0.5, 0.6], [], [2.5, 1]):
+    for seconds in ([0.1, 0.5, 0.6], []):
         found.add(np.array(seconds))
+    found.note(2.5)
+    found.note(1)
     (family,) = found.collect()
     values = {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
     assert [values["seconds_bucket", le] for le in ("0.5", "1.0", "2.0", "+Inf")] == [2, 4, 4, 5]
     assert values["seconds_sum",] == pytest.approx(4.7)
+    for _ in range(metrics.AT_ONCE):
+        found.note(0.5)
+    assert not found._noted
+    (family,) = found.collect()
+    assert family.samples[0].value == 2 + metrics.AT_ONCE
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -928,6 +1045,21 @@ def test_wrong_options(
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("abc\n")
     assert error in gpt2block("serve", "--model", "shakespeare", *arguments).error
+
+
+def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings are made before it serves, and are those that `settle` names."""
+    calls: list[str] = []
+    monkeypatch.setattr(listening, "settle", lambda: calls.append("settle"))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: calls.append("run"))
+    gpt2block("serve", "--model", "shakespeare", "--device", "cpu", "--port", 0)
+    assert calls == ["settle", "run"]
+    code = (
+        "import gc, sys; from gpt2block.serve import listening; listening.settle(); "
+        "print(sys.getswitchinterval(), gc.get_threshold()[0], gc.get_freeze_count() > 10_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.0005", "20000", "True"]
 
 
 def test_a_port_that_is_taken() -> None:

@@ -67,7 +67,7 @@ def serve(
     import uvicorn  # noqa: PLC0415
 
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
-    from gpt2block.serve.listening import config  # noqa: PLC0415
+    from gpt2block.serve.listening import config, settle  # noqa: PLC0415
 
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and not _loopback(host):
@@ -95,6 +95,7 @@ def serve(
     Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have gone
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended
+    settle()
     uvicorn.Server(config(server, connections)).run([listening])
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter, sleep
 from typing import Any
 
 from gpt2block.serve.protocol import ApiError
@@ -24,6 +25,7 @@ from gpt2block.text.rows import Row, Tops
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability
+MOST_TOGETHER = 3  # tokens sent at once; more show that events take longer than tokens
 RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
@@ -79,6 +81,8 @@ def _failure(piece: Piece) -> ApiError | None:
     """What a client is told about a row that failed."""
     if piece.finish_reason == "error":
         return ApiError(500, piece.error or "an error")
+    if piece.finish_reason == "cancelled":
+        return ApiError(499, "the client is gone")
     if piece.finish_reason == "deadline":
         problem = "the server did not finish it in time: try again later, or ask for less"
         return ApiError(504, problem, code="timeout")
@@ -111,19 +115,28 @@ class Answer:
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
         """The pieces of all rows, with their indices, until all have ended.
 
-        Together come those that have come since the last ones, before a failure if there is one.
+        Together come those that have come since the last ones, up to a failure if there is one.
         """
         left = len(self.rows)
         while left:
             await self._some.wait()
             self._some.clear()
             new, self._pieces = self._pieces, []
-            for at, (_, piece) in enumerate(new):
+            for at, (index, piece) in enumerate(new):
                 if failure := _failure(piece):
-                    yield new[:at]
+                    yield [*new[:at], (index, piece._replace(finish_reason=None))]
                     raise failure
             yield new
             left -= sum(piece.finish_reason is not None for _, piece in new)
+
+    def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """Let the rows of these pieces, which are being sent, give their next ones."""
+        for index, _ in pieces:
+            self.rows[index].held = False
+
+    def leave(self) -> None:
+        """Let `pieces` end with an error, as the client has gone."""
+        self._put(0, Piece("", [], [], [], "cancelled"))
 
     def close(self) -> None:
         """End rows that run or wait."""
@@ -273,11 +286,13 @@ async def streamed(
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
+    observe: Callable[[float], None] = lambda seconds: None,
 ) -> AsyncIterator[bytes]:
     """Server-sent events; those of pieces that have come together are sent together.
 
     usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
-    choice, for the first event that has the choice; None without any token ids.
+    choice, for the first event that has the choice; None without any token ids. observe: called
+    with the seconds between one piece and the next, as they are sent.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -292,7 +307,8 @@ async def streamed(
         found = form.delta(index, part, logprobs, offsets[index])
         return found if prompts is None else {**found, "token_ids": new}
 
-    offsets, count = [Offsets() for _ in echoes], 0
+    offsets, count, last = [Offsets() for _ in echoes], 0, 0.0
+    detailed = logprobs or prompts is not None  # whether tokens without a text are sent
     for index, echo in enumerate(echoes):
         if beginning := form.first(index):
             yield event(beginning)
@@ -301,14 +317,22 @@ async def streamed(
     try:
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
-                count += sum(len(piece.tokens) for _, piece in new)
+                answer.go_on(new)
+                tokens = sum(len(piece.tokens) for _, piece in new)
+                count += tokens
                 found = [
                     event(delta(index, _part(piece), piece.tokens))
                     for index, piece in new
-                    if piece.text or piece.finish_reason or logprobs or prompts is not None
+                    if piece.text or piece.finish_reason or (piece.tokens and detailed)
                 ]
                 if found:
                     yield b"".join(found)
+                    now = perf_counter()
+                    if last:
+                        observe(now - last)
+                    last = now
+                    if tokens > MOST_TOGETHER:
+                        sleep(0)  # offers Python's lock: steps add tokens to events that wait
     except ApiError as error:
         yield _event(json.dumps(error.body))
         return

@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -295,7 +295,7 @@ class Server:
         options |= {"max_new_tokens": most, "top_logprobs": top}
         rows = list(Run(self.model.engine, self.encoding, prompts, **options).rows)
         for row in rows:
-            row.whole = not given.stream
+            row.held = not given.stream
         return rows
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
@@ -307,16 +307,19 @@ class Server:
         if asked.stream:
             wanted = told if asked.usage else None
             events = streamed(
-                answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids
-            )
+                answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
+                self.metrics.between_pieces,
+            )  # fmt: skip
             return _Streamed(events, answer)
         choices = [Choice(echo.text) for echo in asked.echoes]
         for choice, echo in zip(choices, asked.echoes, strict=True):
             choice.scored.add(echo.scored)
             choice.reason = None if asked.rows else "length"
+        gone = asyncio.ensure_future(_leave_if_gone(request, answer))
         try:
-            await _unless_gone(request, whole(answer, choices))
+            await whole(answer, choices)
         finally:
+            gone.cancel()
             answer.close()
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
@@ -445,23 +448,11 @@ async def _body(request: Request) -> bytes:
     return bytes(found)
 
 
-async def _unless_gone(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
-    """Wait; ApiError as soon as the client has gone."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(each) for each in (waiting, gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ApiError(499, "the client is gone")
-        tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _leave_if_gone(request: Request, answer: Answer) -> None:
+    """Wait until the client goes; its answer ends then."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    answer.leave()
 
 
 def _error(error: ApiError) -> Response:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import sys
 from typing import Any
 
 import uvicorn
@@ -11,6 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpt2block.serve.app import GRACE, Server
 
 HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
+# How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
+# than a step takes.
+SWITCH_SECONDS = 5e-4
+# Objects that a collection of garbage waits for; Python's default is 700 or 2,000, a few requests.
+YOUNG_OBJECTS = 20_000
 
 
 class Protocol(H11Protocol):
@@ -42,6 +49,17 @@ class Protocol(H11Protocol):
             self.transport.close()
 
 
+def settle() -> None:
+    """Set up the interpreter of a process that serves, once its model is loaded.
+
+    No collection of garbage looks again at the objects that exist now.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+
+
 def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Config:
     """The settings of uvicorn. connections: that may be open; grace: seconds to end in."""
     return uvicorn.Config(
@@ -53,5 +71,6 @@ def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Conf
         timeout_graceful_shutdown=grace + 1,
         log_level="critical",  # the server has its own log; clients that go are no news
         access_log=False,
+        proxy_headers=False,  # nothing depends on the client's address
         server_header=False,
     )

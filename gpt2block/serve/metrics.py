@@ -16,6 +16,7 @@ from gpt2block.serve.service import Service
 from gpt2block.text.rows import Row
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # seconds
+AT_ONCE = 1024  # values that are noted before they are added
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -25,6 +26,17 @@ class Intervals(Collector):
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, np.array([*bounds, np.inf])
         self._counts, self._total = np.zeros(len(self._bounds), np.int64), 0.0
+        self._noted: list[float] = []
+
+    def note(self, seconds: float) -> None:
+        """Add a value together with later ones. In the thread that collects."""
+        self._noted.append(seconds)
+        if len(self._noted) == AT_ONCE:
+            self._add_noted()
+
+    def _add_noted(self) -> None:
+        noted, self._noted = self._noted, []
+        self.add(np.array(noted))
 
     def add(self, seconds: NDArray[np.float64]) -> None:
         found = np.searchsorted(self._bounds, seconds)
@@ -32,6 +44,7 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
+        self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
@@ -54,6 +67,13 @@ class Metrics:
             "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
         )
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
+        pieces = Intervals(
+            "gpt2block_piece_seconds",
+            "Between the events of a stream, of one token or more.",
+            BETWEEN,
+        )
+        registry.register(pieces)
+        self.between_pieces = pieces.note
 
     def watch(self, service: Service) -> None:
         """Show what the service is doing."""
@@ -70,7 +90,9 @@ class Metrics:
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,
         )  # fmt: skip
-        between = Intervals("gpt2block_token_seconds", "Between a continuation's tokens.", BETWEEN)
+        between = Intervals(
+            "gpt2block_token_seconds", "Between the steps of a continuation's tokens.", BETWEEN
+        )
         self.registry.register(between)
         service.observe_first, service.observe_between = first.observe, between.add
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gpt2block.errors import shown
-from gpt2block.sampling import MOST_ALTERNATIVES
+from gpt2block.sampling import MOST_ALTERNATIVES, LogitBias
 
 MOST_PROMPTS = 256  # of a request
 MOST_SAMPLES = 128
@@ -149,9 +149,11 @@ class Sampled(Drawn):
             found["seed"] = self.seed % 2**64
         return found
 
-    def _biases(self) -> dict[int, float]:
+    def _biases(self) -> LogitBias:
         """By token; JSON has their ids as texts."""
-        given = self.logit_bias or {}
+        given = self.logit_bias
+        if not given:
+            return ()
         for name in given:
             if not TOKEN_ID.fullmatch(name):  # one way to write each, so that none is given twice
                 problem = f"logit_bias: expected token ids, got {shown(name)}"

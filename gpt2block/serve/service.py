@@ -24,7 +24,10 @@ TOKENS_AT_ONCE = 2048  # of prompts, before a step of the rows that run takes no
 
 
 class Piece(NamedTuple):
-    """What a row gained in a step. finish_reason: that of Row once it has ended, else None."""
+    """What a row gained in a step, or in several while it was held.
+
+    finish_reason: that of Row once it has ended, else None.
+    """
 
     text: str
     tokens: list[int]
@@ -56,6 +59,9 @@ def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
 
 class Service:
     """Rows of requests in one batch, stepped by a thread of its own.
+
+    A row is held from when a piece of it is delivered until that piece is being sent. Its next one
+    has all tokens until then: one where little is to be sent, several where much is.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
     pieces are delivered. seconds: in which a row has to end; None: no limit. observe_first,
@@ -133,7 +139,9 @@ class Service:
         if not self._batch.busy:
             return
         rows = self._batch.step()
-        self._note(rows)
+        self._note()
+        for row in rows:
+            row.held = True
         self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
         for row in rows:
             if row.finish_reason:
@@ -161,14 +169,14 @@ class Service:
         self._deliver.pop(id(row), None)
         self._since.pop(id(row), None)
 
-    def _note(self, rows: Sequence[Row]) -> None:
+    def _note(self) -> None:
         now, slots = perf_counter(), self._batch.latest
         if not len(slots):
             return
         self.tokens += len(slots)
         self.observe_between(now - self._last[slots[~self._batch.firsts]])
         self._last[slots] = now
-        for row in rows:
+        for row in self._batch.begun:
             if since := self._since.pop(id(row), None):
                 self.observe_first(now - since)
 
@@ -196,6 +204,5 @@ class Service:
 
 def piece_of(row: Row) -> Piece:
     """What a row gained since its last piece."""
-    text = row.take() if row.finish_reason != "error" else ""
     error = str(row.error) if row.error is not None else None
-    return Piece(text, *row.take_tokens(), row.finish_reason, error)
+    return Piece(row.take(), *row.take_tokens(), row.finish_reason, error)

@@ -55,6 +55,7 @@ class Batch:
         self._vocab_size = engine.config.vocab_size
         self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
         self._started: dict[int, Start] = {}
+        self.begun: list[Row] = []  # that had their first token in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
         self._numbers = count()
 
@@ -97,11 +98,11 @@ class Batch:
     def step(self, each_token: bool = True) -> list[Row]:
         """Compute a token of all rows that run, after parts of prompts for which there are slots.
 
-        Returns rows that took new tokens. each_token: all of them, of rows that are `whole` only at
-        their first token and where they may have ended; else those that may have ended, each with
-        all its tokens. Rows whose deadline has passed are returned alone. Raises RuntimeError when
-        no row runs or waits.
+        Returns rows that took new tokens, each with all that it has in the batch: those that may
+        have ended and, with each_token, those that are not `held`. Rows whose deadline has passed
+        are returned alone. Raises RuntimeError when no row runs or waits.
         """
+        self.begun = []
         if late := self._late():
             self._new.latest = NO_SLOTS
             self.cancel(late, "deadline")
@@ -114,8 +115,12 @@ class Batch:
         if self._pieces and not self._new.left.any():
             return []  # no prompt is complete
         self._new.add(self._decoding.next())
+        rows_of, taken = self._scheduler.rows_of, self._new.ending
+        self.begun = rows_of(self.latest[self.firsts].tolist())
+        if each_token:
+            taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
         found, stopped = [], []
-        for slot in self._new.slots(each_token).tolist():
+        for slot in self.latest[taken].tolist():
             row = self._scheduler.row_of(slot)
             row.add(*self._new.take(slot))
             found.append(row)
@@ -251,18 +256,18 @@ class _NewTokens:
         self._top: dict[int, list[Tops]] = {}  # of slots that report any
         self._endings: dict[Any, _Endings] = {}  # of the rows in slots, by what determines them
         self._of_slot: list[Any] = [None] * slots  # its key there
-        self._begun, self._whole = np.zeros((2, slots), bool)
+        self._begun = np.zeros(slots, bool)
         self._count = np.zeros(slots, np.int64)  # tokens in the arrays
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
-        self._ending = np.empty(0, bool)
+        self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 
     def begin(self, start: Start, row: Row) -> None:
         """Expect tokens of a slot."""
         ends = row.ends
         self.left[start.slot] = start.steps
-        self._begun[start.slot], self._whole[start.slot] = False, row.whole
+        self._begun[start.slot] = False
         self._alternatives[start.slot] = start.alternatives
         key = ends.stop, ends.stop_ids, id(ends.encoding)
         self._of_slot[start.slot] = key
@@ -284,7 +289,7 @@ class _NewTokens:
         wrong = (tokens < 0) | np.isnan(logprobs)
         self.latest, self.firsts = slots, ~self._begun[slots]
         self._begun[slots] = True
-        self._ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
+        self.ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
 
     def _add_top(self, slots: Ids, top: Alternatives) -> None:
         for n in np.flatnonzero(self._alternatives[slots]).tolist():
@@ -302,13 +307,6 @@ class _NewTokens:
             same = np.array([each == key for each in keys])
             found[same] = self._endings[key].of(tokens[same])
         return found
-
-    def slots(self, each_token: bool) -> Ids:
-        """The slots whose tokens are to be taken now, as for Batch.step."""
-        taken = self._ending
-        if each_token:
-            taken = taken | self.firsts | ~self._whole[self.latest]
-        return self.latest[taken]
 
     def take(self, slot: int) -> tuple[list[int], list[float], list[Tops]]:
         """Remove and return tokens of a slot, their log-probabilities, and their alternatives."""

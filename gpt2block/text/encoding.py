@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -51,6 +51,9 @@ class Encoding(Protocol):
     @property
     def special_tokens_set(self) -> set[str]:
         """The names of the special tokens."""
+
+    def __hash__(self) -> int:
+        """That of the object: the bytes of its tokens are remembered by it."""
 
 
 class TokenizersEncoding:
@@ -194,12 +197,26 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
         return "\ufffd".encode()
 
 
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of the tokens that were looked up."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = found = bytes_of_id(self._encoding, token)
+        return found
+
+
+_token_bytes = lru_cache(4)(_TokenBytes)  # of an encoding
+
+
 def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
-    """The bytes of several tokens, as those of `bytes_of_id`."""
-    try:
-        return encoding.decode_bytes(tokens)
-    except KeyError:
-        return b"".join(bytes_of_id(encoding, token) for token in tokens)
+    """The bytes of several tokens, as those of `bytes_of_id`.
+
+    A thread keeps Python's lock meanwhile, which `decode_bytes` of tiktoken would release.
+    """
+    return b"".join(map(_token_bytes(encoding).__getitem__, tokens))
 
 
 def as_array(given: Any, name: str) -> NDArray[Any]:

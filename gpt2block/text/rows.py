@@ -100,7 +100,7 @@ class Row:
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
-        self.whole = False  # whether nobody reads its tokens before it ends, except for the first
+        self.held = False  # whether its tokens stay in a batch until they may have ended it
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._text = Text(ends.stop)
@@ -120,17 +120,21 @@ class Row:
     def add(
         self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Tops] = ()
     ) -> None:
-        """Add tokens, the last of which may end the row. tops: where it has alternatives."""
-        if tokens[-1] < 0 or math.isnan(logprobs[-1]):
-            wrong = "NaN" if tokens[-1] < 0 else "infinite"
-            count = len(self.tokens) + len(tokens) - 1
-            problem = f"the logits are {wrong} after {count} new tokens: "
-            self.error, self.finish_reason = InputError(problem, *BAD_WEIGHTS), "error"
-            return
+        """Add tokens, the last of which may end the row. tops: where it has alternatives.
+
+        Where the logits of the last one were wrong, the others are added.
+        """
+        wrong = "NaN" if tokens[-1] < 0 else "infinite" if math.isnan(logprobs[-1]) else ""
+        if wrong:
+            tokens, logprobs = tokens[:-1], logprobs[:-1]
         self.tokens += tokens
         self.logprobs += logprobs
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
             self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
+        if wrong:
+            problem = f"the logits are {wrong} after {len(self.tokens)} new tokens: "
+            self.error, self.finish_reason = InputError(problem, *BAD_WEIGHTS), "error"
+            return
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
             self._decode()

@@ -97,6 +97,11 @@ class RowScheduler(Generic[Item]):
         assert row is not None
         return row
 
+    def rows_of(self, slots: Sequence[int]) -> list[Item]:
+        """The rows that run in these slots."""
+        found: list[Any] = [self._row_of[slot] for slot in slots]
+        return found
+
     def release(self, slot: int, again: bool = False) -> None:
         """Free a slot. again: its row has not ended and starts another time, before new rows."""
         if again:

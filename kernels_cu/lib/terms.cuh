@@ -66,8 +66,8 @@ __device__ __forceinline__ long long low_place(long long high) {
     return WIDTH == 0 ? high + 1 : (high ^ 4) + 32;
 }
 
-// From the place of the high terms at k, a multiple of 4 or of 8: where those of the pair at k + e are, with e less than
-// this multiple.
+// From the place of the high terms at k, a multiple of 4 or of 8: where those of the pair at k + e are, with e less
+// than this multiple.
 __device__ __forceinline__ long long further_place(long long first, int e) {
     return TERM_WIDTH == 0 ? first + e : first ^ 2 * e;
 }
