@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import Llama, LlamaConfig, LlamaWeights, reference
+from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
 from gpt2block.errors import InputError
@@ -48,6 +48,9 @@ TILES = (
     (2, 2, 2, 1),
     (3, 1, 1, 1),
     (3, 2, 2, 1),
+    (1, 3, 1, 1),
+    (1, 6, 1, 2),
+    (3, 6, 1, 1),
 )
 
 
@@ -95,6 +98,43 @@ def test_the_bits_are_those_of_mma(
 
 @every_weight
 @on_gpu
+def test_outputs_at_any_address(device: Any, dtype: str) -> None:
+    """Two neighbours are one store where both are aligned to 8 bytes, else two."""
+    gpus.cupy_with(90)
+    for M, N in ((5, 130), (70, 130), (70, 131)):
+        x, w = plain.normal(0, M, 256), matrix(N, 256, dtype)
+        bound = bind((cupy.asarray(x), w, None, None, None, on_device(3, M, N)), variant="mma")
+        truth = bound.run().get()
+        for offset in (0, 1):
+            before, out = (cupy.full(offset + M * N, np.nan, "float32") for _ in range(2))
+            before[offset:] = on_device(3, M * N)
+            arrays = [array[offset:].reshape(M, N) for array in (before, out)]
+            inputs = (handed(x, dtype), w, None, None, None, arrays[0])
+            bind(inputs, arrays[1], terms=wanted(dtype), decoding=True).run()
+            assert_same_bits(arrays[1].get(), truth)
+
+
+@every_weight
+@on_gpu
+def test_gelu_to_terms(device: Any, dtype: str) -> None:
+    gpus.cupy_with(90)
+    for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
+        x, w, bias = plain.normal(0, M, 768), matrix(N, 768, dtype), on_device(2, N)
+        floats = bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
+        made = bind(
+            (handed(x, dtype), w, bias),
+            gelu=True,
+            decoding=True,
+            terms=wanted(dtype),
+            to_terms=wanted(dtype),
+        )
+        assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
+        expected = terms(floats, wanted(dtype).dtype, wanted(dtype).width)
+        assert_same_bits(made.run().get(), expected)
+
+
+@every_weight
+@on_gpu
 def test_a_gated_product_and_its_terms(device: Any, dtype: str) -> None:
     gpus.cupy_with(90)
     for M in (1, 5, 40, 130):
@@ -112,11 +152,12 @@ def test_a_gated_product_and_its_terms(device: Any, dtype: str) -> None:
 
 @every_weight
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
+@pytest.mark.parametrize("C", [128, 37])
 @on_gpu
-def test_qkv(device: Any, kv_dtype: str | None, dtype: str) -> None:
+def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str) -> None:
     gpus.cupy_with(90)
-    B, C = 70, 128
-    x, w, bias = plain.normal(0, B, C), matrix(3 * C, C, dtype), on_device(2, 3 * C)
+    B, K = 70, 128
+    x, w, bias = plain.normal(0, B, K), matrix(3 * C, K, dtype), on_device(2, 3 * C)
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     found = []
     for rows, order in ((cupy.asarray(x), None), (handed(x, dtype), wanted(dtype))):
@@ -210,6 +251,22 @@ def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: st
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@on_gpu
+def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+    """Products by wgmma from 33 rows on."""
+    gpus.cupy_with(90)
+    config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
+    model = GPT2(GPT2Weights.random(0, config), device="cuda:0", dtype=dtype)
+    prompts = [[n, 3 * n + 1, 7] for n in range(130)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
+    for rows in (33, 64, 130):
+        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
 def test_the_chosen_kernels_compile_without_spills() -> None:
     """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
     jobs: list[Job] = []
@@ -229,6 +286,13 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
             file = hopper.ROPE_FILE if head else hopper.FILE
             jobs.append((file, "sm_90a", (*stored_as(*stored), *made.defines)))
             only.append("linear_decode_hopper" if gated else "")
+    for M in (64, 256, 512):
+        for N, K, to_terms in ((2304, 768, False), (3072, 768, True), (768, 3072, False)):
+            sizes = M, N, K, "bfloat16"
+            tile = hopper.choose(*sizes, False, sms, most_shared)
+            made = hopper.geometry("", *sizes, tile, to_terms=to_terms)
+            jobs.append((hopper.FILE, "sm_90a", (*stored_as("bfloat16"), *made.defines)))
+            only.append("qkv_decode_hopper" if N == 2304 else "linear_decode_hopper")
     assert_clean(jobs, only)
 
 

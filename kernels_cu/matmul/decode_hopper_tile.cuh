@@ -120,10 +120,20 @@ __device__ __forceinline__ auto late_of(const End& end, int m, int n) {
     else return end.late_two(m, n);
 }
 
+// The first row and column of a block. They are in shared memory while the registers are needed for products.
+struct Corner {
+    int row, column;
+
+    __device__ __forceinline__ int rows(int M) const { return min((int)TERM_ROWS, M - row); }
+    __device__ __forceinline__ int own_column() const {
+        return column + (TWO ? 8 : 16) * ((int)threadIdx.x / 32) + own_row();
+    }
+};
+
 // What the epilogue needs of the rows of a tile, a row for each lane, where it is the same for all columns.
 template <typename End, bool BY_ROW = End::BY_ROW>
 struct Rows {
-    __device__ __forceinline__ void load(const End&, const Share&) {}
+    __device__ __forceinline__ void load(const End&, const Corner&, int) {}
     __device__ __forceinline__ auto late(const End& end, int m, int n, int, bool here) const {
         return here ? late_of(end, m, n) : decltype(late_of(end, m, n)){};
     }
@@ -133,11 +143,11 @@ template <typename End>
 struct Rows<End, true> {
     typename End::Late of_lane[ROW_SETS];
 
-    __device__ __forceinline__ void load(const End& end, const Share& share) {
+    __device__ __forceinline__ void load(const End& end, const Corner& corner, int M) {
 #pragma unroll
         for (int i = 0; i < ROW_SETS; ++i) {
             const int row = threadIdx.x % 32 + 32 * i;
-            of_lane[i] = row < share.rows ? end.late(share.row + row, 0) : typename End::Late{};
+            of_lane[i] = row < corner.rows(M) ? end.late(corner.row + row, 0) : typename End::Late{};
         }
     }
 
@@ -148,19 +158,18 @@ struct Rows<End, true> {
 };
 
 template <typename End>
-__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Totals& all, const Scales& scales,
-                                        const End& end, int M, int N, int K) {
+__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Corner& corner, const Totals& all,
+                                        const Scales& scales, const End& end, int M, int N, int K) {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     __shared__ float4 constants[8 * WARPS];
-    const int n = share.column + (TWO ? 8 : 16) * warp + own_row();
-    load_constants(constants + 8 * warp, n, N, scales);
+    load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     float totals[TILES][2] = {};
     Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
     Rows<End> rows;
-    rows.load(end, share);
+    if (DH_GROUPS == 1) rows.load(end, corner, M);  // else there are no registers to hold it in
     int split = share.first;
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
@@ -178,6 +187,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         *all.kept(tile) = {totals[tile][0], totals[tile][1]};
     }
 
+    if (DH_GROUPS > 1) rows.load(end, corner, M);
+    const int top = corner.row, count = corner.rows(M), n = corner.own_column();
     const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4]};
     // One loop over tiles: a block runs each of its instructions several times, which it has to fetch.
     const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
@@ -188,13 +199,13 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int row = (first + i * DH_SPLITS) * 4 + t;
-            here[i] = row < share.rows && n < N;
-            late[i] = rows.late(end, share.row + row, n, row % DH_ROWS, here[i]);
+            here[i] = row < count && n < N;
+            late[i] = rows.late(end, top + row, n, row % DH_ROWS, here[i]);
         }
         if (DH_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
         float2 total[AHEAD];
         all.get(total, first, splits);
-        outputs.store(end, share.row + first * 4 + t, here, total, late);
+        outputs.store(end, top + first * 4 + t, here, total, late);
     }
 }
 
@@ -208,7 +219,9 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
     const Share share(M, K);
     float2* const pairs = reinterpret_cast<float2*>(stages + DH_STAGES * STAGE);
     const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32};
+    __shared__ Corner corner;
     if (threadIdx.x == 32 * WARPS) {
+        corner = {share.row, share.column};
         prefetch(w);
         for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], DH_SHARES * WARPS);
         init(arrived, 1);
@@ -225,5 +238,5 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();
-    consume(ring, share, totals, scales, end, M, N, K);
+    consume(ring, share, corner, totals, scales, end, M, N, K);
 }
