@@ -4,9 +4,9 @@ And of q, k and v in decoding, into the kv_cache; with RoPE too, by wgmma, for l
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
 matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
-more of them and matmul/decode_hopper.cu for large matrices; matmul/decode.cu where these do not
-apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit activations;
-`matmul_bias` takes plain float32 matrices (K, N).
+more of them and matmul/decode_hopper.cu for large matrices or more rows; matmul/decode.cu where
+these do not apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit
+activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _mma_tiles(c: Call) -> Launch:
     "hopper",
     hopper.FILE,
     "linear_decode_hopper",
-    idea="large matrices on Hopper, with the bits of mma: wgmma, x as terms",
+    idea="large matrices or many rows on Hopper, with the bits of mma: wgmma, x as terms",
 )
 def _hopper(c: Call) -> Launch:
     args = (c.w.scale, c.up.scale if c.up else None, c.bias, *_tile_ends(c))
