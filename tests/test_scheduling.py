@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block.text.scheduling import START_COST, PieceScheduler, RowScheduler
+from gpt2block.text.scheduling import MOST_REMOVED, START_COST, PieceScheduler, RowScheduler
 
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=40)
 
@@ -123,3 +124,30 @@ def test_a_row_that_waits_can_be_removed() -> None:
     assert not pieces.remove("long")
     assert [each[1:] for each in pieces.take()] == [("short", 0, 2, True)]
     assert not pieces
+
+
+class Waiting:
+    """A row that a weak reference may refer to."""
+
+
+@pytest.mark.parametrize("kept", [0, 3, 200])
+def test_removed_rows_are_not_kept_until_their_turn(kept: int) -> None:
+    """While the only slot is taken, rows come and are removed; others wait, in order."""
+    scheduler: RowScheduler[Waiting] = RowScheduler(1)
+    first, others = Waiting(), [Waiting() for _ in range(kept)]
+    scheduler.add([first])
+    assert scheduler.place() == [(0, first)]
+    gone: list[weakref.ref[Waiting]] = []
+    for n in range(2000):
+        came = [Waiting(), *others[n : n + 1]]
+        scheduler.add(came)
+        gone.append(weakref.ref(came[0]))
+        scheduler.remove(came[0])
+        del came
+    assert sum(ref() is not None for ref in gone) <= max(MOST_REMOVED, kept) + 1
+    assert scheduler.waiting == kept
+    for other in others:
+        scheduler.release(0)
+        assert scheduler.place() == [(0, other)]
+    scheduler.release(0)
+    assert not scheduler.busy

@@ -13,6 +13,7 @@ Item = TypeVar("Item")
 
 PIECE = 4096  # tokens of a prompt after which a piece ends, counted from its beginning
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
+MOST_REMOVED = 64  # rows that are kept after they were removed, where fewer wait
 
 
 class RowScheduler(Generic[Item]):
@@ -52,6 +53,15 @@ class RowScheduler(Generic[Item]):
         """Let a waiting row not start."""
         self._removed[id(row)] = row
         self.waiting -= 1
+        if len(self._removed) > max(MOST_REMOVED, self.waiting):
+            self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Keep none of the removed rows, which otherwise stay until their turn comes."""
+        left = [row for rows in self._new for row in rows if id(row) not in self._removed]
+        self._new = deque([iter(left)])
+        self._again = deque(row for row in self._again if id(row) not in self._removed)
+        self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
         """The slots and rows that start now, before the next step."""
