@@ -188,11 +188,14 @@ def in_groups(
 ) -> Iterator[list[Item]]:
     """Split the sequences, in order, into lists of at most `tokens` tokens or of one sequence."""
     group: list[Item] = []
+    taken = 0
     for each in sequences:
-        if group and sum(map(length, group)) + length(each) > tokens:
+        more = length(each)
+        if group and taken + more > tokens:
             yield group
-            group = []
+            group, taken = [], 0
         group.append(each)
+        taken += more
     if group:
         yield group
 

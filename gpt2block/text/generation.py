@@ -6,7 +6,7 @@ not depend on the other rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
@@ -199,6 +199,9 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return self._count
 
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, range(self._count))
+
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
@@ -207,9 +210,12 @@ class Rows(Sequence[Row]):
         selected = range(self._count)[index]
         if isinstance(selected, range):
             return [self[i] for i in selected]
-        if selected not in self._created:
-            self._created[selected] = self._create(selected)
-        return self._created[selected]
+        return self._row(selected)
+
+    def _row(self, index: int) -> Row:
+        if index not in self._created:
+            self._created[index] = self._create(index)
+        return self._created[index]
 
 
 def _check_rows(prompts: int, samples: int) -> None:

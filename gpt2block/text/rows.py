@@ -6,6 +6,7 @@ import codecs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -103,10 +104,14 @@ class Row:
         self.held = False  # whether its tokens stay in a batch until they may have ended it
         self._encoding = encoding
         self._at_end_token = self._closed = False
-        self._text = Text(ends.stop)
         self._decoded = 0  # tokens
         self._pieces: list[str] = []
         self._taken = self._tokens_taken = 0
+
+    @cached_property
+    def _text(self) -> Text:
+        """The decoder of the text, which many rows do without."""
+        return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
         """The row's beginning in a slot, or, if its context is full, its newer half."""
@@ -138,8 +143,9 @@ class Row:
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
             self._decode()
+        stopped = bool(self.ends.stop) and self._text.stopped
         reason: FinishReason | None = None
-        if self._at_end_token or self._text.stopped:
+        if self._at_end_token or stopped:
             reason = "stop"
         elif len(self.tokens) == self.ends.max_new_tokens:
             reason = "length"
@@ -147,7 +153,7 @@ class Row:
             reason = "context"
         if reason:
             self.close()
-            self.finish_reason = "stop" if self._text.stopped else reason
+            self.finish_reason = "stop" if self.ends.stop and self._text.stopped else reason
 
     @property
     def _full(self) -> bool:

@@ -419,9 +419,8 @@ def token_ids(
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
     """InputError for the first id outside the vocabulary; `first` is the position of ids[0]."""
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if wrong.any():
-        at = int(wrong.argmax())
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        at = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
             f"{name}: token {first + at} is {ids[at]}: expected ids from 0 to {vocab_size - 1}"
         )
