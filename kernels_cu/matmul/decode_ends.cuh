@@ -3,10 +3,7 @@
 // matmul/decode_turned.cuh.
 //
 // value() is added() after activate(), which takes several sums at once: their instructions then alternate, while those
-// of one wait for each other.
-//
-// A kernel in which a lane has two neighbouring outputs, n and n + 1, with n even, calls late_two(), added_two() and
-// store_two(). The second one may be outside of the row. BY_ROW: late(m, n) is the same for all n, late_two() as well.
+// of one wait for each other. BY_ROW: late(m, n) is the same for all n.
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
@@ -26,19 +23,11 @@ __device__ __forceinline__ float constant(const float* from) {
 struct Add {
     static constexpr bool TURNED = false, BY_ROW = false;
     typedef float Late;
-    typedef float2 LateTwo;
     const float* residual;  // (M, N) or null; may be out
     float* out;             // (M, N)
     int N, with_gelu;
 
     __device__ Late late(int m, int n) const { return residual ? __ldcg(residual + (long long)m * N + n) : 0.0f; }
-
-    __device__ LateTwo late_two(int m, int n) const {
-        if (!residual) return {};
-        const float* from = residual + (long long)m * N + n;
-        if (together()) return __ldcg(reinterpret_cast<const float2*>(from));
-        return {__ldcg(from), n + 1 < N ? __ldcg(from + 1) : 0.0f};
-    }
 
     template <int COUNT>
     __device__ __forceinline__ void activate(float (&v)[COUNT]) const {
@@ -50,10 +39,6 @@ struct Add {
 
     __device__ float added(float v, Late before) const { return residual ? before + v : v; }
 
-    __device__ float2 added_two(float first, float second, LateTwo before) const {
-        return {added(first, before.x), added(second, before.y)};
-    }
-
     __device__ float value(float v, Late before) const {
         float one[1] = {v};
         activate(one);
@@ -61,21 +46,6 @@ struct Add {
     }
 
     __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
-
-    __device__ void store_two(int m, int n, float2 v, LateTwo) const {
-        float* to = out + (long long)m * N + n;
-        if (together()) {
-            *reinterpret_cast<float2*>(to) = v;
-        } else {
-            to[0] = v.x;
-            if (n + 1 < N) to[1] = v.y;
-        }
-    }
-
-    // Whether two neighbours are one access of 8 bytes.
-    __device__ bool together() const {
-        return N % 2 == 0 && (reinterpret_cast<size_t>(residual) | reinterpret_cast<size_t>(out)) % 8 == 0;
-    }
 };
 
 // As Add, with a residual to which the sums of COUNT splits belong.
@@ -109,10 +79,7 @@ struct AddSums {
 
 struct Append {
     static constexpr bool TURNED = false, BY_ROW = true;
-    typedef long long Late, LateTwo;  // the token's row in the cache seen as (B n_ctx, C), or -1
-    struct alignas(2 * sizeof(KV)) Two {
-        KV first, second;
-    };
+    typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
     float* q;     // (M, C)
     KV* k_cache;  // (B, n_ctx, C)
     KV* v_cache;
@@ -125,13 +92,10 @@ struct Append {
         return b >= 0 && b < B && at >= 0 && at < n_ctx ? (long long)b * n_ctx + at : -1;
     }
 
-    __device__ LateTwo late_two(int m, int n) const { return late(m, n); }
-
     template <int COUNT>
     __device__ void activate(float (&)[COUNT]) const {}
 
     __device__ float added(float v, Late) const { return v; }
-    __device__ float2 added_two(float first, float second, LateTwo) const { return {first, second}; }
     __device__ float value(float v, Late) const { return v; }
 
     __device__ void store(int m, int n, float v, Late at) const {
@@ -141,23 +105,5 @@ struct Append {
             KV* cache = n < 2 * C ? k_cache - C : v_cache - 2 * C;
             cache[at * C + n] = narrowed<KV>(v);
         }
-    }
-
-    __device__ void store_two(int m, int n, float2 v, LateTwo at) const {
-        if (!together()) {
-            store(m, n, v.x, at);
-            if (n + 1 < 3 * C) store(m, n + 1, v.y, at);
-        } else if (n < C) {
-            *reinterpret_cast<float2*>(q + (long long)m * C + n) = v;
-        } else if (at >= 0) {
-            KV* cache = n < 2 * C ? k_cache - C : v_cache - 2 * C;
-            *reinterpret_cast<Two*>(cache + at * C + n) = {narrowed<KV>(v.x), narrowed<KV>(v.y)};
-        }
-    }
-
-    // Whether two neighbours are one access, of the same array.
-    __device__ bool together() const {
-        const size_t caches = reinterpret_cast<size_t>(k_cache) | reinterpret_cast<size_t>(v_cache);
-        return C % 2 == 0 && reinterpret_cast<size_t>(q) % 8 == 0 && caches % sizeof(Two) == 0;
     }
 };

@@ -48,8 +48,8 @@
 #endif
 #include "matmul/decode_hopper_tile.cuh"
 
-// As `Add`, with the terms of out in the order of the next product.
-struct AddTerms : Add {
+// As `AddTwo`, with the terms of out in the order of the next product.
+struct AddTerms : AddTwo {
     int M;
 
     __device__ void store(int m, int n, float v, Late) const { out[term_place<order::WIDTH>(m, n, M, N)] = v; }
@@ -75,9 +75,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     int M, int N, int K, int gelu) {
     const Scales scales{scale, up_scale, bias};
 #if DH_OUT_TERMS
-    run(x, w, up, scales, AddTerms{{residual, out, N, gelu}, M}, M, N, K);
+    run(x, w, up, scales, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
 #else
-    run(x, w, up, scales, Add{residual, out, N, gelu}, M, N, K);
+    run(x, w, up, scales, AddTwo{{residual, out, N, gelu}}, M, N, K);
 #endif
 }
 
@@ -93,6 +93,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     KV* k_cache,                          // (B, n_ctx, C)
     KV* v_cache,                          // (B, n_ctx, C)
     int M, int K, int C, int B, int n_ctx) {
-    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    const AppendTwo end{{q, k_cache, v_cache, row, position, C, B, n_ctx}};
     run(x, w, w, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
 }

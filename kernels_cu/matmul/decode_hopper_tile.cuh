@@ -1,10 +1,10 @@
 // A tile of the products of decoding by wgmma: the sums of its splits, from one block or from a cluster, and the call
-// of an epilogue (matmul/decode_ends.cuh) with each output. The including file selects T and W (lib/storage.cuh).
+// of an epilogue (matmul/decode_pairs.cuh) with each output. The including file selects T and W (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
-#include "matmul/decode_ends.cuh"
 #include "matmul/decode_hopper.cuh"
+#include "matmul/decode_pairs.cuh"
 
 #ifndef DH_OUT_TERMS  // whether out has terms, for another of these products
 #define DH_OUT_TERMS 0
