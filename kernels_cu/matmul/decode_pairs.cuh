@@ -1,5 +1,5 @@
-// The epilogues of matmul/decode_ends.cuh for a kernel in which a lane has two neighbouring outputs, n and n + 1, with n
-// even, which are one access of memory where their addresses permit it. The second one may be outside of the row.
+// The epilogues of matmul/decode_ends.cuh for a kernel in which a lane has two neighbouring outputs, n and n + 1, with
+// n even, which are one access of memory where their addresses permit it. The second one may be outside of the row.
 #pragma once
 #include "matmul/decode_ends.cuh"
 
