@@ -45,12 +45,12 @@ def test_the_bytes_of_a_step() -> None:
     assert f"{token:,} bytes in 16 bits" in TOKEN
     assert f"= {row / 1e6:.1f} MB. 8 rows" in TOKEN
     assert (
-        f"{(weights + 8 * row) / 1e6:.0f} MB, which take {(weights + 8 * row) / 4.23e6:.0f} µs"
+        f"{(weights + 8 * row) / 1e6:.0f} MB, which take {(weights + 8 * row) / 4.20e6:.0f} µs"
         in (re.sub(r"\s+", " ", TOKEN))
     )
     for rows in (1, 64, 256):
         floor = float(figures(TOKEN)[str(rows)][2].replace(",", ""))
-        assert (weights + rows * row) / 4.23e6 == pytest.approx(floor, rel=0.005)
+        assert (weights + rows * row) / 4.20e6 == pytest.approx(floor, rel=0.005)
     assert weights / row == pytest.approx(13.2, abs=0.05)
     assert weights / (2 * row) == pytest.approx(6.6, abs=0.05)
 
