@@ -1024,6 +1024,17 @@ def test_intervals() -> None:
     assert family.samples[0].value == 2 + metrics.AT_ONCE
 
 
+def test_intervals_of_another_thread_are_only_read() -> None:
+    """The thread that steps adds values while they are collected."""
+
+    class Added(metrics.Intervals):
+        def add(self, seconds: Any) -> None:
+            raise AssertionError
+
+    (family,) = Added("seconds", "A text.", (0.5, 1)).collect()
+    assert {sample.value for sample in family.samples} == {0}
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -431,6 +432,24 @@ def test_texts_of_added_tokens_are_those_of_tokenizers(
         expected = known.decode(ids, skip_special_tokens=False)
         assert encoding.decode(ids) == expected
         assert bytes_of_ids(encoding, ids).decode(errors="replace") == expected
+
+
+def test_bytes_of_tokens_are_those_of_the_object() -> None:
+    """Not of an equal one; an encoding need not have a hash."""
+
+    @dataclass
+    class Shifted:
+        name: str
+        first: int = field(compare=False)
+
+        def decode_single_token_bytes(self, token: int) -> bytes:
+            return bytes([self.first + token])
+
+    encodings: list[Any] = [Shifted("same", ord("a") + n) for n in range(9)]
+    for _ in range(2):
+        found = [bytes_of_ids(encoding, [0, 1, 0]) for encoding in encodings]
+        assert found[:2] == [b"aba", b"bcb"]
+        assert len(set(found)) == 9
 
 
 def test_byte_fallback_with_another_decoder_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from gpt2block.text.rows import Row, Tops
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability
-MOST_TOGETHER = 3  # tokens sent at once; more show that events take longer than tokens
+MOST_TOGETHER = 3  # tokens of an event; more show that events take longer than tokens
 RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
@@ -292,7 +292,7 @@ async def streamed(
 
     usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
     choice, for the first event that has the choice; None without any token ids. observe: called
-    with the seconds between one piece and the next, as they are sent.
+    with the seconds from one time that events are sent to the next.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -318,8 +318,8 @@ async def streamed(
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 answer.go_on(new)
-                tokens = sum(len(piece.tokens) for _, piece in new)
-                count += tokens
+                tokens = [len(piece.tokens) for _, piece in new]
+                count += sum(tokens)
                 found = [
                     event(delta(index, _part(piece), piece.tokens))
                     for index, piece in new
@@ -331,7 +331,7 @@ async def streamed(
                     if last:
                         observe(now - last)
                     last = now
-                    if tokens > MOST_TOGETHER:
+                    if max(tokens) > MOST_TOGETHER:
                         sleep(0)  # offers Python's lock: steps add tokens to events that wait
     except ApiError as error:
         yield _event(json.dumps(error.body))

@@ -44,7 +44,8 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
-        self._add_noted()
+        if self._noted:  # else another thread may be adding
+            self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
@@ -69,7 +70,7 @@ class Metrics:
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
         pieces = Intervals(
             "gpt2block_piece_seconds",
-            "Between the events of a stream, of one token or more.",
+            "Between what a stream sends at once, of one token or more.",
             BETWEEN,
         )
         registry.register(pieces)

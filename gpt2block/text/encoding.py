@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -51,9 +52,6 @@ class Encoding(Protocol):
     @property
     def special_tokens_set(self) -> set[str]:
         """The names of the special tokens."""
-
-    def __hash__(self) -> int:
-        """That of the object: the bytes of its tokens are remembered by it."""
 
 
 class TokenizersEncoding:
@@ -198,17 +196,26 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of the tokens that were looked up."""
+    """The bytes of the tokens of an encoding that were looked up."""
 
     def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
+        self.encoding = encoding
 
     def __missing__(self, token: int) -> bytes:
-        self[token] = found = bytes_of_id(self._encoding, token)
+        self[token] = found = bytes_of_id(self.encoding, token)
         return found
 
 
-_token_bytes = lru_cache(4)(_TokenBytes)  # of an encoding
+_latest: deque[_TokenBytes] = deque(maxlen=4)
+
+
+def _token_bytes(encoding: Encoding) -> _TokenBytes:
+    for found in tuple(_latest):
+        if found.encoding is encoding:
+            return found
+    new = _TokenBytes(encoding)
+    _latest.append(new)
+    return new
 
 
 def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:

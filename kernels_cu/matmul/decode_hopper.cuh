@@ -138,8 +138,9 @@ struct Piece {
     Matrix x;
 };
 
-// The row of W that lane 4 g + t has as row g of A; row g + 8 is the next one, or with two matrices that of the second.
-// Eight lanes load at a time, of rows that are 4 apart: their swizzled units are in different banks.
+// The row of W that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the second matrix, or with
+// RoPE half a head further. Eight lanes load at a time, of rows that are 4 apart: their swizzled units are in different
+// banks.
 __device__ __forceinline__ int own_row() {
     const int lane = threadIdx.x % 32, pair = lane / 8;
     return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;

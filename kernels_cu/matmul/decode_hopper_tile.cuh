@@ -15,6 +15,9 @@ constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // and a warp 
 constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // at a time
 constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;                    // of 32 rows
 
+static_assert(DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "the rows of W of a warp have room for its sums");
+static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
+
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
 // The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
