@@ -65,7 +65,8 @@ class Sampling:
     logit_bias: LogitBias = ()  # token → number added to its logit; here as sorted pairs
 
     def __post_init__(self) -> None:
-        # Convert NumPy numbers to Python: -top_k of a uint8 is not negative.
+        # Convert NumPy numbers to Python: -top_k of a uint8 is not negative. What needs neither
+        # that nor an error stays: every call of generate makes a Sampling.
         for name, (least, most, expected) in _NUMBERS.items():
             value = getattr(self, name)
             if type(value) is float and least <= value <= most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,17 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
         STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
 
 
+def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -> None:
+    """Of a few tokens after three prompts, each alone and among so many."""
+    prompts = [[n, 3 * n + 1, 7] for n in range(max(batches))]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
+    for rows in batches:
+        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 @on_gpu
 def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
@@ -242,13 +254,7 @@ def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: st
         n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
     )
     model = Llama(LlamaWeights.random(0, config), device="cuda:0", dtype=dtype)
-    prompts = [[n, 3 * n + 1, 7] for n in range(70)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
-    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
-    for rows in (4, 17, 70):
-        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
-            assert one.tokens == among.tokens
-            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+    assert_same_bits_in_any_batch(model, (4, 17, 70))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -258,13 +264,7 @@ def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str
     gpus.cupy_with(90)
     config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
     model = GPT2(GPT2Weights.random(0, config), device="cuda:0", dtype=dtype)
-    prompts = [[n, 3 * n + 1, 7] for n in range(130)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
-    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
-    for rows in (33, 64, 130):
-        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
-            assert one.tokens == among.tokens
-            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+    assert_same_bits_in_any_batch(model, (33, 64, 130))
 
 
 def test_the_chosen_kernels_compile_without_spills() -> None:

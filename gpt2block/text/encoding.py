@@ -36,9 +36,6 @@ class Encoding(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD. KeyError for an id without a token."""
 
-    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of tokens. KeyError for an id without a token."""
-
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of one token. KeyError for an id without a token."""
 
@@ -133,9 +130,6 @@ class TokenizersEncoding:
             raise KeyError(min(set(ids) - self._tokens.keys()))
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
-
-    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(map(self.decode_single_token_bytes, tokens))
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         if token not in self._bytes:

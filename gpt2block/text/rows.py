@@ -143,9 +143,8 @@ class Row:
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
             self._decode()
-        stopped = bool(self.ends.stop) and self._text.stopped
         reason: FinishReason | None = None
-        if self._at_end_token or stopped:
+        if self._at_end_token or self._stopped:
             reason = "stop"
         elif len(self.tokens) == self.ends.max_new_tokens:
             reason = "length"
@@ -153,7 +152,12 @@ class Row:
             reason = "context"
         if reason:
             self.close()
-            self.finish_reason = "stop" if self.ends.stop and self._text.stopped else reason
+            self.finish_reason = "stop" if self._stopped else reason
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether the text has a whole stop string."""
+        return bool(self.ends.stop) and self._text.stopped
 
     @property
     def _full(self) -> bool:

@@ -33,15 +33,13 @@ struct AddTwo : Add {
 };
 
 struct AppendTwo : Append {
-    typedef Late LateTwo;
     struct alignas(2 * sizeof(KV)) Two {
         KV first, second;
     };
 
-    __device__ LateTwo late_two(int m, int n) const { return late(m, n); }
-    __device__ float2 added_two(float first, float second, LateTwo) const { return {first, second}; }
+    __device__ float2 added_two(float first, float second, Late) const { return {first, second}; }
 
-    __device__ void store_two(int m, int n, float2 v, LateTwo at) const {
+    __device__ void store_two(int m, int n, float2 v, Late at) const {
         if (!together()) {
             store(m, n, v.x, at);
             if (n + 1 < 3 * C) store(m, n + 1, v.y, at);
