@@ -246,19 +246,32 @@ def attention_packed(
     return out
 
 
-@takes("qkv mixed N W; cu_seqlens i32 S -> out mixed N W*n_head//(n_head+2*n_kv_head)")
+@takes(
+    "qkv mixed N W; cu_seqlens i32 S; k? v? other R P D; row? position? i32 N "
+    "-> out mixed N W*n_head//(n_head+2*n_kv_head); k? v? other R P D"
+)
 def attention_varlen(
     qkv: Array,
     cu_seqlens: NDArray[np.integer[Any]],
+    k: Array | None = None,
+    v: Array | None = None,
+    row: NDArray[np.integer[Any]] | None = None,
+    position: NDArray[np.integer[Any]] | None = None,
+    *,
     n_head: int,
     causal: bool = False,
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
 ) -> Array:
-    """`attention` of several sequences, each over itself; rows as in `attention_packed`."""
+    """`attention` of several sequences, each over itself; rows as in `attention_packed`.
+
+    With k, v, row and position, K and V also go to the kv_cache, as `kv_append` does it.
+    """
     heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
     if qkv.shape[1] % heads:
         raise InputError(f"qkv: expected (N, W), W a multiple of {heads} heads, got {qkv.shape}")
+    if k is not None and v is not None and row is not None and position is not None:
+        kv_append(qkv, k, v, row, position)
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:

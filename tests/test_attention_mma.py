@@ -32,13 +32,15 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_THREADS,
     MMA_TILES,
     Tile,
+    alternate_geometry,
+    alternates,
     hopper_geometry,
     mma_geometry,
     mma_stage,
     together,
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.attention import HOPPER, MMA, VARLEN
+from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.caches import Heads, repeated, row_width
@@ -386,7 +388,7 @@ def test_the_grid_of_hopper() -> None:
         for causal in (False, True):
             geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
             assert geometry.grid == (blocks,)
-            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS[64],), HOPPER_SHARED[64])
+            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS,), HOPPER_SHARED[64])
             heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
             assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
             assert 1 <= band <= B * NH
@@ -394,15 +396,38 @@ def test_the_grid_of_hopper() -> None:
         hopper_geometry(2**20, 2**20, 12, True, sms=132)
 
 
+@pytest.mark.parametrize(
+    ("B", "T", "causal", "few"),
+    [
+        (1, 1, True, True),
+        (1, 1024, True, True),
+        (1, 1024, False, False),
+        (1, 2048, False, True),
+        (1, 2048, True, False),
+        (2, 512, True, True),
+        (4, 256, True, False),
+        (8, 1024, True, False),
+        (64, 512, True, False),
+    ],
+)
+def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few: bool) -> None:
+    """As measured with 12 heads: each of these is 1 to 40 % slower by the other kernel."""
+    assert alternates(B, T, 12, causal, H200["sms"]) == few
+    geometry, band = alternate_geometry(B, T, 12, causal, sms=132)
+    assert geometry.grid == (min(132, 12 * B * -(-T // 64)),)
+    assert 1 <= band <= 12 * B
+
+
 def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "launch_at", lambda file, *_: file)
     monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
-    for capability, best in ((80, MMA), (90, HOPPER), (120, MMA)):
+    for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
         monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
         with running_on("forward") as device:
-            qkv = device.zeros((5, 192), "float16")
-            launches: tuple[Any, ...] = bind_attention((qkv,), n_head=1, causal=False).launches
-            assert launches == (best,)
+            for B, best in ((1, few), (200, many)):
+                qkv = device.zeros((B, 500, 192), "float16")
+                launches: tuple[Any, ...] = bind_attention((qkv,), n_head=1, causal=False).launches
+                assert launches == (best,)
 
 
 def test_no_tile_spills() -> None:
@@ -426,6 +451,10 @@ def test_no_tile_spills() -> None:
     for causal in (True, False):
         geometry, _ = hopper_geometry(8, 1024, 32, causal, sms=H200["sms"], **grouped)
         jobs.append((HOPPER, "sm_90a", (*kernels.stored_as("bfloat16"), *geometry.defines)))
+        for file, made_for in ((HOPPER, hopper_geometry), (HOPPER_ALTERNATE, alternate_geometry)):
+            constants = made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0].defines
+            append = (("ATT_APPEND", 1),) if causal else ()
+            jobs.append((file, "sm_90a", (*kernels.stored_as("bfloat16"), *constants, *append)))
     assert_clean(jobs)
 
 
@@ -472,6 +501,76 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causa
     many = cp.asarray(np.broadcast_to(one, (B, *one.shape)))
     for got in evaluate(cp, many, 12, causal, variant=variant):
         same_bits(got, alone)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+@pytest.mark.parametrize("heads", [(12, 12, 64), (9, 3, 64)], ids=str)
+def test_alternate_keys_give_the_same_bits(
+    causal: bool, dtype: str, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two warpgroups that share a query's keys, and one that has all; blocks with many tiles."""
+    cp, (NH, NKV, _) = cupy_with(HOPPER_CAPABILITY), heads
+    ragged = [300, 0, 1, 128, 129, 1000, 65, 64, 640, 257]
+    for B, T in ((1, 1), (2, 64), (1, 65), (3, 128), (1, 129), (1, 385), (2, 1000), (20, 320)):
+        lengths = [T] * B if B < 20 else ragged
+        qkv = plain.normal(T, sum(lengths), row_width(heads)).astype(DTYPES[dtype])
+        got = []
+        for few in (True, False):
+            monkeypatch.setattr(MODULE, "alternates", lambda *_, way=few: way)
+            got.append(evaluate(cp, qkv, NH, causal, lengths, "hopper", NKV))
+        same_bits(*got)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("heads", [(12, 12, 64), (9, 3, 64), (8, 2, 128)], ids=str)
+def test_keys_and_values_go_to_the_cache_too(
+    dtype: str, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kv_append writes them, with the bits of attention alone; other places stay as they are."""
+    cp, (NH, NKV, HS) = cupy_with(HOPPER_CAPABILITY), heads
+    lengths, n_ctx = [300, 1, 128, 95], 310
+    rows = sum(lengths) + 20  # the last ones are of no sequence
+    x = cp.asarray(plain.normal(rows, rows, row_width(heads)).astype(DTYPES[dtype]))
+    starts = cp.asarray(np.cumsum([0, *lengths]), "int32")
+    row = np.concatenate([np.repeat([0, 2, 3, 5], lengths), np.full(20, -1)]).astype(np.int32)
+    at = np.concatenate([np.arange(n) for n in (*lengths, 20)]).astype(np.int32)
+    row[7], row[310], at[20], at[299] = -1, 6, -3, n_ctx  # outside the cache
+    places = cp.asarray(row), cp.asarray(at)
+    sizes: Any = {"n_head": NH, "n_kv_head": NKV, "causal": True, "max_seqlen": 300}
+    alone = VARLEN.bind((x, starts), **sizes).run()
+    kept = [cp.full((6, n_ctx, NKV * HS), 7, x.dtype) for _ in range(4)]
+    ops.kv_append(x, kept[0], kept[1], *places)
+    for few in (False, True) if HS == 64 else (False,):
+        monkeypatch.setattr(MODULE, "alternates", lambda *_, way=few: way)
+        for array in kept[2:]:
+            array.fill(7)
+        out = VARLEN.bind((x, starts, *kept[2:], *places), **sizes).run()
+        same_bits(out.get()[:-20], alone.get()[:-20])
+        for by_append, by_attention in zip(kept[:2], kept[2:], strict=True):
+            same_bits(by_append.get(), by_attention.get())
+
+
+@pytest.mark.gpu
+def test_arrays_of_a_cache_that_do_not_fit() -> None:
+    cp = cupy_with(HOPPER_CAPABILITY)
+    x, starts = cp.zeros((5, 384), "float16"), cp.asarray([0, 5], "int32")
+    k, v = cp.zeros((2, 1, 8, 128), "float16")
+    at = cp.zeros(5, "int32")
+    bind = partial(VARLEN.bind, n_head=2, causal=True, max_seqlen=5)
+    wide = cp.zeros((1, 8, 256), "float16")
+    for inputs, options, problem in (
+        ((x, starts, k), {}, "v: expected an array, as there is another of a kv_cache"),
+        ((x, starts, k, v, at), {}, "position: expected an array"),
+        ((x, starts, k, k, at, at), {}, "k: overlaps v"),
+        ((x, starts, wide, wide + 1, at, at), {}, r"k: expected shape \(1, 8, 128\)"),
+        ((x, starts, k.astype("float32"), v.astype("float32"), at, at), {}, "k: .*float16"),
+        ((x, starts, k, v, at, at), {"variant": "mma"}, "variant mma: does not write to a kv_ca"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            bind(inputs, **options)
 
 
 @on_gpu

@@ -26,7 +26,8 @@ EXAMPLES = {
     "rmsnorm_ffn": Example({"K": 8, "N": 4}, dtype="float16"),
     "attention": Example({"T": 5, "W": 32}, {**HEADS, "causal": True}),
     "attention_varlen": Example(
-        {"N": 5, "W": 32, "S": 3}, {**HEADS, "causal": True, "max_seqlen": 3}
+        {"N": 5, "W": 32, "S": 3, "R": 2, "P": 7, "D": 8},
+        {**HEADS, "causal": True, "max_seqlen": 3},
     ),
     "attention_cached": Example({"T": 3, "Q": 16, "P": 7, "C": 8}, {"start": 2, "n_head": 2}),
     "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),

@@ -21,10 +21,11 @@ KEYS = (64, 32)  # of a tile of `online`
 
 TENSOR_HEADS = (64, 128)  # channels of a head that the mma kernels take
 HOPPER_TILE = 128  # queries, and keys
-# By the size of a head. Two warpgroups multiply; a warp copies, or a warpgroup of which one does.
-HOPPER_THREADS = {64: 288, 128: 384}
+HOPPER_THREADS = 384  # two warpgroups that multiply, and one of which a thread copies
 # Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
 HOPPER_SHARED = {64: 181408, 128: 230496}
+# Alternate keys: half as many queries, a warp that copies, and room for sums that are passed on.
+ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_THREADS, ALTERNATE_SHARED = 64, 64, 288, 199840
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
 HOPPER_TWO_PART_HEAD = 64  # channels of a head of two-part matrices
 HOPPER_TWO_PART_TILE = 64  # queries, and keys
@@ -211,10 +212,52 @@ def hopper_geometry(
     Raises InputError for more tiles than the kernel can count.
     """
     tiles = _hopper_tiles(B, T, NH, HOPPER_TILE)
-    grid, block = (min(tiles, sms),), (HOPPER_THREADS[HS],)
+    grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(HS, serves))
     geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED[HS], defines)
     return geometry, together(B, T, NH, causal, HS, serves)
+
+
+def alternate_geometry(
+    B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
+) -> tuple[Geometry, int]:
+    """As `hopper_geometry`, for blocks whose warpgroups take alternate keys of 64 queries."""
+    head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
+    grid, block = (min(tiles, sms),), (ALTERNATE_THREADS,)
+    defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
+    geometry = Geometry("attention_hopper_alternate", grid, block, ALTERNATE_SHARED, defines)
+    return geometry, together(B, T, NH, causal, head, serves)
+
+
+class Rate(NamedTuple):
+    """How long a Hopper kernel takes, in us on an NVIDIA H200, for heads of 64 channels."""
+
+    queries: int  # of a tile
+    warpgroups: int  # that share the keys of a query
+    start: float
+    step: float  # 128 keys of a tile, of each of these warpgroups
+    more: float  # for each further tile of a block
+
+    def time(self, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
+        """Estimate for B sequences of T rows."""
+        tiles, longest = B * NH * ceil(T / self.queries), ceil(T / (128 * self.warpgroups))
+        rounds = ceil(tiles / sms)
+        if causal:  # a tile sees half of the keys on average, and blocks with short tiles get more
+            mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
+            steps = max(longest, rounds, tiles / sms * mean)
+        else:
+            steps = rounds * longest
+        return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
+
+
+WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.9, 1.5, 0.7)
+
+
+@lru_cache(maxsize=1024)
+def alternates(B: int, T: int, NH: int, causal: bool, sms: int) -> bool:
+    """Whether blocks with alternate keys are faster than those with all keys of a query."""
+    sizes = (B, T, NH, causal, sms)
+    return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
 
 @lru_cache(maxsize=1024)

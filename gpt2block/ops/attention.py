@@ -19,6 +19,7 @@ from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     Shape,
+    check,
     check_address,
     compute_capability,
     device_attribute,
@@ -29,12 +30,16 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
+    ALTERNATE_HEAD,
+    ALTERNATE_THREADS,
     HOPPER_THREADS,
     HOPPER_TILE,
     HOPPER_TWO_PART_HEAD,
     HOPPER_TWO_PART_TILE,
     MOST_BLOCKS,
     TENSOR_HEADS,
+    alternate_geometry,
+    alternates,
     heads_defines,
     hopper_geometry,
     hopper_two_part_geometry,
@@ -56,10 +61,12 @@ ONLINE = "attention/online.cu"
 MMA = "attention/mma.cu"
 MMA_TWO_PART = "attention/mma_two_part.cu"
 HOPPER = "attention/hopper.cu"
+HOPPER_ALTERNATE = "attention/hopper_alternate.cu"
 HOPPER_TWO_PART = "attention/hopper_two_part.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
+APPENDING = ("hopper",)  # variants that also write K and V to a kv_cache
 TENSOR_HEAD = TENSOR_HEADS[0]  # channels of a head that all variants on tensor cores take
 LARGEST_HEAD = 256  # of mha and online
 MAX_BATCH = MOST_BLOCKS[1]  # sequences of mha
@@ -291,30 +298,68 @@ def _hopper_two_part(c: Call) -> Launch:
 
 
 @variant(
+    "hopper_few",
+    HOPPER_ALTERNATE,
+    "attention_hopper_alternate",
+    idea="the same bits for few sequences: two warpgroups take alternate keys of 64 queries, so "
+    "that the last queries take half as long",
+    block=ALTERNATE_THREADS,
+    source="gpt2block",
+    dtypes=SIXTEEN_BITS,
+)
+def _hopper_few(c: Call) -> Launch:
+    _fit_hopper(c)
+    unfit(
+        c.HS != ALTERNATE_HEAD or c.storage == TWO_PART,
+        f"takes heads of {ALTERNATE_HEAD} channels in float16 or bfloat16: use variant hopper",
+    )
+    sms = device_attribute("MultiProcessorCount")
+    sizes = (c.B, c.T, c.n_head, c.causal)
+    geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
+    return _hopper_launch(c, HOPPER_ALTERNATE, *geometry)
+
+
+@variant(
     "hopper",
     HOPPER,
     "attention_hopper",
     idea="tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the "
     "softmax overlaps the products, each block processes many tiles; ragged batches",
-    block=HOPPER_THREADS[TENSOR_HEAD],
+    block=HOPPER_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
 def _hopper(c: Call) -> Launch:
+    _fit_hopper(c)
+    launch: Launch
+    if c.storage == TWO_PART:
+        launch = _hopper_two_part.launch(c)
+        return launch
+    sms = device_attribute("MultiProcessorCount")
+    sizes = (c.B, c.T, c.n_head, c.causal)
+    if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms):
+        launch = _hopper_few.launch(c)
+        return launch
+    return _hopper_launch(c, HOPPER, *hopper_geometry(*sizes, sms=sms, **c.heads))
+
+
+def _fit_hopper(c: Call) -> None:
     _fit_mma(c)
     unfit(
         compute_capability() != HOPPER_CAPABILITY,
         "needs a GPU of compute capability 9.0 (Hopper): use variant mma",
     )
-    if c.storage == TWO_PART:
-        launch: Launch = _hopper_two_part.launch(c)
-        return launch
+
+
+def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.out)
-    sms = device_attribute("MultiProcessorCount")
-    geometry, together = hopper_geometry(c.B, c.T, c.n_head, c.causal, sms=sms, **c.heads)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
-    return launch_at(HOPPER, geometry, args, c.storage)
+    cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
+    if c.k is not None:
+        cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
+        geometry = geometry._replace(defines=(*geometry.defines, ("ATT_APPEND", 1)))
+    return launch_at(file, geometry, (*args, *cache), c.storage)
 
 
 # --- every variant
@@ -334,8 +379,9 @@ def _bind(
 ) -> Bound:
     """qkv (T, W) or (B, T, W), W = 3C, or less with n_kv_head below n_head; extra: naive's scores.
 
-    varlen: qkv (N, W), and cu_seqlens and max_seqlen as in `attention`. variant None: mha for
-    float32, for others the best that the GPU has.
+    varlen: qkv (N, W), cu_seqlens and max_seqlen as in `attention`, and, for variant hopper, k, v,
+    row and position of `kv_append`. variant None: mha for float32, for others the best that the
+    GPU has.
     """
     n_head, n_kv_head = checked_heads(n_head, n_kv_head)
     options = {"causal": causal, "variant": variant, "block": block}
@@ -344,8 +390,9 @@ def _bind(
     if not varlen:
         if max_seqlen is not None:
             raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
-        c.B, c.cu_seqlens = c.rows, None
+        c.B, c.cu_seqlens, c.k = c.rows, None, None
     else:
+        _check_cache(c)
         if c.S < 2:
             raise InputError(
                 "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
@@ -364,7 +411,24 @@ def _bind(
     c.HS = c.W // heads
     c.sizes = (c.B, c.T, n_head)  # sequences, rows of the longest
     c.heads = {"HS": c.HS, "serves": n_head // n_kv_head}
-    return OPERATION.bound_to(c, ("mha",) if c.storage == "float32" else TENSOR_CORES)
+    order = ("mha",) if c.storage == "float32" else TENSOR_CORES
+    return OPERATION.bound_to(c, order if c.k is None else APPENDING)
+
+
+def _check_cache(c: Call) -> None:
+    """Whether the arguments of a kv_cache, if there are any, belong to qkv and to each other."""
+    given = {"k": c.k, "v": c.v, "row": c.row, "position": c.position}
+    missing = [name for name, array in given.items() if array is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        raise InputError(f"{missing[0]}: expected an array, as there is another of a kv_cache")
+    if c.variant not in (None, *APPENDING):
+        raise InputError(f"variant {c.variant}: does not write to a kv_cache: use ops.kv_append")
+    width = c.W // (c.n_head + 2 * c.n_kv_head) * c.n_kv_head
+    for name in ("k", "v"):
+        check(name, given[name], (*c.k.shape[:2], width), c.storage)
+        check_address(name, given[name])
 
 
 bind, bind_varlen = partial(_bind, False), partial(_bind, True)
@@ -456,7 +520,7 @@ OPERATION = Operation(
         "HS": "W//(3*n_head)",
     },
     dtypes=("float32", *SIXTEEN_BITS),
-    auxiliary=(_two_part, _hopper_two_part),
+    auxiliary=(_two_part, _hopper_few, _hopper_two_part),
     binder=bind,
 )
 VARLEN = Operation(name="attention_varlen", variants=OPERATION.variants, binder=bind_varlen)

@@ -36,7 +36,8 @@ class Prefill:
     rows of the output "last"; None: one for each row of the kv_cache. kv_dtype: the FP8 format
     of the kv_cache, or None; attention over the new tokens only then reads keys and values that
     have been rounded to it, too. gated: whether products of 16 bits can have two matrices, so
-    that a gated feed-forward has one product in place of gate, up and ff.
+    that a gated feed-forward has one product in place of gate, up and ff. appends: whether
+    attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype.
     """
 
     products: Products
@@ -48,10 +49,17 @@ class Prefill:
     ends: int | None = None
     kv_dtype: str | None = None
     gated: bool = False
+    appends: bool = False
 
     @property
     def tensor_cores(self) -> bool:
         return self.products != "float32"
+
+    @property
+    def sequences(self) -> int:
+        """How many attention has: as many as `ends`, or the rows of the kv_cache if it reads it."""
+        reads_cache = self.continued or not self.tensor_cores
+        return self.batch if reads_cache or self.ends is None else self.ends
 
     def over(
         self, do: Machine, settings: Settings, dtype: str, bounds: Mapping[str, float]
@@ -164,16 +172,19 @@ class TensorCorePass(PrefillPass):
             return super().attend(h, qkv, to)
         if self.kv:
             qkv = self.do(f"{h}rounded", "kv_round", (qkv,), **self.c.heads, **self.kv)
+        if self.shape.cached and self.shape.appends:
+            return self._over_new(h, qkv, f"{h}k", f"{h}v", "row", "positions")
         if self.shape.cached:
             self._append(h, qkv)
         return self._over_new(h, qkv)
 
-    def _over_new(self, h: str, qkv: Value) -> Value:
+    def _over_new(self, h: str, qkv: Value, *cache: Value) -> Value:
+        """cache: the kv_cache that K and V also go to, and their rows and positions."""
         options: dict[str, Any] = {**self.c.heads, "causal": True}
         return self.do(
             f"{h}attn",
             "attention_varlen",
-            (qkv, "cu_seqlens"),
+            (qkv, "cu_seqlens", *cache),
             max_seqlen=self.shape.longest,
             **options,
         )

@@ -107,7 +107,9 @@ class CudaModel(StoredModel):
             made.record()  # the caller's stream may still compute tensors in device memory
             self.stream.wait_event(made)
             with self.stream:
-                request_kernels(config, dtype)
+                self._hopper = compute_capability() == HOPPER_CAPABILITY
+                self._appends = self._hopper and self.fp8_cache is None
+                request_kernels(config, dtype, self._appends)
                 largest = self._store(tensors, allow_nonfinite)
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
@@ -407,7 +409,8 @@ class CudaModel(StoredModel):
             continued=continued and self.on_tensor_cores,
             ends=ends,
             kv_dtype=self.fp8_cache,
-            gated=self.products == "16_bits" and compute_capability() == HOPPER_CAPABILITY,
+            gated=self.products == "16_bits" and self._hopper,
+            appends=self._appends,
         )
 
     def _prefill_programs(

@@ -39,8 +39,8 @@ class PrefillPrograms:
     """
 
     def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
-        N, B, self._n_ctx = shape.rows, shape.batch, cache.n_ctx
-        self._ends = L = B if shape.ends is None else shape.ends
+        N, B, self._n_ctx = shape.rows, shape.sequences, cache.n_ctx
+        L = shape.batch if shape.ends is None else shape.ends
         self.shape = shape
         self.ends: list[int] = []
         self.states: list[Floats] = []
@@ -110,13 +110,15 @@ class PrefillPrograms:
         self._sent.synchronize()
         tokens, after, positions, row_of, seams, start, last = self._on_host
         at, self.ends = 0, []
+        packed = self.shape.sequences < self.shape.batch
         seams[:] = start[:] = last[:] = 0
         for n, (ids, row, first) in enumerate(zip(sequences, rows, starts, strict=True)):
             end = at + len(ids)
             tokens[at:end] = ids
             positions[at:end] = self._counted[first : first + len(ids)]
             row_of[at:end] = row
-            seams[row + 1], start[row] = len(ids), first
+            sequence = n if packed else row
+            seams[sequence + 1], start[sequence] = len(ids), first
             last[n] = max(end - 1, 0)
             self.ends.append(end)
             at = end

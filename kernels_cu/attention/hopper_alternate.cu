@@ -1,0 +1,174 @@
+// Attention on Hopper for few sequences, for heads of 64 channels: attention/hopper.cu with half as many queries in a
+// block.
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else all of the sequence
+//
+// architecture: sm_90a
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_BF16
+#endif
+#include "attention/scores.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+
+constexpr int QUERIES = 64, RINGS = 2;
+#include "attention/hopper_work.cuh"
+#include "attention/hopper_rows.cuh"
+#include "attention/hopper_append.cuh"
+static_assert(SIZE == 64, "the keys of a head are two series");
+
+// What the second warpgroup has added up to, for the first.
+struct Passed {
+    float values[SIZE / 2 + 4][GROUP];
+};
+
+struct Block : Shared {
+    Passed passed;
+};
+
+// Barriers of some threads of a block, after those of attention/hopper_rows.cuh.
+enum { PASS = 6, TAKEN };
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
+    unsigned count[2] = {0, 0};
+    for (int tile = 0; work.next(); ++tile) {
+        const auto load = [&](int ring, unsigned number, int part, int step) {
+            const int slot = number % SLOTS;
+            wait(shared.empty[ring][slot], number / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
+            load_rows(map, work, shared.slots[ring][slot], shared.full[ring][slot], part, step * KEYS);
+        };
+        wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
+        load_rows(map, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
+        const int steps = steps_of(work);
+#pragma unroll 1
+        for (int i = 0; i < steps + 2; ++i) {  // keys of the step i before the last one, values of two steps after it
+            const int ring = i % 2;
+            const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
+            if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
+            if (i >= 2) load(ring, number - (i >= steps), 2, steps + 1 - i);
+        }
+        count[0] += (steps + 1) / 2 * 2, count[1] += steps / 2 * 2;
+    }
+}
+
+// Passes the state of the second warpgroup to the first.
+__device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
+    const int thread = threadIdx.x % GROUP;
+    sync_threads(TAKEN, CONSUMERS);  // what was passed before
+#pragma unroll
+    for (int i = 0; i < SIZE / 2; ++i) passed.values[i][thread] = sums.out[i];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        passed.values[SIZE / 2 + r][thread] = sums.sum[r];
+        passed.values[SIZE / 2 + 2 + r][thread] = sums.reference[r];
+    }
+    pass_threads(PASS, CONSUMERS);
+}
+
+__device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
+    const int thread = threadIdx.x % GROUP;
+    Sums other;
+    sync_threads(PASS, CONSUMERS);
+#pragma unroll
+    for (int i = 0; i < SIZE / 2; ++i) other.out[i] = passed.values[i][thread];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        other.sum[r] = passed.values[SIZE / 2 + r][thread];
+        other.reference[r] = passed.values[SIZE / 2 + 2 + r][thread];
+    }
+    pass_threads(TAKEN, CONSUMERS);
+    sums.divide_with(other);
+}
+
+// The group's every second step of a tile, the first of which is `step`. Returns whether values that not all queries see
+// are finite.
+__device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& work, int tile, int step, bool ragged) {
+    const int from = step * KEYS;
+    const bool last = own.group == 0;
+    bool finite = true;
+    sums.clear();
+    fence_sums();
+    own.ask_for_scores(tile, own.arrived(own.count));
+    if (last && (ATT_CAUSAL || (ragged && work.length - from < KEYS))) finite = own.make_finite(own.count + (step > 1 ? 2 : 1));
+    wait_for_products<0>();
+    pin(own.s);
+    own.release_next();
+    own.begin(sums, from, work.first, work.length);
+#pragma unroll 1
+    for (int now = step; now > 1; now -= 2) own.advance(sums, sums, tile, now < step);
+    const Matrix values = own.arrived(own.count);
+    fence_sums();
+    own.ask_for_out(sums, values, step > 1);
+    wait_for_products<0>();
+    pin(sums.out);
+    own.release_next();
+    return finite;
+}
+
+__device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, T* out, bool ragged) {
+    Consumer own(shared);
+    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // there is room for what is passed
+    const int C = SIZE * work.n_head, to_values = C + C / ATT_SERVES;
+    const long long stride = C + 2 * C / ATT_SERVES;
+    for (int tile = 0; work.next(); ++tile) {
+        const int last = steps_of(work) - 1, from = last * KEYS, row = work.first + own.row;
+        Sums sums;
+        bool finite = true;
+        wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
+        if (last >= own.group) finite = attend(own, sums, work, tile, last - own.group, ragged);
+        own.release(shared.answered[tile % 2]);
+        if (own.group == 1) {
+            if (last > 0) give(shared.passed, sums);
+            continue;
+        }
+        if (last > 0) {
+            take(shared.passed, sums);
+        } else {
+            sums.divide();
+        }
+        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
+        const int end = min(work.length, from + KEYS);
+        if (!finite) sums.add_not_finite(values, stride, from, end, row + own.lane / 4);
+        own.store(sums, out + (work.row + row) * C + SIZE * work.head, C, work.length - row);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_alternate(
+    const __grid_constant__ TensorMap map,  // of qkv
+    const T* qkv,                           // (rows, W)
+    const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
+    T* out,                                 // (rows, C)
+    int B,
+    int seq_len,     // of the longest sequence
+    int n_head,
+    int together,         // heads per band
+    const int* row,       // (rows); this and what follows with ATT_APPEND
+    const int* position,  // (rows)
+    T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
+    T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
+    int cache_B, int n_ctx) {
+    extern __shared__ char unaligned[];
+    Block& shared = *reinterpret_cast<Block*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(map);
+        shared.start();
+    }
+    __syncthreads();
+    wait_before_copies();
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        consume(shared, work, qkv, out, cu_seqlens != nullptr);
+        return;
+    }
+    if (warp == COPIER) {
+        if (elect_one()) produce(shared, map, work);
+        __syncwarp();
+    } else if (ATT_APPEND) {
+        const KvCache cache{row, position, k, v, cache_B, n_ctx};
+        while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
+    }
+}
