@@ -424,8 +424,8 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
         monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
         with running_on("forward") as device:
-            for B, best in ((1, few), (200, many)):
-                qkv = device.zeros((B, 500, 192), "float16")
+            for B, T, best in ((1, 5, few), (200, 500, many)):
+                qkv = device.zeros((B, T, 192), "float16")
                 launches: tuple[Any, ...] = bind_attention((qkv,), n_head=1, causal=False).launches
                 assert launches == (best,)
 
