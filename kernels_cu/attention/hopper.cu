@@ -47,6 +47,8 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "attention/hopper_work.cuh"
 #include "attention/hopper_rows.cuh"
 #include "attention/hopper_append.cuh"
+constexpr int MANY = 232, FEW = 40;  // registers of a thread that computes, and of one that copies
+static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
 
@@ -159,11 +161,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
-        take_registers<232>();
+        take_registers<MANY>();
         consume(shared, work, qkv, out, cu_seqlens != nullptr);
         return;
     }
-    give_registers<48>();
+    give_registers<FEW>();
     if (warp == COPIER) {
         if (elect_one()) produce(shared, map, work);
         __syncwarp();
