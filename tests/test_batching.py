@@ -14,7 +14,7 @@ from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
-from gpt2block.text.batching import Batch
+from gpt2block.text.batching import TURN, Batch
 from gpt2block.text.generation import Run, generate
 from gpt2block.text.rows import Row
 from gpt2block.text.scheduling import PIECE
@@ -280,6 +280,29 @@ def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
     assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
     finish(batch)
     assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
+
+
+def test_slots_take_turns_where_nobody_reads_each_token() -> None:
+    """A row has as many tokens after a turn as there were steps, whether it is held or not."""
+    engine = MarkovEngine(cycle(257))
+    count = 2 * TURN + TURN // 2
+    asked: dict[str, Any] = {"temperature": 0, "max_new_tokens": count}
+    rows = [row_of(engine, "a", BYTES, **asked) for _ in range(TURN)]
+    rows[0].held = True
+    batch = Batch(engine, TURN, 64)
+    batch.submit(rows)
+    given: dict[int, list[int]] = {n: [] for n in range(TURN)}
+    for step in range(1, count + 1):
+        found = [rows.index(row) for row in batch.step(each_token=False)]
+        assert len(found) == (TURN if step == count else 1)
+        for n in found:
+            assert len(rows[n].tokens) == len(rows[n].logprobs) == step
+            assert rows[n].finish_reason == ("length" if step == count else None)
+            given[n].append(step)
+    for steps in given.values():
+        assert (np.diff([0, *steps]) <= TURN).all()
+    assert not batch.busy
+    assert {row.text for row in rows} == {generate(engine, BYTES, "a", **asked).text}
 
 
 def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:

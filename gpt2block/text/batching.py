@@ -18,6 +18,7 @@ from gpt2block.text.rows import Ends, Row, Tops
 from gpt2block.text.scheduling import PIECE, PieceScheduler, RowScheduler
 
 NO_SLOTS = np.empty(0, np.int32)
+TURN = 16  # steps in which each slot gives its tokens once, where nobody reads each
 
 
 class Batch:
@@ -57,7 +58,7 @@ class Batch:
         self._started: dict[int, Start] = {}
         self.begun: list[Row] = []  # that had their first token in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
-        self._numbers = count()
+        self._numbers, self._steps = count(), count()
 
     @cached_property
     def _new(self) -> _NewTokens:
@@ -99,8 +100,9 @@ class Batch:
         """Compute a token of all rows that run, after parts of prompts for which there are slots.
 
         Returns rows that took new tokens, each with all that it has in the batch: those that may
-        have ended and, with each_token, those that are not `held`. Rows whose deadline has passed
-        are returned alone. Raises RuntimeError when no row runs or waits.
+        have ended and, with each_token, those that are not `held`; without it, those whose turn it
+        is, one in TURN, so that few tokens are left to take when all rows end. Rows whose deadline
+        has passed are returned alone. Raises RuntimeError when no row runs or waits.
         """
         self.begun = []
         if late := self._late():
@@ -119,6 +121,8 @@ class Batch:
         self.begun = rows_of(self.latest[self.firsts].tolist())
         if each_token:
             taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
+        else:
+            taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         found, stopped = [], []
         for slot in self.latest[taken].tolist():
             row = self._scheduler.row_of(slot)
