@@ -163,10 +163,11 @@ class PieceScheduler(Generic[Item]):
             end = left.end
             if self._piece:
                 end = min(end, (left.first // self._piece + 1) * self._piece)
-            taken.append(left._replace(end=end, last=end == left.end))
+            tokens += end - left.first
             if end < left.end:
                 self._waiting.append(left._replace(first=end))
-            tokens += end - left.first
+                left = left._replace(end=end, last=False)
+            taken.append(left)
             if self._most is not None and tokens >= self._most:
                 break
         return taken
