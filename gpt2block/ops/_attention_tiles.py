@@ -25,7 +25,7 @@ HOPPER_THREADS = 384  # two warpgroups that multiply, and one of which a thread 
 # Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
 HOPPER_SHARED = {64: 181408, 128: 230496}
 # Alternate keys: half as many queries, a warp that copies, and room for sums that are passed on.
-ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_THREADS, ALTERNATE_SHARED = 64, 64, 288, 199840
+ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
 HOPPER_TWO_PART_HEAD = 64  # channels of a head of two-part matrices
 HOPPER_TWO_PART_TILE = 64  # queries, and keys
@@ -223,7 +223,7 @@ def alternate_geometry(
 ) -> tuple[Geometry, int]:
     """As `hopper_geometry`, for blocks whose warpgroups take alternate keys of 64 queries."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
-    grid, block = (min(tiles, sms),), (ALTERNATE_THREADS,)
+    grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
     geometry = Geometry("attention_hopper_alternate", grid, block, ALTERNATE_SHARED, defines)
     return geometry, together(B, T, NH, causal, head, serves)

@@ -31,7 +31,6 @@ from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     ALTERNATE_HEAD,
-    ALTERNATE_THREADS,
     HOPPER_THREADS,
     HOPPER_TILE,
     HOPPER_TWO_PART_HEAD,
@@ -303,7 +302,7 @@ def _hopper_two_part(c: Call) -> Launch:
     "attention_hopper_alternate",
     idea="the same bits for few sequences: two warpgroups take alternate keys of 64 queries, so "
     "that the last queries take half as long",
-    block=ALTERNATE_THREADS,
+    block=HOPPER_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
