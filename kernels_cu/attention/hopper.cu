@@ -16,22 +16,26 @@
 //   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
 //   threads           softmax0      softmax1      softmax2  ...                        out
 //
-// The bits of a row depend only on its sequence: keys are counted from its start, 128 at a time. Only the 128 keys that
-// are processed first can include keys after a query or past the end. Values of these V that are not finite are
-// removed, and added at the end to the rows that see them.
+// The bits of a row depend only on its sequence: keys are counted from its start, 128 at a time. Heads of 64 channels
+// add up even and odd steps separately (attention/hopper_rows.cuh), so that attention/hopper_alternate.cu, in which two
+// warpgroups share the keys of a query, has the same bits. Only the 128 keys that are processed first can include keys
+// after a query or past the end. Values of these V that are not finite are removed, and added at the end to the rows
+// that see them.
 //
+// With ATT_APPEND, warps that have nothing else to do write K and V to a kv_cache (attention/hopper_append.cuh).
 // attention/hopper_work.cuh describes which tiles a block takes.
 //
-// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 61.8 us, causal 42.2 (cuDNN 63.1 and 47.3). 512 tokens with
-// 32 heads of 128, causal, float16: 14.1 us (attention/mma.cu 26.3).
+// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run).
+// With one series for all keys these were 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
+// (attention/mma.cu 26.3).
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
 // map: qkv as (B, T, W), or (1, rows, W), boxes (1, 128, 64); 128 rows of a head are one box, or two, one after the
 // other. Block (THREADS), grid: one block per multiprocessor, or per tile if that is fewer, dynamic shared memory
-// sizeof(Shared) + 1024. qkv and out are aligned to 16 bytes. With 128 channels the sums take so many registers that
-// the copying warp is in a warpgroup of its own, which leaves its registers to the others.
+// sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums take so many registers that the copying warps leave
+// theirs to the others.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -93,7 +97,9 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
         const int last = steps_of(work) - 1, from = last * KEYS;  // the last keys come first
         const int row = work.first + own.row;                     // the warp's first
         bool finite = true;
-        if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) finite = own.make_finite(own.count + (last > 0 ? 2 : 1));
+        if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {
+            finite = own.make_finite(own.count + (last > 0 ? 2 : 1));
+        }
         even.clear(), odd.clear();
         wait_for_products<0>();
         pin(own.s);
@@ -141,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                                 // (rows, C)
     int B,
-    int seq_len,     // of the longest sequence
+    int seq_len,          // of the longest sequence
     int n_head,
     int together,         // heads per band
-    const int* row,       // (rows); this and what follows with ATT_APPEND
+    const int* row,       // (rows), the sequence in the kv_cache; this and what follows with ATT_APPEND
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)

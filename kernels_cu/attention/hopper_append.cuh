@@ -16,7 +16,8 @@ struct KvCache {
 // `warp`: which of `warps` the calling one is; each has 32 of the tile's rows at a time. Rows and positions outside the
 // cache are skipped. The first of the heads that K and V serve stores them.
 __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvCache& cache, int warp, int warps) {
-    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS, AT_ONCE = 2;  // of a row; that 32 lanes copy; such loads in flight
+    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // of a row; that 32 lanes copy
+    constexpr int AT_ONCE = 2;                          // of these
     if (work.head % ATT_SERVES) return;
     const int lane = threadIdx.x % 32, C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const int column = SIZE * (work.head / ATT_SERVES) + lane % UNITS * 8;

@@ -227,7 +227,7 @@ struct Consumer {
         pack<KEYS / 2>();
     }
 
-    // The softmax of a tile's first scores, whose keys are 128 from `from` on and can be later than some of the queries.
+    // The softmax of a tile's first scores, of 128 keys from `from` on, which can be later than some of the queries.
     // `first`: the tile's first query.
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
@@ -263,8 +263,8 @@ struct Consumer {
         for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // Replaces values of a slot that are not finite by 0. Returns whether there was none. Each group that reads the slot
-    // checks all of it, before one of them changes the values.
+    // Replaces values of a slot that are not finite by 0. Returns whether there was none. Each group that reads the
+    // slot checks all of it, before one of them changes the values.
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);
         char* const values = shared.slots[ring][number % SLOTS];
