@@ -45,7 +45,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.linear import bind as bind_linear
-from gpt2block.ops.registry import OPERATIONS, Operation
+from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.run.model import DTYPES, Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
@@ -163,12 +163,22 @@ def fp8_gemm() -> None:
 
 
 def attention() -> None:
-    """On tensor cores: one sequence, and a ragged batch with an empty sequence."""
+    """On tensor cores: one sequence, and a ragged batch with an empty sequence.
+
+    Those of Hopper also with alternate keys, and while they write to a kv_cache.
+    """
+    for few in (True, False):
+        with patch("gpt2block.ops.attention.alternates", lambda *_, few=few: few):
+            _attention()
+            _appending_attention()
+
+
+def _attention() -> None:
     rng = np.random.default_rng(0)
     cases: list[tuple[str, str | None]] = [(TWO_PART, None)]
     for variant in OPERATIONS["attention"].variants:
         cases += [(dtype, variant.name) for dtype in variant.dtypes if "float16" in variant.dtypes]
-    for (dtype, name), causal, lengths in product(cases, (False, True), ([70], [70, 0, 1, 131])):
+    for (dtype, name), causal, lengths in product(cases, (False, True), ([70], [70, 0, 1, 300])):
         starts = np.cumsum([0, *lengths], dtype=np.int32)
         host = rng.standard_normal((starts[-1], 3 * 128)).astype(FLOATS.get(dtype, np.float32))
         rows = (host[first:last].astype(np.float64) for first, last in pairwise(starts))
@@ -179,6 +189,30 @@ def attention() -> None:
         label = f"attention {name} {dtype} causal {causal} {lengths}"
         limit = measure.tolerance("float32" if dtype == TWO_PART else dtype)
         checked(label, truth, limit, ops.attention, qkv, 2, causal, name, **options)
+
+
+def _appending_attention() -> None:
+    """Keys and values as they are in the kv_cache then; without a kernel for it the call fails."""
+    rng = np.random.default_rng(0)
+    lengths, n_ctx, heads = [70, 1, 300], 310, {"n_head": 4, "n_kv_head": 2}
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    row = np.repeat(np.arange(3, dtype=np.int32), lengths)
+    position = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    for dtype, size in product(("float16", "bfloat16"), (64, 128)):
+        C = 2 * size
+        qkv = rng.standard_normal((starts[-1], 4 * C)).astype(FLOATS[dtype])
+        kept = np.zeros((2, 3, n_ctx, C), FLOATS[dtype])
+        reference.kv_append(qkv, kept[0], kept[1], row, position)
+        k, v = (cupy.zeros((3, n_ctx, C), FLOATS[dtype]) for _ in range(2))
+        given = (cupy.asarray(qkv), cupy.asarray(starts), k, v, *map(cupy.asarray, (row, position)))
+
+        def cache(given: Any = given, k: Any = k, v: Any = v) -> Any:
+            STEPS["attention_varlen"].bind(given, causal=True, max_seqlen=300, **heads).run()
+            return np.stack([k.get(), v.get()])
+
+        checked(
+            f"kv_cache of attention, heads of {size} {dtype}", kept.astype(np.float64), 0, cache
+        )
 
 
 def continued_attention() -> None:
