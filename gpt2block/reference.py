@@ -247,8 +247,8 @@ def attention_packed(
 
 
 @takes(
-    "qkv mixed N W; cu_seqlens i32 S; k? v? other R P D; row? position? i32 N "
-    "-> out mixed N W*n_head//(n_head+2*n_kv_head); k? v? other R P D"
+    "qkv mixed N W; cu_seqlens i32 S; k? v? kv R P D; row? position? i32 N "
+    "-> out mixed N W*n_head//(n_head+2*n_kv_head); k? v? kv R P D"
 )
 def attention_varlen(
     qkv: Array,
@@ -265,13 +265,17 @@ def attention_varlen(
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`.
 
-    With k, v, row and position, K and V also go to the kv_cache, as `kv_append` does it.
+    With k, v, row and position, K and V of the sequences also go to the kv_cache, as `kv_append`
+    does it.
     """
     heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
     if qkv.shape[1] % heads:
         raise InputError(f"qkv: expected (N, W), W a multiple of {heads} heads, got {qkv.shape}")
     if k is not None and v is not None and row is not None and position is not None:
-        kv_append(qkv, k, v, row, position)
+        of_all = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        kv_append(qkv[of_all], k, v, row[of_all], position[of_all])
+    elif any(array is not None for array in (k, v, row, position)):
+        raise InputError("expected k, v, row and position, or none of them")
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:

@@ -50,7 +50,7 @@ from gpt2block.profiling import trace as trace_of
 from gpt2block.profiling.summary import layer_of
 from gpt2block.run import cuda_timeline
 from gpt2block.run.model import start_all
-from gpt2block.run.timeline import Moved, Timeline
+from gpt2block.run.timeline import Moved, Stored, Timeline, moved
 from tests.command_line import gpt2block, printed
 from tests.devices import on_gpu, one_order
 from tests.test_readme import shown
@@ -200,6 +200,19 @@ def test_kernels_of_a_gpu_move_the_same(
     x = 4 * ROWS * CONFIG.n_embd
     assert moved["h.0.x1"].activations == 3 * x  # attention, the residual, the sum
     assert moved["sample"] == Moved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
+
+
+def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
+    """Not all of the cache, which is no weight either."""
+    N, C = 96, 768
+    cache = Stored((64, 1024, C), "float16", 2 * 64 * 1024 * C)
+    row, position, seams = np.full(N, 5), np.arange(N), np.array([0, N])
+    inputs = (Stored((N, 3 * C), "float16", 6 * N * C), seams, cache, cache, row, position)
+    names = ("", "cu_seqlens", "h.0.k", "h.0.v", "row", "positions")
+    found = moved("attention_varlen", names, inputs, Stored((N, C), "float16", 2 * N * C))
+    assert (found.weights, found.cache) == (0, 2 * 2 * N * C)
+    plain = moved("attention_varlen", names[:2], inputs[:2], Stored((N, C), "float16", 2 * N * C))
+    assert plain.cache == 0
 
 
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ KEYS = (64, 32)  # of a tile of `online`
 
 TENSOR_HEADS = (64, 128)  # channels of a head that the mma kernels take
 HOPPER_TILE = 128  # queries, and keys
-HOPPER_THREADS = 384  # two warpgroups that multiply, and one of which a thread copies
+HOPPER_THREADS = 384  # two warpgroups that multiply, a warp that copies, three for the kv_cache
 # Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
 HOPPER_SHARED = {64: 181408, 128: 230496}
-# Alternate keys: half as many queries, a warp that copies, and room for sums that are passed on.
+# Alternate keys: half as many queries, and room for sums that are passed on.
 ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
 HOPPER_TWO_PART_HEAD = 64  # channels of a head of two-part matrices
@@ -238,9 +238,10 @@ class Rate(NamedTuple):
     step: float  # 128 keys of a tile, of each of these warpgroups
     more: float  # for each further tile of a block
 
-    def time(self, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
-        """Estimate for B sequences of T rows."""
-        tiles, longest = B * NH * ceil(T / self.queries), ceil(T / (128 * self.warpgroups))
+    def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
+        """Estimate for B sequences of at most T rows, and `rows` rows in all."""
+        tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
+        longest = ceil(T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
         if causal:  # a tile sees half of the keys on average, and blocks with short tiles get more
             mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
@@ -254,9 +255,9 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 
 @lru_cache(maxsize=1024)
-def alternates(B: int, T: int, NH: int, causal: bool, sms: int) -> bool:
+def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
     """Whether blocks with alternate keys are faster than those with all keys of a query."""
-    sizes = (B, T, NH, causal, sms)
+    sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
 

@@ -336,7 +336,7 @@ def _hopper(c: Call) -> Launch:
         return launch
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
-    if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms):
+    if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms, c.rows):
         launch = _hopper_few.launch(c)
         return launch
     return _hopper_launch(c, HOPPER, *hopper_geometry(*sizes, sms=sms, **c.heads))
@@ -357,7 +357,6 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
-        geometry = geometry._replace(defines=(*geometry.defines, ("ATT_APPEND", 1)))
     return launch_at(file, geometry, (*args, *cache), c.storage)
 
 
@@ -383,15 +382,15 @@ def _bind(
     GPU has.
     """
     n_head, n_kv_head = checked_heads(n_head, n_kv_head)
-    options = {"causal": causal, "variant": variant, "block": block}
+    options = {"causal": causal, "variant": variant, "block": block, "kv_dtype": None}
     operation = VARLEN if varlen else OPERATION
     c = operation.checked(inputs, out, n_head=n_head, n_kv_head=n_kv_head, **options)
     if not varlen:
         if max_seqlen is not None:
             raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
         c.B, c.cu_seqlens, c.k = c.rows, None, None
+        c.rows *= c.T
     else:
-        _check_cache(c)
         if c.S < 2:
             raise InputError(
                 "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
@@ -399,6 +398,7 @@ def _bind(
             )
         expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
         c.B, c.T = c.S - 1, check_integer("max_seqlen", max_seqlen, 1, c.N, expected)
+        c.rows = c.N
     heads = n_head + 2 * n_kv_head
     if c.W % heads or c.qkv.ndim > 3:
         rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}"
@@ -408,6 +408,8 @@ def _bind(
     if c.storage != TWO_PART:
         check_address("qkv", c.qkv)
     c.HS = c.W // heads
+    if varlen:
+        _check_cache(c)
     c.sizes = (c.B, c.T, n_head)  # sequences, rows of the longest
     c.heads = {"HS": c.HS, "serves": n_head // n_kv_head}
     order = ("mha",) if c.storage == "float32" else TENSOR_CORES
@@ -422,11 +424,13 @@ def _check_cache(c: Call) -> None:
         return
     if missing:
         raise InputError(f"{missing[0]}: expected an array, as there is another of a kv_cache")
-    if c.variant not in (None, *APPENDING):
-        raise InputError(f"variant {c.variant}: does not write to a kv_cache: use ops.kv_append")
-    width = c.W // (c.n_head + 2 * c.n_kv_head) * c.n_kv_head
+    if c.variant not in (None, *APPENDING) or compute_capability() != HOPPER_CAPABILITY:
+        raise InputError(
+            "k: only variant hopper, on a GPU of compute capability 9.0, writes to a kv_cache: use "
+            "ops.kv_append"
+        )
     for name in ("k", "v"):
-        check(name, given[name], (*c.k.shape[:2], width), c.storage)
+        check(name, given[name], (*c.k.shape[:2], c.n_kv_head * c.HS), c.storage)
         check_address(name, given[name])
 
 

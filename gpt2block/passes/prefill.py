@@ -57,7 +57,7 @@ class Prefill:
 
     @property
     def sequences(self) -> int:
-        """How many attention has: as many as `ends`, or the rows of the kv_cache if it reads it."""
+        """How many attention has: `ends`, or `batch` if it reads the kv_cache or ends is None."""
         reads_cache = self.continued or not self.tensor_cores
         return self.batch if reads_cache or self.ends is None else self.ends
 

@@ -109,7 +109,7 @@ class CudaModel(StoredModel):
             with self.stream:
                 self._hopper = compute_capability() == HOPPER_CAPABILITY
                 self._appends = self._hopper and self.fp8_cache is None
-                request_kernels(config, dtype, self._appends)
+                request_kernels(config, dtype)
                 largest = self._store(tensors, allow_nonfinite)
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}

@@ -29,28 +29,24 @@ FLOAT16 = float(np.finfo(np.float16).max)
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
 
-def request_kernels(config: ModelConfig, dtype: str, appends: bool) -> None:
-    """Begin to compile the two kernels that take longest, before the weights are read.
+def request_kernels(config: ModelConfig, dtype: str) -> None:
+    """Begin to compile the sampler and attention of one prompt, before the weights are read.
 
-    appends: whether attention writes to the kv_cache, if it has 16 bits.
+    These two take longest.
     """
     request_sampler(config.vocab_size)
     products, width = possible_products(config, dtype), config.q_width + 2 * config.kv_width
     if products == "float32":
         return
     qkv: Any
-    cache: tuple[CudaArray, ...] = ()
     if products == "two_part":
         parts = cupy.empty((2, 1, width), "float16")
         qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
         qkv = cupy.empty((1, width), FLOATS[cache_dtype(dtype)])
-        if appends:
-            kv, at = cupy.empty((2, 1, 1, config.kv_width), qkv.dtype), cupy.zeros(1, "int32")
-            cache = kv[0], kv[1], at, at
     heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
     options = {**heads, "causal": True, "max_seqlen": 1}
-    registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32"), *cache), **options)
+    registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)
 
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:

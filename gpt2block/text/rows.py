@@ -101,7 +101,7 @@ class Row:
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
-        self.held = False  # whether its tokens stay in a batch until they may have ended it
+        self.held = False  # whether a batch that gives each token keeps those that cannot end it
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._decoded = 0  # tokens

@@ -22,7 +22,7 @@
 // after a query or past the end. Values of these V that are not finite are removed, and added at the end to the rows
 // that see them.
 //
-// With ATT_APPEND, warps that have nothing else to do write K and V to a kv_cache (attention/hopper_append.cuh).
+// Warps that have nothing else to do write K and V to a kv_cache, if there is one (attention/hopper_append.cuh).
 // attention/hopper_work.cuh describes which tiles a block takes.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run).
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     int seq_len,          // of the longest sequence
     int n_head,
     int together,         // heads per band
-    const int* row,       // (rows), the sequence in the kv_cache; this and what follows with ATT_APPEND
+    const int* row,       // (rows), of the sequence in the kv_cache; this and what follows can be null
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     if (warp == COPIER) {
         if (elect_one()) produce(shared, map, work);
         __syncwarp();
-    } else if (ATT_APPEND) {
+    } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }

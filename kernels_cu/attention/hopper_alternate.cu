@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
     int seq_len,          // of the longest sequence
     int n_head,
     int together,         // heads per band
-    const int* row,       // (rows), the sequence in the kv_cache; this and what follows with ATT_APPEND
+    const int* row,       // (rows), of the sequence in the kv_cache; this and what follows can be null
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
     if (warp == COPIER) {
         if (elect_one()) produce(shared, map, work);
         __syncwarp();
-    } else if (ATT_APPEND) {
+    } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }

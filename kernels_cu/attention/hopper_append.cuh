@@ -1,11 +1,7 @@
 // The new keys and values of a tile's rows into a kv_cache, by warps of attention/hopper.cu and
 // attention/hopper_alternate.cu that have nothing else to do. The including file defines QUERIES and includes
-// attention/scores.cuh and lib/storage.cuh.
+// attention/scores.cuh, attention/hopper_work.cuh and lib/storage.cuh.
 #pragma once
-
-#ifndef ATT_APPEND
-#define ATT_APPEND 0
-#endif
 
 struct KvCache {
     const int *row, *position;  // (rows): the sequence and the position of each packed row

@@ -1,5 +1,6 @@
 // What attention/hopper.cu and attention/hopper_alternate.cu do alike: a warpgroup's queries, its products and its
-// softmax. The including file defines QUERIES, of a tile, and RINGS, and includes attention/scores.cuh.
+// softmax. The including file defines QUERIES, of a tile, and RINGS, and includes attention/scores.cuh and
+// attention/hopper_work.cuh.
 //
 // A warpgroup has 64 queries. The keys that they see are divided into tiles of 128, counted from the sequence's start.
 // Alternate tiles belong to two series, each with its own sums and reference, and a row's result is the sum of both: so
@@ -263,7 +264,7 @@ struct Consumer {
         for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // Replaces values of a slot that are not finite by 0. Returns whether there was none. Each group that reads the
+    // Replaces values of a slot that are not finite by 0. Returns true if all were finite. Each group that reads the
     // slot checks all of it, before one of them changes the values.
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);

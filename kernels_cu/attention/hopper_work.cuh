@@ -1,5 +1,5 @@
-// The tiles of QUERIES queries that a block of attention/hopper.cu or attention/hopper_two_part.cu processes, one after
-// the other. The including file defines QUERIES.
+// The tiles of QUERIES queries that a block of attention/hopper.cu, attention/hopper_alternate.cu or
+// attention/hopper_two_part.cu processes, one after the other. The including file defines QUERIES.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
 // seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:

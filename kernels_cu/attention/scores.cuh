@@ -1,5 +1,5 @@
-// The treatment of scores that the tensor-core attention kernels share: attention/mma.cu, attention/mma_two_part.cu and
-// attention/hopper.cu. The including file selects T, a 16-bit type (lib/storage.cuh).
+// The treatment of scores that the attention kernels on tensor cores share (attention/mma*.cu, attention/hopper*.cu).
+// The including file selects T, a 16-bit type (lib/storage.cuh).
 //
 //   P = exp2(S UNIT - reference)     S = q . k, before its division by sqrt(SIZE)
 //
