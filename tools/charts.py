@@ -213,16 +213,16 @@ def curves(
 
 
 def serving() -> Picture:
-    """Times to the first token and between tokens of streams, by the rate of requests."""
+    """Times to the first token and between events of streams, by the rate of requests."""
     rows = table("Speed", 1, "serve.md")
     at = [float(row["requests/s"].replace(",", "")) for row in rows]
     last = rows[-1]
     note = f"{H200}, GPT-2 small, bfloat16, streams of 128 tokens; milliseconds by requests/s"
-    title = f"At {last['requests/s']} requests/s, 99 % of tokens come within {last['p99']} ms"
+    title = f"At {last['requests/s']} requests/s, 99 % of events come within {last['p99']} ms"
     spoken = "; ".join(", ".join(f"{name}: {cell}" for name, cell in row.items()) for row in rows)
     p = Picture(title, 380, f"{note}. {spoken}")
     p.text(24, 58, note, color=GREY)
-    for what, left, prefix in (("to the first token", 70, "first "), ("between tokens", 450, "")):
+    for what, left, prefix in (("to the first token", 70, "first "), ("between events", 450, "")):
         names = ("p50", "p95", "p99")
         found = {name: [float(row[prefix + name]) for row in rows] for name in names}
         curves(p, what, left, at, found)
