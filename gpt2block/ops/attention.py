@@ -307,11 +307,7 @@ def _hopper_two_part(c: Call) -> Launch:
     dtypes=SIXTEEN_BITS,
 )
 def _hopper_few(c: Call) -> Launch:
-    _fit_hopper(c)
-    unfit(
-        c.HS != ALTERNATE_HEAD or c.storage == TWO_PART,
-        f"takes heads of {ALTERNATE_HEAD} channels in float16 or bfloat16: use variant hopper",
-    )
+    """For heads of ALTERNATE_HEAD channels, where `hopper` chooses it."""
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
     geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
@@ -329,7 +325,11 @@ def _hopper_few(c: Call) -> Launch:
     dtypes=SIXTEEN_BITS,
 )
 def _hopper(c: Call) -> Launch:
-    _fit_hopper(c)
+    _fit_mma(c)
+    unfit(
+        compute_capability() != HOPPER_CAPABILITY,
+        "needs a GPU of compute capability 9.0 (Hopper): use variant mma",
+    )
     launch: Launch
     if c.storage == TWO_PART:
         launch = _hopper_two_part.launch(c)
@@ -340,14 +340,6 @@ def _hopper(c: Call) -> Launch:
         launch = _hopper_few.launch(c)
         return launch
     return _hopper_launch(c, HOPPER, *hopper_geometry(*sizes, sms=sms, **c.heads))
-
-
-def _fit_hopper(c: Call) -> None:
-    _fit_mma(c)
-    unfit(
-        compute_capability() != HOPPER_CAPABILITY,
-        "needs a GPU of compute capability 9.0 (Hopper): use variant mma",
-    )
 
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:

@@ -107,8 +107,6 @@ class CudaModel(StoredModel):
             made.record()  # the caller's stream may still compute tensors in device memory
             self.stream.wait_event(made)
             with self.stream:
-                self._hopper = compute_capability() == HOPPER_CAPABILITY
-                self._appends = self._hopper and self.fp8_cache is None
                 request_kernels(config, dtype)
                 largest = self._store(tensors, allow_nonfinite)
                 constants = self._architecture.constants(config)
@@ -400,6 +398,7 @@ class CudaModel(StoredModel):
     def _shape(
         self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
+        hopper = compute_capability() == HOPPER_CAPABILITY
         return Prefill(
             self.products,
             rows,
@@ -409,8 +408,8 @@ class CudaModel(StoredModel):
             continued=continued and self.on_tensor_cores,
             ends=ends,
             kv_dtype=self.fp8_cache,
-            gated=self.products == "16_bits" and self._hopper,
-            appends=self._appends,
+            gated=self.products == "16_bits" and hopper,
+            appends=hopper and self.fp8_cache is None,
         )
 
     def _prefill_programs(
