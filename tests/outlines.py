@@ -38,16 +38,18 @@ def decode(
     known: Mapping[str, Sequence[Terms]] | None = None,
     kv_dtype: str | None = None,
     bounds: Mapping[str, float] | None = None,
+    x_dtype: str | None = None,
 ) -> list[Step]:
     """The steps of a token."""
     do = outline(config)
-    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype, bounds)
+    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype, bounds, x_dtype)
     forward(step, architecture_of(config), config, "logits")
     return do.steps
 
 
-def decode_sums(config: ModelConfig, splits: int) -> list[Step]:
+def decode_sums(config: ModelConfig, splits: int, x_dtype: str | None = None) -> list[Step]:
     """The same for few rows of a Llama."""
     do = outline(config)
-    forward(SumsPass(do, Settings.of(config), splits), architecture_of(config), config, "logits")
+    step = SumsPass(do, Settings.of(config), splits, None, x_dtype)
+    forward(step, architecture_of(config), config, "logits")
     return do.steps

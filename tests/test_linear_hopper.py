@@ -23,12 +23,15 @@ from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.compiling import Job, assert_clean
 from tests.devices import assert_same_bits, on_gpu
-from tests.test_terms import DTYPES, matrix, terms
+from tests.test_terms import DTYPES, assert_terms, matrix, rounded_to_float16, terms
 
 Array = NDArray[Any]
 device = devices.device
 WEIGHTS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
+# Weights, and whether x is rounded to float16.
+KINDS = (*((dtype, False) for dtype in WEIGHTS), ("float16", True), ("float8_e4m3fn", True))
+every_kind = pytest.mark.parametrize(("dtype", "rounded"), KINDS, ids=str)
 # Up to 3, 64 and 65 rows, a part of a tile, several tiles; N with and without whole tiles.
 SHAPES = (
     (1, 768, 768),
@@ -55,43 +58,58 @@ TILES = (
 )
 
 
-def wanted(dtype: str) -> Terms:
-    return Terms("bfloat16" if dtype == "bfloat16" else "float16", hopper.width(dtype))
+def wanted(dtype: str, rounded: bool = False) -> Terms:
+    kind = "bfloat16" if dtype == "bfloat16" else "float16"
+    return Terms(kind, hopper.width(dtype), rounded=rounded)
 
 
-def handed(x: Array, dtype: str) -> Any:
-    return cupy.asarray(terms(x, wanted(dtype).dtype, wanted(dtype).width))
+def handed(x: Array, dtype: str, rounded: bool = False) -> Any:
+    order = wanted(dtype, rounded)
+    return cupy.asarray(terms(x, order.dtype, order.width, rounded))
+
+
+def drawn(seed: int, M: int, K: int, rounded: bool) -> Array:
+    """Random rows of x, which are numbers of float16 if rounded."""
+    x = plain.normal(seed, M, K)
+    return rounded_to_float16(x) if rounded else x
 
 
 def on_device(seed: int, *shape: int) -> Any:
     return cupy.asarray(plain.normal(seed, *shape))
 
 
-@every_weight
+@every_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_gpu
 def test_the_bits_are_those_of_mma(
-    device: Any, shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+    device: Any,
+    shape: tuple[int, int, int],
+    dtype: str,
+    rounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of every tile, from poisoned memory, with bias, GELU and residual."""
+    """Of every tile, from poisoned memory, with bias, GELU and residual.
+
+    Rounded values have one term, others two; numbers of float16 have the same bits either way.
+    """
     gpus.cupy_with(90)
     M, N, K = shape
-    x, w = plain.normal(0, M, K), matrix(N, K, dtype)
+    x, w = drawn(0, M, K, rounded), matrix(N, K, dtype)
     bias, before = on_device(2, N), on_device(3, M, N)
     expected = bind((cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles")
     truth = expected.run().get()
-    rows = max(4, 1 << (min(M, 64) - 1).bit_length())
-    given = (handed(x, dtype), w, bias, None, None, before)
+    rows = max(8 if rounded else 4, 1 << (min(M, 64) - 1).bit_length())
+    given = (handed(x, dtype, rounded), w, bias, None, None, before)
     tried = 0
     for groups, parts, shares, blocks in TILES:
         if parts > splits(K)[0] or parts > groups * rows:
             continue
         tile = hopper.Tile(rows, groups, parts, shares, blocks)
-        if hopper.shared_bytes(tile, K, dtype) > gpus.H200["most_shared"]:
+        if hopper.shared_bytes(tile, K, dtype, rounded) > gpus.H200["most_shared"]:
             continue
         monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
         out = cupy.full((M, N), np.nan, "float32")
-        bind(given, out, gelu=True, terms=wanted(dtype), decoding=True).run()
+        bind(given, out, gelu=True, terms=wanted(dtype, rounded), decoding=True).run()
         assert_same_bits(out.get(), truth)
         tried += 1
     assert tried >= 3
@@ -115,53 +133,53 @@ def test_outputs_at_any_address(device: Any, dtype: str) -> None:
             assert_same_bits(arrays[1].get(), truth)
 
 
-@every_weight
+@every_kind
 @on_gpu
-def test_gelu_to_terms(device: Any, dtype: str) -> None:
+def test_gelu_to_terms(device: Any, dtype: str, rounded: bool) -> None:
     gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
-        x, w, bias = plain.normal(0, M, 768), matrix(N, 768, dtype), on_device(2, N)
+        x, w, bias = drawn(0, M, 768, rounded), matrix(N, 768, dtype), on_device(2, N)
         floats = bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
-        made = bind(
-            (handed(x, dtype), w, bias),
-            gelu=True,
-            decoding=True,
-            terms=wanted(dtype),
-            to_terms=wanted(dtype),
-        )
+        order = wanted(dtype, rounded)
+        given = (handed(x, dtype, rounded), w, bias)
+        made = bind(given, gelu=True, decoding=True, terms=order, to_terms=order)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
-        expected = terms(floats, wanted(dtype).dtype, wanted(dtype).width)
-        assert_same_bits(made.run().get(), expected)
+        assert_terms(made.run().get(), floats, order)
 
 
-@every_weight
+@every_kind
 @on_gpu
-def test_a_gated_product_and_its_terms(device: Any, dtype: str) -> None:
+def test_a_gated_product_and_its_terms(device: Any, dtype: str, rounded: bool) -> None:
     gpus.cupy_with(90)
     for M in (1, 5, 40, 130):
-        x, gate, up = plain.normal(0, M, 256), matrix(192, 256, dtype), matrix(192, 256, dtype)
-        inputs = (handed(x, dtype), gate, None, None, None, None, up)
-        made = bind(inputs, terms=wanted(dtype), decoding=True)
+        x, gate, up = (
+            drawn(0, M, 256, rounded),
+            *(matrix(192, 256, dtype) for _ in range(2)),
+        )
+        order = wanted(dtype, rounded)
+        inputs = (handed(x, dtype, rounded), gate, None, None, None, None, up)
+        made = bind(inputs, terms=order, decoding=True)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
         got = made.run().get()
         parts = (bind((cupy.asarray(x), w), variant="mma").run().get() for w in (gate, up))
         exact = reference.silu_mul(*(part.astype(np.float64) for part in parts))
         assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        given = bind(inputs, terms=wanted(dtype), to_terms=wanted(dtype), decoding=True).run().get()
-        assert_same_bits(given, terms(got, wanted(dtype).dtype, wanted(dtype).width))
+        given = bind(inputs, terms=order, to_terms=order, decoding=True).run().get()
+        assert_terms(given, got, order)
 
 
-@every_weight
+@every_kind
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @pytest.mark.parametrize("C", [128, 37])
 @on_gpu
-def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str) -> None:
+def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str, rounded: bool) -> None:
     gpus.cupy_with(90)
     B, K = 70, 128
-    x, w, bias = plain.normal(0, B, K), matrix(3 * C, K, dtype), on_device(2, 3 * C)
+    x, w, bias = drawn(0, B, K, rounded), matrix(3 * C, K, dtype), on_device(2, 3 * C)
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     found = []
-    for rows, order in ((cupy.asarray(x), None), (handed(x, dtype), wanted(dtype))):
+    orders = (None, wanted(dtype, rounded))
+    for rows, order in zip((cupy.asarray(x), handed(x, dtype, rounded)), orders, strict=True):
         k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
         inputs = (rows, w, bias, None, None, k, v, row, position)
@@ -172,12 +190,12 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str) -> None:
         assert_same_bits(ours, theirs)
 
 
-@every_weight
+@every_kind
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (3, 3, 192)], ids=str)
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @on_gpu
 def test_rope_has_the_bits_of_the_step_alone(
-    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], dtype: str
+    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], dtype: str, rounded: bool
 ) -> None:
     """Of one head of q or more for each of k, with biases, and rows outside the cache."""
     gpus.cupy_with(90)
@@ -187,7 +205,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     for M in (1, 9, 64, 130):
-        x = plain.normal(0, M, K)
+        x = drawn(0, M, K, rounded)
         row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
         position = cupy.asarray(np.arange(M, dtype=np.int32) % (n_ctx + 1))
         found = []
@@ -197,8 +215,8 @@ def test_rope_has_the_bits_of_the_step_alone(
             cache = (k, v, row, position)
             if fused:
                 by = STEPS["rotations"].bind((position, frequencies)).run()
-                inputs = (handed(x, dtype), w, bias, by, *cache)
-                options: Any = {"terms": wanted(dtype), "kv_dtype": kv_dtype}
+                inputs = (handed(x, dtype, rounded), w, bias, by, *cache)
+                options: Any = {"terms": wanted(dtype, rounded), "kv_dtype": kv_dtype}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
@@ -245,25 +263,35 @@ def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("dtype", "activations"), [("bfloat16", None), ("float8_e5m2", None), ("float16", "float16")]
+)
 @on_gpu
-def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+def test_a_llama_has_the_same_bits_alone_and_in_any_batch(
+    device: Any, dtype: str, activations: str | None
+) -> None:
     """Matrices large enough for wgmma in every decoding of 4 rows or more; not for one row."""
     gpus.cupy_with(90)
     config = LlamaConfig(
         n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
     )
-    model = Llama(LlamaWeights.random(0, config), device="cuda:0", dtype=dtype)
+    weights = LlamaWeights.random(0, config)
+    model = Llama(weights, "cuda:0", dtype, activations=activations)
     assert_same_bits_in_any_batch(model, (4, 17, 70))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("dtype", "activations"),
+    [("bfloat16", None), ("float8_e4m3fn", None), ("float8_e4m3fn", "float16")],
+)
 @on_gpu
-def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(
+    device: Any, dtype: str, activations: str | None
+) -> None:
     """Products by wgmma from 33 rows on."""
     gpus.cupy_with(90)
     config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
-    model = GPT2(GPT2Weights.random(0, config), device="cuda:0", dtype=dtype)
+    model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype, activations=activations)
     assert_same_bits_in_any_batch(model, (33, 64, 130))
 
 
@@ -293,6 +321,9 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
             made = hopper.geometry("", *sizes, tile, to_terms=to_terms)
             jobs.append((hopper.FILE, "sm_90a", (*stored_as("bfloat16"), *made.defines)))
             only.append("qkv_decode_hopper" if N == 2304 else "linear_decode_hopper")
+            rounded = ("TERM_COUNT", 1)
+            jobs.append((hopper.FILE, "sm_90a", (*stored_as("float16"), *made.defines, rounded)))
+            only.append(only[-1])
     assert_clean(jobs, only)
 
 
@@ -304,12 +335,16 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
     st.sampled_from(WEIGHTS),
     st.booleans(),
     st.sampled_from([132, 114, 8]),
+    st.booleans(),
 )
-def test_a_chosen_tile_can_run(M: int, N: int, K: int, dtype: str, gated: bool, sms: int) -> None:
+def test_a_chosen_tile_can_run(
+    M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
+) -> None:
     """It fits in the memory, a cluster has at most 8 blocks, and each one has sums to finish."""
     most = gpus.H200["most_shared"]
-    tile = hopper.choose(M, N, K, dtype, gated, sms, most)
-    assert hopper.shared_bytes(tile, K, dtype) <= most
+    tile = hopper.choose(M, N, K, dtype, gated, sms, most, rounded)
+    assert hopper.shared_bytes(tile, K, dtype, rounded) <= most
+    assert tile.rows >= (8 if rounded else 4)
     assert tile.splits * tile.shares <= 8
     assert splits(K)[0] % tile.splits == 0
     assert tile.splits <= tile.groups * tile.rows

@@ -5,6 +5,7 @@ What a step hands over, and what a product computes from it, has the bits of flo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Weights, InputError
+from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
 from gpt2block.config import GPT2Config
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
@@ -30,7 +31,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
-from tests.outlines import decode
+from tests.outlines import decode, decode_sums
 
 Array = NDArray[Any]
 device = devices.device
@@ -38,35 +39,56 @@ DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 every_kind = pytest.mark.parametrize("kind", DTYPES)
 BOUND = 6.0  # of magnitudes that are two-part
 SCALE = scale_for(BOUND)
+WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
+PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
 
 
-def made_of(kind: str, width: int = 0) -> Terms:
-    return Terms(kind, width, SCALE if kind == TWO_PART else 1.0)
+def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
+    return Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
 
 
-def terms(x: Array, kind: str, width: int = 0) -> Array:
+def terms(x: Array, kind: str, width: int = 0, rounded: bool = False) -> Array:
     """The floats (M, K) as terms: of each pair of values both high ones, then both low ones.
 
-    width: with it, in the order of wgmma, as lib/terms.cuh defines it.
+    width: with it, in the order of wgmma, as lib/terms.cuh defines it. rounded: low ones are 0, and
+    in that order they are left out, so that the second half of (M, K) has no meaning, and is NaN.
     """
     dtype, factor = DTYPES.get(kind, np.float16), 1
     if kind == TWO_PART:
         x, factor = x / np.float32(SCALE), 2048
     high = x.astype(dtype)
     low = ((x - high.astype(np.float32)) * np.float32(factor)).astype(dtype)
+    if rounded:
+        low = np.zeros_like(low)
     pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
     words = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
     floats: Array = words.view(np.float32)
     if not width:
         return floats
-    ordered = []
+    count, ordered = 2, []
+    if rounded:
+        count, floats = 1, floats[:, ::2]
     for first in range(0, len(x), 64):
         tile = floats[first : first + 64]  # (rows, chunks, lanes, units of a chunk, terms)
-        units = tile.reshape(len(tile), -1, 4, width // 2, 2).transpose(1, 3, 0, 4, 2)
-        lines = units.reshape(-1, 8, 2 * len(tile), 4).transpose(0, 2, 1, 3)  # 8 units of 16 bytes
+        n = count * len(tile)
+        units = tile.reshape(len(tile), -1, 4, width // 2, count).transpose(1, 3, 0, 4, 2)
+        lines = units.reshape(-1, 8, n, 4).transpose(0, 2, 1, 3)  # 8 units of 16 bytes
         line, unit = np.ogrid[: lines.shape[1], :8]
-        ordered.append(lines[:, line, unit ^ line % 8].reshape(tile.shape))
-    return np.concatenate(ordered)
+        ordered.append(lines[:, line, unit ^ line % 8].reshape(-1))
+    nothing = np.full(x.size - floats.size, np.nan, np.float32)
+    return np.concatenate([*ordered, nothing]).reshape(x.shape)
+
+
+def assert_terms(made: Array, x: Array, terms_of: Terms) -> None:
+    """That an array has the terms of x, where these have a place."""
+    expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded)
+    has_place = expected.size // 2 if terms_of.rounded and terms_of.width else expected.size
+    assert_same_bits(made.reshape(-1)[:has_place], expected.reshape(-1)[:has_place])
+
+
+def rounded_to_float16(x: Array) -> Array:
+    rounded: Array = x.astype(np.float16).astype(np.float32)
+    return rounded
 
 
 every_order = pytest.mark.parametrize("width", [0, 8, 16])
@@ -89,9 +111,30 @@ def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     for variant in ("mma", "mma_tiles"):
         got = bind_linear((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
         assert_same_bits(got, expected)
+    if kind.dtype == "float16":
+        assert_rounded_products(x, w, bias)
     made = bind_linear((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
     assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
     assert_same_bits(made.run().get(), terms(expected, kind.dtype))
+
+
+def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
+    """Of floats and of terms: those of rounded floats."""
+    kind = Terms("float16", rounded=True)
+    floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
+    expected = bind_linear((rounded, w, bias), gelu=True, variant="mma").run().get()
+    handed = cupy.asarray(terms(x, "float16", rounded=True))
+    for variant in ("mma", "mma_tiles"):
+        options: dict[str, Any] = {"gelu": True, "variant": variant}
+        got = bind_linear((floats, w, bias), x_dtype="float16", **options).run().get()
+        assert_same_bits(got, expected)
+        got = bind_linear((handed, w, bias), terms=kind, **options).run().get()
+        assert_same_bits(got, expected)
+    options = {"gelu": True, "decoding": True, "to_terms": kind}
+    for given, how in ((handed, {"terms": kind}), (floats, {"x_dtype": "float16"})):
+        made = bind_linear((given, w, bias), **options, **how)
+        assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
+        assert_terms(made.run().get(), expected, kind)
 
 
 @pytest.mark.parametrize("K", [96, 264])
@@ -165,17 +208,24 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     ]
     options: dict[str, Any] = {"eps": 1e-5, "variant": "decode"}
     floats = bind_layernorm(tuple(inputs), **options).run().get()
-    made = bind_layernorm(tuple(inputs), to_terms=made_of(kind, width), **options).run().get()
-    assert_same_bits(made, terms(floats, kind, width))
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded)
+        made = bind_layernorm(tuple(inputs), to_terms=order, **options).run().get()
+        assert_terms(made, floats, order)
 
 
-@pytest.mark.parametrize(("C", "kind"), [(70, "bfloat16"), (70, TWO_PART), (768, TWO_PART)])
+@pytest.mark.parametrize(
+    ("C", "width", "kind"),
+    [(70, 0, "bfloat16"), (70, 0, TWO_PART), (768, 0, TWO_PART), (768, 8, "float16")],
+)
 @one_order
-def test_rmsnorm(device: Any, C: int, kind: str) -> None:
+def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
     inputs = cupy.asarray(plain.normal(0, 9, C)), cupy.asarray(plain.normal(1, C))
     floats = RMSNORM.bind(inputs, variant="stream").run().get()
-    made = RMSNORM.bind(inputs, variant="stream", to_terms=made_of(kind)).run().get()
-    assert_same_bits(made, terms(floats, kind))
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded)
+        made = RMSNORM.bind(inputs, variant="stream", to_terms=order).run().get()
+        assert_terms(made, floats, order)
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
@@ -189,32 +239,82 @@ def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> 
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
     floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
-    made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=made_of(kind, width)).run().get()
-    assert_same_bits(made, terms(floats, kind, width))
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded)
+        made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=order).run().get()
+        assert_terms(made, floats, order)
 
 
 @one_order
 def test_a_step_of_many_rows_in_float32(device: Any) -> None:
     """Terms give the logits of floats, and of a row alone."""
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=8, vocab_size=40)
-    model = GPT2(GPT2Weights.random(0, config), "cuda", "float32").engine
-    assert isinstance(model, CudaModel)
-    ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)
-
-    def logits(rows: int, floats: bool) -> tuple[int, Array]:
-        cache = model.new_cache(rows, 8)
-        model.forward(list(ids[:rows, :3]), "last", cache)
-        with model.running():
-            steps, at = DecodingSteps(model, cache, floats), np.full(rows, 3, np.int32)
-            slots = np.arange(rows, dtype=np.int32)
-            made = steps.logits_of(model, slots, ids[:rows, 3], at)
-            recorded = steps.of(model, slots).recording.steps.values()
-            return sum("terms" in each.step.attrs for each in recorded), made
-
-    (with_terms, got), (without, expected) = logits(17, False), logits(17, True)
+    logits = partial(step_of, GPT2(WEIGHTS, "cuda", "float32"))
+    (with_terms, got), (without, expected) = logits(17), logits(17, floats=True)
     assert (with_terms, without) == (5, 0)
     assert_same_bits(got, expected)
-    assert_same_bits(got[:1], logits(1, False)[1])
+    assert_same_bits(got[:1], logits(1)[1])
+
+
+def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
+    """A step of decoding after three tokens of each row: products of terms, and the logits."""
+    engine = model.engine
+    assert isinstance(engine, CudaModel)
+    ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)
+    cache = engine.new_cache(rows, 8)
+    engine.forward(list(ids[:rows, :3]), "last", cache)
+    with engine.running():
+        steps, at = DecodingSteps(engine, cache, floats), np.full(rows, 3, np.int32)
+        slots = np.arange(rows, dtype=np.int32)
+        made = steps.logits_of(engine, slots, ids[:rows, 3], at)
+        recorded = steps.of(engine, slots).recording.steps.values()
+        return sum("terms" in each.step.attrs for each in recorded), made
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+@one_order
+def test_rounded_activations(device: Any, dtype: str) -> None:
+    """Other bits than with two terms, the same ones alone, in any batch and of floats."""
+    model = GPT2(WEIGHTS, "cuda", dtype, activations="float16")
+    (with_terms, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
+    assert (with_terms, without) == (5, 0)
+    assert_same_bits(of_floats, got)
+    assert_same_bits(step_of(model, 1)[1], got[:1])
+    _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
+    assert 0 < np.abs(got - exact).max() <= 2e-3 * np.abs(exact).max()
+
+
+def test_what_activations_can_be() -> None:
+    model = GPT2(WEIGHTS, "cpu", "float16", activations="float16")
+    assert (model.activations, GPT2(WEIGHTS, "cpu", "float16").activations) == ("float16", None)
+    assert "float16, activations float16, " in repr(model)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(
+            InputError, match=f"float8_e4m3fn, got {dtype}: use dtype='float16', or"
+        ):
+            GPT2(WEIGHTS, "cpu", dtype, activations="float16")
+    for wrong in ("bfloat16", "fp16", 16, True):
+        with pytest.raises(InputError, match="activations: expected 'float16' or None, got "):
+            GPT2(WEIGHTS, "cpu", "float16", activations=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="activations 'float16': expected weights of float16, "):
+        from_pretrained(device="cpu", activations="float16")
+
+
+def test_the_products_that_round() -> None:
+    """All of those without terms, where it was asked for."""
+    gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    llama = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
+    known = {"w_fc": (Terms("float16", rounded=True),)}
+    for make in (
+        partial(decode, gpt2),
+        partial(decode, gpt2, False, known),
+        partial(decode, llama),
+        partial(decode_sums, llama, 2),
+    ):
+        products = [step for step in make(x_dtype="float16") if step.op in PRODUCTS]
+        assert len(products) >= 4 * 2 + 1 - 2 * (make.func is decode_sums)
+        for step in products:
+            assert (step.attrs.get("x_dtype") == "float16") != ("terms" in step.attrs)
+        assert not any("x_dtype" in step.attrs for step in make())
 
 
 @one_order
@@ -246,6 +346,18 @@ def test_what_has_no_terms(device: Any) -> None:
             bind_linear((x, w), to_terms=Terms(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
         bind_linear((x, w), variant="matvec", terms=Terms("float16"))
+    with pytest.raises(InputError, match="matvec: does not round x: use variant mma"):
+        bind_linear((x, w), variant="matvec", x_dtype="float16")
+    with pytest.raises(
+        InputError, match="x_dtype 'float16', weights of bfloat16: expected float16"
+    ):
+        bind_linear((x, matrix(8, 64, "bfloat16")), x_dtype="float16")
+    with pytest.raises(InputError, match="x_dtype 'float32', weights of float16: expected float16"):
+        bind_linear((x, w), x_dtype="float32")
+    with pytest.raises(InputError, match="x_dtype: terms are rounded or not: expected either"):
+        bind_linear((x, w), x_dtype="float16", terms=Terms("float16", rounded=True))
+    with pytest.raises(InputError, match="terms of float16: expected both x and out rounded"):
+        bind_linear((x, matrix(8, 64, "float16")), x_dtype="float16", to_terms=Terms("float16"))
     with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
         bind_linear((x, w), variant="hopper")
     up = matrix(8, 64, "float16")

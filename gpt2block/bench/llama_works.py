@@ -167,7 +167,8 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _made(self, device: str) -> Llama:
         with cupy.cuda.Device(self.device):
             tensors = random_tensors(self.config, self.dtype)
-            return Llama.from_tensors(self.config, tensors, device, self.dtype, self.kv_dtype)
+            stored = self.dtype, self.kv_dtype, self.activations
+            return Llama.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
         """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
@@ -322,12 +323,13 @@ def llama_works(
     rows: str | None = None,
     name: str | None = None,
     kv_dtype: str | None = None,
+    activations: str | None = None,
 ) -> list[Work]:
     """The works in the order they are timed. Raises InputError.
 
     dtype: of the weights; by default those of the checkpoints of this size, then NARROW, and then
     NARROW with a kv_cache of NARROW, too. rows: as `parse_rows` takes them; by default ROWS. name:
-    one of SHAPES, by default "7b". kv_dtype: as in `kv_cache_dtype`, of all works.
+    one of SHAPES, by default "7b". kv_dtype, activations: as in `RandomModel`, of all works.
     """
     name = name or "7b"
     if name not in SHAPES:
@@ -341,7 +343,7 @@ def llama_works(
         dtypes.append((NARROW, NARROW))
     works: list[Work] = []
     for stored, kv in dtypes:
-        model = RandomLlama(SHAPES[name], stored, kv)
+        model = RandomLlama(SHAPES[name], stored, kv, activations)
         works += [llama_decode(model, count) for count in counts]
         if stored in SIXTEEN_BITS:  # else the exact logits would be those that are timed
             works.append(llama_prompt(model))

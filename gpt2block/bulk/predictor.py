@@ -48,6 +48,7 @@ class Arguments:
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     batch_tokens: int = 16384
     kv_dtype: str | None = None
+    activations: str | None = None
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
         """Return the task for a model. Raises InputError for an unknown one and wrong options."""
@@ -63,8 +64,8 @@ class Predictor:
     """Scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, revision: as in
-    `GPT2.from_pretrained`.
+    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, activations,
+    revision: as in `GPT2.from_pretrained`.
     tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
     scored or embedded together; `rows_at_once` is the number of rows generated together.
 
@@ -90,11 +91,21 @@ class Predictor:
         tokenizer: str | Path | None = None,
         revision: str | None = None,
         kv_dtype: str | None = None,
+        activations: str | None = None,
         batch_tokens: int = 16384,
         **options: Any,
     ) -> None:
         self.arguments = Arguments(
-            task, model, device, dtype, tokenizer, revision, options, batch_tokens, kv_dtype
+            task,
+            model,
+            device,
+            dtype,
+            tokenizer,
+            revision,
+            options,
+            batch_tokens,
+            kv_dtype,
+            activations,
         )
         self._task  # noqa: B018  (loads the model and checks the options)
 
@@ -113,7 +124,12 @@ class Predictor:
         """The loaded model."""
         given = self.arguments
         return from_pretrained(
-            given.model, given.device, given.dtype, revision=given.revision, kv_dtype=given.kv_dtype
+            given.model,
+            given.device,
+            given.dtype,
+            revision=given.revision,
+            kv_dtype=given.kv_dtype,
+            activations=given.activations,
         )
 
     @cached_property

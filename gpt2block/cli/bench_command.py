@@ -40,6 +40,9 @@ class BenchOptions:
         "With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",
         complete=complete.dtypes,
     )
+    activations: str | None = option(
+        "With --decode or --llama: float16 rounds what decoding multiplies."
+    )
     only: str | None = option("Only work with this text in its name, such as 8x1024 or M=128.")
     peer: str | None = peer_option()
     plot: Path | None = path_option(
@@ -71,7 +74,12 @@ def _check_together(options: BenchOptions) -> None:
     whole = "--llama" if options.llama else "--decode" if options.decode else ""
     of_kernels = _first_given({"--what": options.what, "--only": options.only})
     of_models = _first_given(
-        {"--rows": options.rows, "--size": options.size, "--kv-dtype": options.kv_dtype}
+        {
+            "--rows": options.rows,
+            "--size": options.size,
+            "--kv-dtype": options.kv_dtype,
+            "--activations": options.activations,
+        }
     )
     if whole and of_kernels:
         raise InputError(f"{of_kernels} chooses kernels, {whole} times whole models: leave out one")

@@ -24,6 +24,7 @@ from gpt2block.cli.display import (
 )
 from gpt2block.cli.model import (
     ModelOptions,
+    activations_option,
     device_option,
     dtype_option,
     json_option,
@@ -55,6 +56,7 @@ class ProfileOptions:
     )
     dtype: str = dtype_option()
     kv_dtype: str | None = kv_dtype_option()
+    activations: str | None = activations_option()
     device: str | None = device_option()
     rows: int = option("Sequences that are computed together.", 1)
     tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
@@ -83,6 +85,8 @@ def profile(
         raise InputError("--size uses random weights: leave out --model and --revision")
     if what == "block" and options.kv_dtype is not None:
         raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
+    if what == "block" and options.activations is not None:
+        raise InputError("--activations: a block does not decode: use it with generate")
     sizes = options.rows, options.tokens, options.steps
     profiling.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock
@@ -106,7 +110,7 @@ def profile(
 def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     """The model, its name and its dtypes."""
     if options.size is None:
-        stored = options.dtype, options.kv_dtype, options.device
+        stored = options.dtype, options.kv_dtype, options.activations, options.device
         loaded, _ = load_model(ModelOptions(options.model, options.revision, *stored), None)
         return loaded, loaded.name, loaded.dtypes
     from gpt2block.architectures.gpt2_weights import GPT2Weights  # noqa: PLC0415
@@ -114,7 +118,8 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     from gpt2block.model import GPT2  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
-    made = GPT2(weights, options.device, options.dtype, kv_dtype=options.kv_dtype)
+    beside = options.kv_dtype, options.activations
+    made = GPT2(weights, options.device, options.dtype, False, *beside)
     return made, f"random weights, the shape of {options.size}", made.dtypes
 
 

@@ -16,7 +16,7 @@ from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import room
-from gpt2block.ops._terms import Terms
+from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import unfit
 from gpt2block.weights.matrix import WeightMatrix
@@ -25,6 +25,7 @@ FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
+FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row
 LINE = 128  # bytes of a row of W, in a slice
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # of A, and of a warpgroup
 MOST_GROUPS = 3
@@ -65,9 +66,9 @@ def width(dtype: str) -> int:
     return LOADED // BYTES.get(dtype, 1)
 
 
-def terms(dtype: str) -> Terms:
+def terms(dtype: str, rounded: bool = False) -> Terms:
     """Those of x for weights of a dtype."""
-    return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype))
+    return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
 
 
 def _static(tile: Tile) -> int:
@@ -75,9 +76,10 @@ def _static(tile: Tile) -> int:
     return BARRIERS + CONSTANTS * tile.groups
 
 
-def _stage(tile: Tile, dtype: str) -> int:
-    """Bytes of a slice of K: of W, and of x."""
-    return LINE * GROUP_COLUMNS * tile.groups + 4 * (LINE // BYTES.get(dtype, 1)) * tile.rows
+def _stage(tile: Tile, dtype: str, rounded: bool) -> int:
+    """Bytes of a slice of K: of W, and of x, which has one term where rounded, else two."""
+    of_x = (2 if rounded else 4) * tile.rows * (LINE // BYTES.get(dtype, 1))
+    return LINE * GROUP_COLUMNS * tile.groups + of_x
 
 
 def _sums(tile: Tile, K: int) -> int:
@@ -88,9 +90,12 @@ def _sums(tile: Tile, K: int) -> int:
     return splits(K)[0] * own * 32 * PAIR
 
 
-def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
-    """The dynamic shared memory of a block: the ring, and received sums. dtype: of the weights."""
-    return ALIGNMENT + tile.stages * _stage(tile, dtype) + _sums(tile, K)
+def shared_bytes(tile: Tile, K: int, dtype: str, rounded: bool = False) -> int:
+    """The dynamic shared memory of a block: the ring, and received sums.
+
+    dtype: of the weights. rounded: x, to one term.
+    """
+    return ALIGNMENT + tile.stages * _stage(tile, dtype, rounded) + _sums(tile, K)
 
 
 def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
@@ -143,30 +148,40 @@ def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: i
     return found
 
 
-def _with_stages(tile: Tile, K: int, dtype: str, most_shared: int) -> Tile | None:
+def _with_stages(tile: Tile, K: int, dtype: str, most_shared: int, rounded: bool) -> Tile | None:
     """The tile with as many stages as fit, with fewer blocks on an SM where two do not."""
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - _static(tile) - shared_bytes(tile, K, dtype)
-        stages = tile.stages + left // _stage(tile, dtype)
+        left = room(most_shared, blocks) - _static(tile) - shared_bytes(tile, K, dtype, rounded)
+        stages = tile.stages + left // _stage(tile, dtype, rounded)
         if stages >= tile.stages:
             return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))
     return None
 
 
 @lru_cache(maxsize=1024)
-def choose(M: int, N: int, K: int, dtype: str, gated: bool, sms: int, most_shared: int) -> Tile:
+def choose(
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    gated: bool,
+    sms: int,
+    most_shared: int,
+    rounded: bool = False,
+) -> Tile:
     """The tile for x (M, K) and weights (N, K), as measured on an H200.
 
-    gated: of two matrices, with N outputs. Where received sums leave few stages, K is not split.
+    gated: of two matrices, with N outputs. rounded: x, to one term. Where received sums leave few
+    stages, K is not split.
     """
-    rows = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
+    rows = max(FEWEST_COLUMNS if rounded else FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
     if rows < TERM_ROWS:
         tiles = _few_rows(rows, M, N, K, dtype, gated, sms)
     else:
         tiles = [_many_rows(M, N, K, gated, sms)]
     for tile in tiles:
-        fitted = _with_stages(tile, K, dtype, most_shared)
+        fitted = _with_stages(tile, K, dtype, most_shared, rounded)
         if fitted and (fitted.stages >= LEAST_STAGES or tile is tiles[-1]):
             return fitted
     return tiles[-1]._replace(splits=1, blocks=1)
@@ -184,11 +199,12 @@ def geometry(
     gated: bool = False,
     to_terms: bool = False,
     head: int = 0,
+    rounded: bool = False,
 ) -> Geometry:
     """The launch of a kernel for x (M, K) and N outputs, of weights of `dtype`.
 
     gated: of two matrices. to_terms: whether the result has terms. head: the channels of a head
-    whose pairs RoPE turns; an output is a pair.
+    whose pairs RoPE turns; an output is a pair. rounded: x and the result, to one term.
     """
     defines = (
         ("DH_ROWS", tile.rows),
@@ -200,9 +216,10 @@ def geometry(
         *((("DH_GATED", 1),) if gated else ()),
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
         *((("DH_ROPE", head),) if head else ()),
+        *count_define(rounded),
     )
     grid = (tile.grid(M, N, gated or head > 0),)
-    return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype), defines)
+    return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype, rounded), defines)
 
 
 def launch(
@@ -223,7 +240,7 @@ def launch(
     sizes = c.M, c.N // 2 if head else c.N, c.K, c.w.dtype
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    tile = choose(*sizes, two, sms, most_shared)
+    tile = choose(*sizes, two, sms, most_shared, c.rounded)
     box = (1, ROPE_BOX if head else tile.columns(two), LINE // c.w.data.itemsize)
     check_address("x", c.x)
     for name, matrix in zip(("w", "up"), matrices, strict=False):
@@ -231,6 +248,10 @@ def launch(
             check_address(name, matrix.data)
     maps = [NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices]
     to_terms = c.to_terms is not None
-    made = geometry(kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head)
+    made = geometry(
+        kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head, rounded=c.rounded
+    )
+    if tile.rows == TERM_ROWS:  # two blocks on an SM, which small ones have room for, are slower
+        made = made._replace(shared=max(made.shared, room(most_shared, 2) + 1))
     file = ROPE_FILE if head else FILE
     return launch_at(file, made, (c.x, *maps, *args), *storage_of(c.w, c.T), c.kv_dtype)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import TWO_PART, Defines
+from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
 LINE = 64  # channels in a line of terms in the order of wgmma
+ROUNDED = "float16"  # what x can be rounded to, with these weights
+OF_ROUNDED = (ROUNDED, *FP8)
 
 
 class Terms(NamedTuple):
-    """Two numbers of 16 bits for each value of a tensor, in the place of its floats.
+    """Two numbers of 16 bits for each value of a tensor, or one, in the place of its floats.
 
     They are for products on tensor cores (kernels_cu/lib/terms.cuh).
     """
@@ -20,9 +22,11 @@ class Terms(NamedTuple):
     dtype: str  # float16, bfloat16 or two_part
     width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
     scale: float = 1.0  # of two-part terms: a power of two, for all values
+    rounded: bool = False  # to the first term of a value, the only one
 
     def __str__(self) -> str:
-        return f"{self.dtype} in the order of wgmma" if self.width else self.dtype
+        kind = f"rounded {self.dtype}" if self.rounded else self.dtype
+        return f"{kind} in the order of wgmma" if self.width else kind
 
 
 def check_terms(terms: Terms | None, channels: int) -> None:
@@ -37,8 +41,28 @@ def check_terms(terms: Terms | None, channels: int) -> None:
 
 
 def order_define(terms: Terms | None) -> Defines:
-    """The constant of lib/terms.cuh for a kernel that stores these terms."""
-    return (("TERM_WIDTH", terms.width),) if terms and terms.width else ()
+    """The constants of lib/terms.cuh for a kernel that stores these terms."""
+    if terms is None:
+        return ()
+    width = (("TERM_WIDTH", terms.width),) if terms.width else ()
+    return (*width, *count_define(terms.rounded))
+
+
+def count_define(rounded: bool) -> Defines:
+    """The constant of lib/terms.cuh for a kernel whose values have one term, where rounded."""
+    return (("TERM_COUNT", 1),) if rounded else ()
+
+
+def rounds(x_dtype: str | None, dtype: str) -> bool:
+    """Whether x is rounded to x_dtype for weights of a dtype. Raises InputError."""
+    if x_dtype is None:
+        return False
+    if x_dtype != ROUNDED or dtype not in OF_ROUNDED:
+        raise InputError(
+            f"x_dtype {x_dtype!r}, weights of {dtype}: expected {ROUNDED}, and weights of "
+            f"{', '.join(OF_ROUNDED)}"
+        )
+    return True
 
 
 def stored_defines(constant: str, terms: Terms | None) -> Defines:

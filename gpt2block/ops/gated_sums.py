@@ -3,7 +3,8 @@
 The kernel, matmul/decode_ffn.cu, leaves the sum of each split of its last product, because a split
 is what one cluster computes. `linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`,
 `rmsnorm_sums` add them to the residual stream as they load it. A row has the bits that `rmsnorm`
-(variant stream), `linear` (variant mma), `rope_append` and `silu_mul` give it.
+(variant stream), `linear` (variant mma), `rope_append` and `silu_mul` give it. x_dtype rounds the
+operands of products, as in `linear`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._terms import count_define, rounds
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.weights.matrix import WeightMatrix
@@ -163,9 +165,15 @@ def _gated_sums(c: Call) -> Launch:
     assert found is not None
     unfit(c.splits != mma.splits(c.H)[0], f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    found = _rounding(found, c, c.w_gate)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
     return launch_at(FILE, found, args, *storage_of(c.w_gate))
+
+
+def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
+    """The launch of a kernel that rounds the operands of products with such weights to x_dtype."""
+    return made._replace(defines=(*made.defines, *count_define(rounds(c.x_dtype, w.dtype))))
 
 
 def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
@@ -187,7 +195,7 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
     unfit(found is None, f"K {c.K:,}: a row does not fit in shared memory")
     assert found is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
-    return found._replace(defines=(*found.defines, *defines))
+    return _rounding(found._replace(defines=(*found.defines, *defines)), c, c.w)
 
 
 def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
@@ -240,14 +248,16 @@ def _check_heads(c: Call) -> None:
 
 
 GATED_SUMS = Operation(
-    name="gated_sums", variants=(_gated_sums,), options={"splits": 1, "eps": 1e-6}
+    name="gated_sums",
+    variants=(_gated_sums,),
+    options={"splits": 1, "eps": 1e-6, "x_dtype": None},
 )
 
-LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,))
+LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,), options={"x_dtype": None})
 
 ROPE_SUMS = Operation(
     name="rope_sums",
     variants=(_rope_sums,),
-    options={"n_head": None, "eps": 1e-6, "kv_dtype": None},
+    options={"n_head": None, "eps": 1e-6, "kv_dtype": None, "x_dtype": None},
     prepare=_check_heads,
 )

@@ -11,7 +11,7 @@ activations; `matmul_bias` takes plain float32 matrices (K, N).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import Any
 
@@ -39,7 +39,7 @@ from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import Parts, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops._terms import Terms, check_terms, stored_scale
+from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Call, checked
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
@@ -68,14 +68,14 @@ MAX_BLOCKS = 65535  # along the grid's second axis
 
 
 def terms_of(
-    dtype: str, M: int, shapes: Mapping[str, tuple[int, int]]
+    dtype: str, M: int, shapes: Mapping[str, tuple[int, int]], rounded: bool = False
 ) -> dict[str, tuple[Terms, ...]]:
     """The terms that the x of each product of a layer can have for decoding M rows, fastest first.
 
-    dtype: of the weights. shapes: (K, N) of the matrices. None where x has floats, because that is
-    faster for few rows, or because these products are not on tensor cores, or of tf32. Two-part
-    terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows all products of a
-    layer are of one kind: with two in turn, launches overlap less.
+    dtype: of the weights. shapes: (K, N) of the matrices. rounded: x, to one term. None where x has
+    floats, because that is faster for few rows, or because these products are not on tensor cores,
+    or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
+    all products of a layer are of one kind: with two in turn, launches overlap less.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
@@ -83,7 +83,7 @@ def terms_of(
     if dtype == TWO_PART:
         fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
         return dict.fromkeys(fitting, (Terms(TWO_PART),))
-    wide = hopper.terms(dtype)
+    wide = hopper.terms(dtype, rounded)
     smallest = min(K * N for K, N in shapes.values())
 
     def found(K: int, N: int) -> tuple[Terms, ...]:
@@ -94,10 +94,19 @@ def terms_of(
             enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
             faster = smallest >= enough
         possible = compute_capability() == HOPPER_CAPABILITY and K % mma.UNIT == 0
-        in_place = (Terms(wide.dtype),) if M > MORE_ROWS and K % multiple == 0 else ()
+        in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
 
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
+
+
+def can_round(dtype: str, inputs: Iterable[int]) -> bool:
+    """Whether all products of decoding with so many inputs can round x: those on tensor cores.
+
+    dtype: of the weights, for which `count_of` permits it.
+    """
+    multiple = mma.LOADED // itemsize_of(dtype)
+    return compute_capability() >= MMA_CAPABILITY and all(K % multiple == 0 for K in inputs)
 
 
 def itemsize_of(dtype: str) -> int:
@@ -134,6 +143,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         "shared memory: variant tiles has no such limit",
     )
     assert geometry is not None
+    geometry = geometry._replace(defines=(*geometry.defines, *count_define(c.rounded)))
     unfit(
         geometry.grid[1] > MAX_BLOCKS,
         f"{c.M:,} rows: too many for this variant: use variant tiles",
@@ -162,6 +172,7 @@ def _on_tensor_cores(c: Call) -> None:
 def _on_cuda_cores(c: Call) -> None:
     """Raise Unfit where a product needs tensor cores."""
     unfit(c.w.dtype == TWO_PART, "takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+    unfit(c.rounded, "does not round x: use variant mma")
 
 
 def _check_sizes(c: Call) -> None:
@@ -193,6 +204,7 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     )
     ends = c.terms is not None, c.to_terms is not None
     geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
+    geometry = geometry._replace(defines=(*geometry.defines, *count_define(c.rounded)))
     args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
     return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 
@@ -343,7 +355,7 @@ def _rope_hopper(c: Call) -> Launch:
         compute_capability() != HOPPER_CAPABILITY,
         "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append",
     )
-    wanted, D = hopper.terms(c.w.dtype), 2 * c.P
+    wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
     unfit(c.terms != wanted, f"terms of {c.terms}: expected {wanted}")
     multiple = 2 * hopper.ROPE_BOX
     unfit(D % multiple, f"heads of {D} channels: expected a multiple of {multiple}")
@@ -373,6 +385,7 @@ def bind(
     terms: Terms | None = None,
     to_terms: Terms | None = None,
     x_bound: float | None = None,
+    x_dtype: str | None = None,
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N), up), out (..., N).
 
@@ -383,12 +396,13 @@ def bind(
     x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and neither gamma nor
     x_bound, since two-part ones have their scale; to_terms: what out has, for another product with
     such weights. up: a second WeightMatrix, of w's dtype and shape: out is silu(x w) (x up), by
-    variant hopper.
+    variant hopper. x_dtype: "float16" rounds floats of x, or their LayerNorm, to it, for weights of
+    float16 or FP8 in a kernel of decoding on tensor cores; terms say themselves what they have.
     """
     options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
     c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, x_bound, **options)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
-    _check(c)
+    _check(c, x_dtype)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
         raise InputError(
             f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and neither bias nor gelu"
@@ -428,6 +442,7 @@ def _bind_qkv(
     terms: Terms | None = None,
     kv_dtype: str | None = None,
     x_bound: float | None = None,
+    x_dtype: str | None = None,
 ) -> Bound:
     """inputs (x (M, K), w, bias, gamma, beta, k, v, row (M,), position (M,)), out q (M, C).
 
@@ -435,12 +450,12 @@ def _bind_qkv(
     of row[m]. w is a WeightMatrix (3C, K); k and v (B, n_ctx, C) have the dtype of the weights,
     float16 with FP8 weights, or are uint8 of the FP8 format kv_dtype. No two of row and position
     are alike; k and v of a token outside the cache are dropped. A TwoPartMatrix, with k and v of
-    float32, terms and x_bound: as in `bind`.
+    float32, terms, x_bound and x_dtype: as in `bind`.
     """
     options = {"eps": eps, "terms": terms, "to_terms": None, "up": None, "kv_dtype": kv_dtype}
     c = _checked(LINEAR_QKV, TWO_PART_QKV, inputs, out, x_bound, **options)
     c.T = cache_dtype(c.w.dtype)
-    _check(c)
+    _check(c, x_dtype)
     if kv_dtype is None:
         check("k", c.k, dtype=c.T)
     if c.N != 3 * c.C:
@@ -466,7 +481,7 @@ def _bind_rope(
     """
     options = {"n_head": n_head, "terms": terms, "to_terms": None, "up": None}
     c = LINEAR_ROPE.checked(inputs, out, kv_dtype=kv_dtype, **options)
-    c.T = cache_dtype(c.w.dtype)
+    c.T, c.rounded = cache_dtype(c.w.dtype), terms.rounded
     if kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -479,13 +494,20 @@ def _bind_rope(
     return LINEAR_ROPE.bound_to(c)
 
 
-def _check(c: Call) -> None:
+def _check(c: Call, x_dtype: str | None) -> None:
     """InputError unless gamma, beta and the terms of x and of the result fit together."""
     if (c.gamma is None) != (c.beta is None):
         raise InputError("gamma and beta: expected both, or neither")
+    c.rounded = rounds(x_dtype, c.w.dtype)
     given = [each for each in (c.terms, c.to_terms) if each is not None]
+    if c.terms:
+        if x_dtype is not None:
+            raise InputError("x_dtype: terms are rounded or not: expected either")
+        c.rounded = c.terms.rounded
     if not given:
         return
+    if any(each.rounded != c.rounded for each in given):
+        raise InputError(f"terms of {c.to_terms}: expected both x and out rounded, or neither")
     known = terms_of(c.w.dtype, MORE_ROWS + 1, {"w": (c.K, c.N)}).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}

@@ -33,7 +33,8 @@ class DecodePass(Pass):
     preferred ones first, by the last part of the name of its weights; empty where they take floats.
     Two-part terms are for operands with a bound alone, which gives them their scale.
     kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
-    name: where there is one, products read two-part weights in the place of float32 ones.
+    name: where there is one, products read two-part weights in the place of float32 ones. x_dtype:
+    what the x of products is rounded to, where it has no terms, or None.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class DecodePass(Pass):
         known: Mapping[str, Sequence[Terms]] | None = None,
         kv_dtype: str | None = None,
         bounds: Mapping[str, float] | None = None,
+        x_dtype: str | None = None,
     ) -> None:
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
+        self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
         self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
         self.rotations: Value = None
@@ -127,7 +130,7 @@ class DecodePass(Pass):
     def _given(self, a: Rows) -> dict[str, Any]:
         """What a product is told of its rows."""
         normed = {"eps": self.c.eps} if a.gamma else {}
-        return normed | ({"terms": a.terms} if a.terms else {})
+        return normed | ({"terms": a.terms} if a.terms else self.rounding)
 
     def _turns(self, terms: Terms | None) -> bool:
         """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
@@ -178,9 +181,14 @@ class SumsPass(DecodePass):
     """
 
     def __init__(
-        self, do: Machine, settings: Settings, splits: int, kv_dtype: str | None = None
+        self,
+        do: Machine,
+        settings: Settings,
+        splits: int,
+        kv_dtype: str | None = None,
+        x_dtype: str | None = None,
     ) -> None:
-        super().__init__(do, settings, kv_dtype=kv_dtype)
+        super().__init__(do, settings, kv_dtype=kv_dtype, x_dtype=x_dtype)
         self.splits = splits
         self.eps: dict[str, Any] = {"eps": settings.eps}
 
@@ -192,7 +200,7 @@ class SumsPass(DecodePass):
     def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
         stream, *sums = _completed(x.x)
         inputs = (stream, x.gamma, f"{h}w_qkv", *sums, self.rotations, *self._cache(h))
-        options: dict[str, Any] = {"n_head": self.c.n_head, **self.eps, **self.kv}
+        options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
         return self.do(f"{h}q", "rope_sums", inputs, **options)
 
     def _product(self, p: Product) -> Value:
@@ -200,10 +208,12 @@ class SumsPass(DecodePass):
             return super()._product(p)
         if isinstance(p.a, Gated):
             inputs = (*p.a, p.w)
-            made = self.do(p.name, "gated_sums", inputs, splits=self.splits, **self.eps)
+            options = {"splits": self.splits, **self.eps, **self.rounding}
+            made = self.do(p.name, "gated_sums", inputs, **options)
             return Sums(p.residual, made, p.w)
         x, *sums = _completed(p.residual)
-        return self.do(p.result, "linear_sums", (p.a.x, p.w, x, *sums), into=x)
+        inputs = (p.a.x, p.w, x, *sums)
+        return self.do(p.result, "linear_sums", inputs, into=x, **self.rounding)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         return Gated(x.x, x.gamma, f"{h}w_gate", f"{h}w_up")

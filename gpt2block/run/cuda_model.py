@@ -29,7 +29,7 @@ from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
-from gpt2block.ops.linear import MORE_ROWS, terms_of
+from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
 from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, SumsPass
@@ -48,6 +48,7 @@ from gpt2block.run.model import (
     StepResult,
     StoredModel,
     Tensors,
+    check_activations,
     in_groups,
     padded,
     rounded_up,
@@ -85,11 +86,14 @@ class CudaModel(StoredModel):
         device: int,
         allow_nonfinite: bool = False,
         kv_dtype: str | None = None,
+        activations: str | None = None,
     ) -> None:
-        """kv_dtype: as in `kv_cache_dtype`."""
+        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
         super().__init__(config, dtype, kv_dtype, f"cuda:{device}")
         self.device = device
         self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
+        check_activations(dtype, activations)
+        self._activations = activations  # what x is rounded to, where products can
         self._architecture, self._settings = architecture_of(config), Settings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
@@ -162,7 +166,14 @@ class CudaModel(StoredModel):
         matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
         head = self.config.n_embd, self.config.vocab_size
         shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
-        return terms_of(TWO_PART if self._two_part else self.dtype, rows, shapes)
+        rounded = self._x_dtype is not None
+        return terms_of(TWO_PART if self._two_part else self.dtype, rows, shapes, rounded)
+
+    @property
+    def _x_dtype(self) -> str | None:
+        """What the x of decoding's products is rounded to."""
+        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
+        return self._activations if can_round(self.dtype, inputs) else None
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.
@@ -491,9 +502,10 @@ class CudaModel(StoredModel):
         splits = splits_of(self.dtype, rows, self.config.block_shapes()) if terms == {} else 0
         step: DecodePass
         if splits:
-            step = SumsPass(do, self._settings, splits, self.fp8_cache)
+            step = SumsPass(do, self._settings, splits, self.fp8_cache, self._x_dtype)
         else:
-            step = DecodePass(do, self._settings, norms, terms, self.fp8_cache, bounds)
+            given = norms, terms, self.fp8_cache, bounds, self._x_dtype
+            step = DecodePass(do, self._settings, *given)
         return forward(step, self._architecture, self.config, "logits")
 
 

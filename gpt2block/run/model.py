@@ -15,6 +15,7 @@ from gpt2block.checks import check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown
+from gpt2block.ops._terms import OF_ROUNDED, ROUNDED
 from gpt2block.passes import architecture_of
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
@@ -51,6 +52,21 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
             ", or another one of them",
         )
     return kv_dtype
+
+
+def check_activations(dtype: str, activations: str | None) -> None:
+    """InputError unless decoding can round the x of products with weights in `dtype` to it."""
+    if activations is None:
+        return
+    if activations != ROUNDED:
+        raise InputError(f"activations: expected {ROUNDED!r} or None, got {shown(activations)}")
+    if dtype not in OF_ROUNDED:
+        raise InputError(
+            Argument("activations"),
+            f" {activations!r}: expected weights of {', '.join(OF_ROUNDED)}, got {dtype}: use ",
+            Argument("dtype", "float16"),
+            ", or another one of them",
+        )
 
 
 def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:

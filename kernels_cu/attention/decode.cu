@@ -384,7 +384,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (more || own >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
             if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
-            if (channel < HS) {
+            if (channel < HS && (has_low() || channel % 2 == 0)) {
                 out[term_place((int)query, (head_of(of) + own) * HS + channel, (int)gridDim.z, ROW)] = result;
             }
         }

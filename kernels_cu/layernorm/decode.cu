@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
 #pragma unroll
             for (int e = 0; e + 1 < LN_X; e += 2) {
                 const long long high = further_place(first, e);
-                out[high] = v[e], out[low_place(high)] = v[e + 1];
+                out[high] = v[e];
+                if (has_low()) out[low_place(high)] = v[e + 1];
             }
         } else {
             Values::store(out + (long long)row * LN_C + k, v);

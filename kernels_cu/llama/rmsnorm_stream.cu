@@ -88,7 +88,7 @@ __device__ __forceinline__ void normalize(const float* weight, T* out, float out
                 split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
                 const long long place = further_place(first, e);
                 narrow_to(out[place], __int_as_float((int)high));
-                narrow_to(out[low_place(place)], __int_as_float((int)low));
+                if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
             }
         } else {
             Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);

@@ -136,7 +136,7 @@ struct Panel {
             for (int r = 0; r < ROW_TILES; ++r) {
                 const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = octet % 2 * 2;
                 const float(&of)[4] = sums[octet / 2][r];
-                if (row < LM_ROWS) use(octet, row, of[i] + of[i + 1]);
+                if (row < LM_ROWS) use(octet, row, order::joined(of[i], of[i + 1]));
             }
         }
     }

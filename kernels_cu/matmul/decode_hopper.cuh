@@ -4,8 +4,8 @@
 #include "lib/sm90_wgmma.cuh"
 #include "matmul/decode_order.cuh"
 
-#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
-#define DH_ROWS 4
+#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64); not 4 with TERM_COUNT 1
+#define DH_ROWS 8
 #endif
 #ifndef DH_GROUPS
 #define DH_GROUPS 1
@@ -35,16 +35,17 @@ constexpr int WARPS = 4 * DH_GROUPS;  // that multiply
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
 constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
 constexpr int THREADS = 32 * WARPS + (MOVES_REGISTERS ? 128 : 32);
-constexpr int TERMS = order::TERMS * DH_ROWS;                // columns of B
+constexpr int TERMS = TERM_COUNT * DH_ROWS;                  // columns of B
 constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
 constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
-constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
-constexpr int BOX = 64, BOX_BYTES = 4 * BOX * DH_ROWS;  // of x: K, and bytes in shared memory
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS, STAGE = W_BYTES + X_BYTES;
+constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // of x: K, and bytes in shared memory
 constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
 static_assert(!order::FLOATS, "terms are of 16 bits");
+static_assert(TERMS % 8 == 0, "B has whole eights of columns");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
 // The first row of W of column n; of a pair, the second one is HALF_HEAD further.
@@ -82,13 +83,13 @@ struct Share {
 // Requests all slices; called by one warp.
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const TensorMap& w, const TensorMap& up,
                                         const float* x, int K) {
-    const int bytes = 4 * SLICE * share.rows;  // of x
+    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes of a value of all rows of x
     const auto load_w = [&](int slice, int stage) {
         char* to = ring.stage(stage);
         const auto load = [&](const TensorMap& map, int at, int row) {
             load_box(to + at, map, ring.full[stage], share.k + slice * SLICE, row, 0);
         };
-        arrive_and_expect(ring.full[stage], W_BYTES + bytes);
+        arrive_and_expect(ring.full[stage], W_BYTES + SLICE * of_rows);
         if (!DH_ROPE) load(w, 0, share.column);
         if (DH_GATED) load(up, W_BYTES / 2, share.column);
 #pragma unroll
@@ -97,12 +98,13 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load(w, at, row), load(w, W_BYTES / 2 + at, row + HALF_HEAD);
         }
     };
-    const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
+    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // value
+    const char* from = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
     const auto load_x = [&](int slice, int stage) {
-        const int box = 4 * BOX * share.rows, own = box / DH_SHARES, at = share.part * own;
+        const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
         const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
         char* to = ring.stage(stage) + W_BYTES + at;
-        const char* of_x = reinterpret_cast<const char*>(from + (long long)slice * SLICE * share.rows) + at;
+        const char* of_x = from + (long long)slice * SLICE * of_rows + at;
 #pragma unroll
         for (int i = 0; i < SLICE / BOX; ++i) {
             if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);

@@ -6,7 +6,7 @@
 //   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
 //           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. With two-part
 //           weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms are two
-//           rows of x, whose products with w have separate sums
+//           rows of x, whose products with w have separate sums. With TERM_COUNT 1, x is rounded to the first one
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
 //           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float and two-part
@@ -53,7 +53,8 @@ constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane lo
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
 constexpr int STEPS = CHUNK / STEP;         // of a chunk
-constexpr int TERMS = 2;                    // of x
+constexpr int TERMS = 2;                    // of x, in an mma
+static_assert(TERM_COUNT == TERMS || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
 constexpr int UNIT = 128, MOST_SPLITS = 8;  // of K
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
@@ -83,6 +84,7 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 
 // The sum of what was computed with a high and with a low term.
 __device__ __forceinline__ float joined(float high, float low) {
+    if constexpr (TERM_COUNT == 1) return high;
     return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 
