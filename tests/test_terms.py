@@ -293,7 +293,7 @@ def test_what_activations_can_be() -> None:
         ):
             GPT2(WEIGHTS, "cpu", dtype, activations="float16")
     for wrong in ("bfloat16", "fp16", 16, True):
-        with pytest.raises(InputError, match="activations: expected 'float16' or None, got "):
+        with pytest.raises(InputError, match="activations: expected 'float16', got "):
             GPT2(WEIGHTS, "cpu", "float16", activations=wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="activations 'float16': expected weights of float16, "):
         from_pretrained(device="cpu", activations="float16")

@@ -85,8 +85,8 @@ def profile(
         raise InputError("--size uses random weights: leave out --model and --revision")
     if what == "block" and options.kv_dtype is not None:
         raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
-    if what == "block" and options.activations is not None:
-        raise InputError("--activations: a block does not decode: use it with generate")
+    if what != "generate" and options.activations is not None:
+        raise InputError(f"--activations: {what} does not decode: use it with generate")
     sizes = options.rows, options.tokens, options.steps
     profiling.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock

@@ -103,7 +103,7 @@ def terms_of(
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     """Whether all products of decoding with so many inputs can round x: those on tensor cores.
 
-    dtype: of the weights, for which `count_of` permits it.
+    dtype: of the weights, one for which `rounds` permits it.
     """
     multiple = mma.LOADED // itemsize_of(dtype)
     return compute_capability() >= MMA_CAPABILITY and all(K % multiple == 0 for K in inputs)

@@ -58,8 +58,7 @@ def check_activations(dtype: str, activations: str | None) -> None:
     """InputError unless decoding can round the x of products with weights in `dtype` to it."""
     if activations is None:
         return
-    if activations != ROUNDED:
-        raise InputError(f"activations: expected {ROUNDED!r} or None, got {shown(activations)}")
+    check_choice("activations", activations, (ROUNDED,))
     if dtype not in OF_ROUNDED:
         raise InputError(
             Argument("activations"),
