@@ -210,7 +210,7 @@ class Model(Generic[Weights]):
 
     @property
     def dtypes(self) -> str:
-        """The dtype of the weights and, where they are others than usual, those beside it."""
+        """The dtype of the weights, of another kv_cache than usual, and of rounded activations."""
         own = kv_cache_dtype(self.dtype)
         beside = {"kv_cache": self.kv_dtype if self.kv_dtype != own else None}
         beside["activations"] = self.activations
@@ -650,8 +650,9 @@ class GPT2(Model[GPT2Weights]):
     tensor cores have 16 bits (docs/dtypes.md). kv_dtype: of keys and values, "float8_e5m2" or
     "float8_e4m3fn" with weights of 16 bits or FP8, to which they are rounded when they are
     computed; None for the dtype of the weights, float16 with FP8 weights. activations: "float16"
-    rounds, with weights of float16 or FP8, what products of decoding multiply with these on the
-    tensor cores of a GPU, which is faster for many rows (docs/dtypes.md). allow_nonfinite: accept
+    rounds the inputs of decoding's products on tensor cores to it, with weights of float16 or FP8,
+    which is faster for many rows on Hopper GPUs; None keeps 22 bits (docs/dtypes.md).
+    allow_nonfinite: accept
     weights that are infinite or NaN, or so large that LayerNorm may overflow float32 and return
     wrong numbers; by default they raise InputError. FP8 cannot hold infinity or NaN. `generate` and
     `score` still refuse logits that are NaN.

@@ -296,9 +296,12 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
         return few()
 
     monkeypatch.setattr(bench, "decode_works", works)
-    ended = gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json")
+    ended = gpt2block(
+        *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--activations", "float16"),
+        "--json",
+    )
     assert ended.code == 0
-    assert requested == [("float32", "1,4", None, None, None)]
+    assert requested == [("float32", "1,4", None, None, "float16")]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["skipped"] == []

@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import gpt2block.config
 from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
+from gpt2block.bulk import Predictor
+from gpt2block.cli.model import ModelOptions, load_model
+from gpt2block.cli.profile import ProfileOptions
+from gpt2block.cli.profile import _model as of_profile
 from gpt2block.config import GPT2Config
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
@@ -270,6 +275,16 @@ def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
         return sum("terms" in each.step.attrs for each in recorded), made
 
 
+@one_order
+def test_a_product_without_terms_gives_none(device: Any) -> None:
+    """Where 8 divides the channels of h and not those of x, only the second product takes terms."""
+    weights = GPT2Weights.random(0, GPT2Config(1, 2, 36, 8, 40))
+    model = GPT2(weights, "cuda", "float16")
+    (with_terms, got), (_, alone) = step_of(model, 17), step_of(model, 1)
+    assert with_terms == 0
+    assert_same_bits(got[:1], alone)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 @one_order
 def test_rounded_activations(device: Any, dtype: str) -> None:
@@ -297,6 +312,16 @@ def test_what_activations_can_be() -> None:
             GPT2(WEIGHTS, "cpu", "float16", activations=wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="activations 'float16': expected weights of float16, "):
         from_pretrained(device="cpu", activations="float16")
+
+
+def test_what_loads_a_model_passes_activations_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: Any = {"device": "cpu", "dtype": "float16", "activations": "float16"}
+    assert from_pretrained(**stored).activations == "float16"
+    assert Predictor("score", **stored).model.activations == "float16"
+    assert load_model(ModelOptions(**stored), None)[0].activations == "float16"
+    monkeypatch.setattr(gpt2block.config, "size", lambda _: WEIGHTS.config)
+    made, _, dtypes = of_profile(ProfileOptions(size="gpt2", **stored))
+    assert (made.activations, dtypes) == ("float16", "float16, activations float16")
 
 
 def test_the_products_that_round() -> None:
@@ -346,18 +371,6 @@ def test_what_has_no_terms(device: Any) -> None:
             bind_linear((x, w), to_terms=Terms(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
         bind_linear((x, w), variant="matvec", terms=Terms("float16"))
-    with pytest.raises(InputError, match="matvec: does not round x: use variant mma"):
-        bind_linear((x, w), variant="matvec", x_dtype="float16")
-    with pytest.raises(
-        InputError, match="x_dtype 'float16', weights of bfloat16: expected float16"
-    ):
-        bind_linear((x, matrix(8, 64, "bfloat16")), x_dtype="float16")
-    with pytest.raises(InputError, match="x_dtype 'float32', weights of float16: expected float16"):
-        bind_linear((x, w), x_dtype="float32")
-    with pytest.raises(InputError, match="x_dtype: terms are rounded or not: expected either"):
-        bind_linear((x, w), x_dtype="float16", terms=Terms("float16", rounded=True))
-    with pytest.raises(InputError, match="terms of float16: expected both x and out rounded"):
-        bind_linear((x, matrix(8, 64, "float16")), x_dtype="float16", to_terms=Terms("float16"))
     with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
         bind_linear((x, w), variant="hopper")
     up = matrix(8, 64, "float16")
@@ -379,6 +392,32 @@ def test_what_has_no_terms(device: Any) -> None:
         InputError, match="terms of float32, k float32, head size 32: expected the 16"
     ):
         ATTENTION_SPLIT.bind((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
+
+
+@one_order
+def test_what_cannot_be_rounded(device: Any) -> None:
+    x, w = cupy.asarray(plain.normal(0, 2, 64)), matrix(8, 64, "float16")
+    brain, parts = matrix(8, 64, "bfloat16"), two_part_matrix(8, 64)
+    of_brain, of_parts = Terms("bfloat16", rounded=True), made_of(TWO_PART, rounded=True)
+    rounded, odd = Terms("float16", rounded=True), matrix(8, 60, "float16")
+    narrow = cupy.asarray(plain.normal(0, 2, 60))
+    for matrix_of, options, message in (
+        (brain, {"x_dtype": "float16"}, "x_dtype 'float16', weights of bfloat16: expected float16"),
+        (brain, {"terms": of_brain}, "x_dtype 'float16', weights of bfloat16: expected float16"),
+        (parts, {"terms": of_parts}, "x_dtype 'float16', weights of two_part: expected float16"),
+        (w, {"x_dtype": "float32"}, "x_dtype 'float32', weights of float16: expected float16"),
+        (w, {"x_dtype": "float16", "terms": rounded}, "terms are rounded or not: expected either"),
+        (
+            w,
+            {"x_dtype": "float16", "to_terms": Terms("float16")},
+            "expected both x and out rounded",
+        ),
+        (w, {"x_dtype": "float16", "variant": "matvec"}, "matvec: does not round x: use variant"),
+        (odd, {"x_dtype": "float16", "decoding": True}, "K 60: expected a multiple of 8 for float"),
+    ):
+        given: dict[str, Any] = options
+        with pytest.raises(InputError, match=message):
+            bind_linear((narrow if matrix_of is odd else x, matrix_of), **given)
 
 
 def test_the_steps_that_hand_over_terms() -> None:

@@ -71,6 +71,7 @@ MODELS: Mapping[str, ModelConfig] = {
     "gpt2 2x16": GPT2Config(2, 2, 32, 1024, 101),
     "gpt2 3x32": GPT2Config(2, 3, 96, 1024, 101),
     "gpt2 3x11": GPT2Config(2, 3, 33, 1024, 101),
+    "gpt2 2x18": GPT2Config(2, 2, 36, 1024, 101),
     "llama 2/1x64": llama((2, 1, 64), 128, 192, 104),
     "llama 4/2x128 biases": llama((4, 2, 128), 256, 384, 101, **BIASES, scaling=LLAMA3),
     "llama 6/2x64 tied": llama((6, 2, 64), 320, 208, 515, tie_word_embeddings=True),

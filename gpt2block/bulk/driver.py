@@ -304,7 +304,7 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
     if ours["engine"] is None:
         del now["engine"]
         was.pop("engine", None)
-    for name in {**now, **was}:
+    for name in {"gpt2block": None, **now, **was}:  # another version may have other arguments
         if (name in now) != (name in was) or now[name] != was[name]:
             before, after = (
                 f"{reprlib.repr(entries[name]):.40}" if name in entries else "absent"

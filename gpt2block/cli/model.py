@@ -43,8 +43,9 @@ kv_dtype_option = partial(
 )
 activations_option = partial(
     option,
-    "float16: round what decoding multiplies with weights of float16 or FP8 on tensor cores, which "
-    "is faster for many rows.",
+    "float16: round what decoding multiplies with weights of float16 or FP8, which is faster for "
+    "many rows on Hopper GPUs; by default 22 bits are kept.",
+    complete=complete.one_of("float16"),
 )
 device_option = partial(
     option,

@@ -251,7 +251,7 @@ def launch(
     made = geometry(
         kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head, rounded=c.rounded
     )
-    if tile.rows == TERM_ROWS:  # two blocks on an SM, which small ones have room for, are slower
+    if tile.rows == TERM_ROWS:  # two blocks on an SM, for which small tiles leave room, are slower
         made = made._replace(shared=max(made.shared, room(most_shared, 2) + 1))
     file = ROPE_FILE if head else FILE
     return launch_at(file, made, (c.x, *maps, *args), *storage_of(c.w, c.T), c.kv_dtype)

@@ -9,8 +9,8 @@ from gpt2block.errors import InputError
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
 LINE = 64  # channels in a line of terms in the order of wgmma
-ROUNDED = "float16"  # what x can be rounded to, with these weights
-OF_ROUNDED = (ROUNDED, *FP8)
+ROUNDED = "float16"  # what x can be rounded to
+ROUNDING = (ROUNDED, *FP8)  # dtypes of the weights for which it can
 
 
 class Terms(NamedTuple):
@@ -23,6 +23,11 @@ class Terms(NamedTuple):
     width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
     scale: float = 1.0  # of two-part terms: a power of two, for all values
     rounded: bool = False  # to the first term of a value, the only one
+
+    @property
+    def x_dtype(self) -> str | None:
+        """What values are rounded to, or None."""
+        return ROUNDED if self.rounded else None
 
     def __str__(self) -> str:
         kind = f"rounded {self.dtype}" if self.rounded else self.dtype
@@ -57,10 +62,10 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
     """Whether x is rounded to x_dtype for weights of a dtype. Raises InputError."""
     if x_dtype is None:
         return False
-    if x_dtype != ROUNDED or dtype not in OF_ROUNDED:
+    if x_dtype != ROUNDED or dtype not in ROUNDING:
         raise InputError(
             f"x_dtype {x_dtype!r}, weights of {dtype}: expected {ROUNDED}, and weights of "
-            f"{', '.join(OF_ROUNDED)}"
+            f"{', '.join(ROUNDING)}"
         )
     return True
 

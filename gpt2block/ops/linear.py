@@ -248,7 +248,7 @@ def _matvec(c: Call) -> Launch:
     "mma",
     mma.FILE,
     "linear_decode_mma",
-    idea="few rows on tensor cores, x in two terms: the same bits in any batch",
+    idea="few rows on tensor cores, x in one or two terms: the same bits in any batch",
 )
 def _mma(c: Call) -> Launch:
     _on_tensor_cores(c)
@@ -371,7 +371,8 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
         return (by_wgmma,)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
-    return (*((more_rows,) if tiles_first else ()), on_tensor_cores, few_rows)
+    others = () if c.rounded else (few_rows,)
+    return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
 
 def bind(
@@ -481,7 +482,7 @@ def _bind_rope(
     """
     options = {"n_head": n_head, "terms": terms, "to_terms": None, "up": None}
     c = LINEAR_ROPE.checked(inputs, out, kv_dtype=kv_dtype, **options)
-    c.T, c.rounded = cache_dtype(c.w.dtype), terms.rounded
+    c.T, c.rounded = cache_dtype(c.w.dtype), rounds(terms.x_dtype, c.w.dtype)
     if kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -498,12 +499,10 @@ def _check(c: Call, x_dtype: str | None) -> None:
     """InputError unless gamma, beta and the terms of x and of the result fit together."""
     if (c.gamma is None) != (c.beta is None):
         raise InputError("gamma and beta: expected both, or neither")
-    c.rounded = rounds(x_dtype, c.w.dtype)
+    if c.terms and x_dtype is not None:
+        raise InputError("x_dtype: terms are rounded or not: expected either")
+    c.rounded = rounds(c.terms.x_dtype if c.terms else x_dtype, c.w.dtype)
     given = [each for each in (c.terms, c.to_terms) if each is not None]
-    if c.terms:
-        if x_dtype is not None:
-            raise InputError("x_dtype: terms are rounded or not: expected either")
-        c.rounded = c.terms.rounded
     if not given:
         return
     if any(each.rounded != c.rounded for each in given):

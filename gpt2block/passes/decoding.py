@@ -74,7 +74,8 @@ class DecodePass(Pass):
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         bound = self._bounds.get(p.result)
-        terms = None if a.gamma else self._terms(p.to, bound, a.terms.width if a.terms else 0)
+        stores = not a.gamma and _matrix_of(p.w) in self.known  # on tensor cores
+        terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
         w, how = self._weights(p.w, a)
         options = {**self._given(a), **_to(terms), **p.options, **how}
         inputs = (a.x, w, p.bias, a.gamma, a.beta, p.residual)
@@ -141,7 +142,7 @@ class DecodePass(Pass):
 
         bound: of the magnitudes of what they multiply; width: that of a product.
         """
-        first, *others = [self.known.get(w.rpartition(".")[2], ()) for w in to] or [()]
+        first, *others = [self.known.get(_matrix_of(w), ()) for w in to] or [()]
         for terms in first:
             if not all(terms in each for each in others) or width not in (None, terms.width):
                 continue
@@ -230,6 +231,11 @@ def _completed(x: Value) -> Sums:
 def _power_from(bound: float) -> float:
     """The power of two that takes the place of a bound: launches of more layers are alike."""
     return 2.0 ** math.ceil(math.log2(bound)) if bound else 0.0
+
+
+def _matrix_of(w: str) -> str:
+    """The last part of the name of weights, as `known` has it."""
+    return w.rpartition(".")[2]
 
 
 def _to(terms: Terms | None) -> dict[str, Any]:

@@ -48,7 +48,6 @@ from gpt2block.run.model import (
     StepResult,
     StoredModel,
     Tensors,
-    check_activations,
     in_groups,
     padded,
     rounded_up,
@@ -68,7 +67,8 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size
+    Activations are float32, except for what decoding's products multiply, with `activations`, and
+    in prefill on a GPU with tensor cores, with heads of a size
     that the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit
     matrices, with FP8 matrices float16, and with float32 matrices operands are two-part. FP8
     matrices are widened by each product or before it, and activations that float16 cannot hold
@@ -92,7 +92,6 @@ class CudaModel(StoredModel):
         super().__init__(config, dtype, kv_dtype, f"cuda:{device}")
         self.device = device
         self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
-        check_activations(dtype, activations)
         self._activations = activations  # what x is rounded to, where products can
         self._architecture, self._settings = architecture_of(config), Settings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()

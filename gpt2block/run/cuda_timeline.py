@@ -18,6 +18,7 @@ from typing import Any
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.cuda.timing import interleaved_ms
+from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import Call, Moved, Ran, Stored, Timeline, moved, weights_dtype
@@ -142,12 +143,21 @@ def _nothing() -> Launch:
     return launch(FILE, "mark_seen", (1,), (32,), (None, None, None, 0, 0, 0))
 
 
+def _in_memory(array: Any, terms: Terms | None) -> Stored:
+    """The size of an array with these terms: rounded ones take half of it in the order of wgmma."""
+    stored = Stored.of(array)
+    half = terms is not None and terms.rounded and terms.width > 0
+    return stored._replace(nbytes=stored.nbytes // 2) if half else stored
+
+
 def _kernels(recording: Recording) -> Iterator[Ran]:
     """The kernels of a recording, without times."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
+        if terms := step.attrs.get("terms"):
+            inputs[0] = _in_memory(inputs[0], terms)
         names = ["" if each in recording.steps else each for each in step.inputs]
-        out = Stored.of(recording.known(name))
+        out = _in_memory(recording.known(name), step.attrs.get("to_terms"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
             nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else Moved()

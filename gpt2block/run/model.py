@@ -15,7 +15,7 @@ from gpt2block.checks import check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.ops._terms import OF_ROUNDED, ROUNDED
+from gpt2block.ops._terms import ROUNDED, ROUNDING
 from gpt2block.passes import architecture_of
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
@@ -59,10 +59,10 @@ def check_activations(dtype: str, activations: str | None) -> None:
     if activations is None:
         return
     check_choice("activations", activations, (ROUNDED,))
-    if dtype not in OF_ROUNDED:
+    if dtype not in ROUNDING:
         raise InputError(
             Argument("activations"),
-            f" {activations!r}: expected weights of {', '.join(OF_ROUNDED)}, got {dtype}: use ",
+            f" {activations!r}: expected weights of {', '.join(ROUNDING)}, got {dtype}: use ",
             Argument("dtype", "float16"),
             ", or another one of them",
         )

@@ -7,7 +7,8 @@
 // In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or all are
 // in the order in which wgmma reads them (term_place), in as much memory.
 //
-// With TERM_COUNT 1, a value is rounded to its high term. The low one is 0, and has no place in the order of wgmma.
+// With TERM_COUNT 1, a value is rounded to its high term. The low one is stored as 0 in the places of floats, and left
+// out in the order of wgmma, which then takes half as much memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once

@@ -136,15 +136,16 @@ def _generate(rng: Rng, folder: Path) -> None:
             "--temperature": ("0", "0.8", "2"), "--top-k": ("0", "5"), "--top-p": ("0.5", "1"),
             "--min-p": ("0", "0.2"), "--repetition-penalty": ("1.2",), "--seed": ("0", "7"),
             "--samples": ("1", "2", "10000000"), "--overflow": ("error", "truncate"),
-            "--stop": ("e", "xyz"), "--stop-id": ("3",), "--dtype": ("float32", "bfloat16"),
+            "--stop": ("e", "xyz"), "--stop-id": ("3",), "--dtype": ("float32", "float16"),
             "--device": ("cpu",), "--kv-dtype": ("float8_e5m2", "float8_e4m3fn"),
+            "--activations": ("float16",),
         },
     )  # fmt: skip
     name, prompt = _model(rng, folder), (odd_text(rng) or "a").replace("\0", "").lstrip("-") or "a"
     right = right and name == str(model_folder()) and len(prompt.encode()) <= 20
     right = right and "--samples=10000000" not in options
-    fp8_cache = any(option.startswith("--kv-dtype") for option in options)
-    right = right and (not fp8_cache or "--dtype=bfloat16" in options)
+    narrow = any(option.startswith(("--kv-dtype", "--activations")) for option in options)
+    right = right and (not narrow or "--dtype=float16" in options)
     arguments = ["generate", "--model", name, "--max-new-tokens=3", *options]
     from_stdin = rng.chance(0.3)
     stdin = prompt.encode() if rng.chance(0.8) else rng.bytes(9)
@@ -260,7 +261,8 @@ def _profile(rng: Rng, folder: Path) -> None:
         rng,
         {
             "--rows": ("1", "3"), "--tokens": ("2", "4"), "--steps": ("1", "2"),
-            "--dtype": ("float32", "bfloat16"), "--kv-dtype": ("float8_e5m2",), "--size": ("gpt9",),
+            "--dtype": ("float32", "float16"), "--kv-dtype": ("float8_e5m2",), "--size": ("gpt9",),
+            "--activations": ("float16",),
         },
     )  # fmt: skip
     what, trace = rng.pick("generate", "score", "block", "train"), folder / "trace.json"
