@@ -202,6 +202,19 @@ def test_kernels_of_a_gpu_move_the_same(
     assert moved["sample"] == Moved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
 
 
+def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products by wgmma take them; the residual and the sum are floats."""
+    weights, rows = GPT2Weights.random(0, GPT2Config(1, 12, 768, 16, 53)), 48
+    for activations, arrays in ((None, 3), ("float16", 2.5)):
+        with gpu_with_known_times(monkeypatch):
+            model = GPT2(weights, "cuda:0", "float16", activations=activations)
+            token = profile_of(model, of_generate, rows=rows).passes[1].timeline
+        moved = {ran.step: ran.moved for ran in token.ran}
+        assert moved["h.0.x1"].activations == arrays * 4 * rows * 768
+        places = 2 * 4 * rows  # row and position
+        assert moved["h.0.attn"].activations == (arrays - 1) * 4 * rows * 768 + places
+
+
 def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
     """Not all of the cache, which is no weight either."""
     N, C = 96, 768
