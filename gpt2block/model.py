@@ -652,10 +652,9 @@ class GPT2(Model[GPT2Weights]):
     computed; None for the dtype of the weights, float16 with FP8 weights. activations: "float16"
     rounds the inputs of decoding's products on tensor cores to it, with weights of float16 or FP8,
     which is faster for many rows on Hopper GPUs; None keeps 22 bits (docs/dtypes.md).
-    allow_nonfinite: accept
-    weights that are infinite or NaN, or so large that LayerNorm may overflow float32 and return
-    wrong numbers; by default they raise InputError. FP8 cannot hold infinity or NaN. `generate` and
-    `score` still refuse logits that are NaN.
+    allow_nonfinite: accept weights that are infinite or NaN, or so large that LayerNorm may
+    overflow float32 and return wrong numbers; by default they raise InputError. FP8 cannot hold
+    infinity or NaN. `generate` and `score` still refuse logits that are NaN.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -671,8 +670,8 @@ class Llama(Model[LlamaWeights]):
 
     weights: a LlamaWeights; see `from_pretrained` for checkpoints. device, dtype, allow_nonfinite,
     kv_dtype, activations, token ids: as in GPT2. Raises InputError for wrong arguments, DeviceError
-    when the device cannot be used, MemoryError before the weights are loaded when the
-    GPU has no room for them.
+    when the device cannot be used, MemoryError before the weights are loaded when the GPU has no
+    room for them.
     """
 
     CONFIG = LlamaConfig

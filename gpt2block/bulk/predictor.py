@@ -65,9 +65,9 @@ class Predictor:
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
     or "embed" (pooling, overflow). model, device, dtype, kv_dtype, activations,
-    revision: as in `GPT2.from_pretrained`.
-    tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
-    scored or embedded together; `rows_at_once` is the number of rows generated together.
+    revision: as in `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`.
+    batch_tokens: the maximum number of tokens scored or embedded together; `rows_at_once` is the
+    number of rows generated together.
 
     For token ids a tokenizer is used only if its files are next to the weights, or named here.
 

@@ -41,7 +41,8 @@ class BenchOptions:
         complete=complete.dtypes,
     )
     activations: str | None = option(
-        "With --decode or --llama: float16 rounds what decoding multiplies."
+        "With --decode or --llama: float16 rounds what decoding multiplies.",
+        complete=complete.one_of("float16"),
     )
     only: str | None = option("Only work with this text in its name, such as 8x1024 or M=128.")
     peer: str | None = peer_option()

@@ -127,6 +127,10 @@ class Geometry(NamedTuple):
     shared: int = 0  # bytes of dynamic shared memory
     defines: Defines = ()
 
+    def with_defines(self, more: Defines) -> Geometry:
+        """The same launch of a kernel with further constants."""
+        return self._replace(defines=(*self.defines, *more))
+
 
 def sources() -> list[str]:
     """Every `.cu` file, relative to kernels_cu."""

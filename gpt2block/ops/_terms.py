@@ -45,14 +45,6 @@ def check_terms(terms: Terms | None, channels: int) -> None:
         )
 
 
-def order_define(terms: Terms | None) -> Defines:
-    """The constants of lib/terms.cuh for a kernel that stores these terms."""
-    if terms is None:
-        return ()
-    width = (("TERM_WIDTH", terms.width),) if terms.width else ()
-    return (*width, *count_define(terms.rounded))
-
-
 def count_define(rounded: bool) -> Defines:
     """The constant of lib/terms.cuh for a kernel whose values have one term, where rounded."""
     return (("TERM_COUNT", 1),) if rounded else ()
@@ -74,7 +66,8 @@ def stored_defines(constant: str, terms: Terms | None) -> Defines:
     """The constants of a kernel that stores these terms; constant: the one that has their kind."""
     if terms is None:
         return ()
-    return ((constant, KINDS[terms.dtype]), *order_define(terms))
+    width = (("TERM_WIDTH", terms.width),) if terms.width else ()
+    return ((constant, KINDS[terms.dtype]), *width, *count_define(terms.rounded))
 
 
 def stored_scale(terms: Terms | None) -> float:

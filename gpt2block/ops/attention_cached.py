@@ -327,7 +327,7 @@ def _split(c: Call) -> Launch:
             )
         check_terms(c.to_terms, c.Q)
         ends = stored_defines("AS_TERMS", c.to_terms)
-        geometry = geometry._replace(defines=(*geometry.defines, *ends))
+        geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))

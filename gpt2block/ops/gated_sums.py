@@ -173,7 +173,7 @@ def _gated_sums(c: Call) -> Launch:
 
 def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
     """The launch of a kernel that rounds the operands of products with such weights to x_dtype."""
-    return made._replace(defines=(*made.defines, *count_define(rounds(c.x_dtype, w.dtype))))
+    return made.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 
 def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
@@ -195,7 +195,7 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
     unfit(found is None, f"K {c.K:,}: a row does not fit in shared memory")
     assert found is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
-    return _rounding(found._replace(defines=(*found.defines, *defines)), c, c.w)
+    return _rounding(found.with_defines(defines), c, c.w)
 
 
 def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:

@@ -143,7 +143,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         "shared memory: variant tiles has no such limit",
     )
     assert geometry is not None
-    geometry = geometry._replace(defines=(*geometry.defines, *count_define(c.rounded)))
+    geometry = geometry.with_defines(count_define(c.rounded))
     unfit(
         geometry.grid[1] > MAX_BLOCKS,
         f"{c.M:,} rows: too many for this variant: use variant tiles",
@@ -204,7 +204,7 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     )
     ends = c.terms is not None, c.to_terms is not None
     geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
-    geometry = geometry._replace(defines=(*geometry.defines, *count_define(c.rounded)))
+    geometry = geometry.with_defines(count_define(c.rounded))
     args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
     return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 

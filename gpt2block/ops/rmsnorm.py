@@ -114,7 +114,7 @@ def _stream(c: Call) -> Launch:
         check_address(name, array, array.itemsize * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     terms = stored_defines("RS_TERMS", c.to_terms)
-    geometry = geometry._replace(defines=(*geometry.defines, *terms))
+    geometry = geometry.with_defines(terms)
     args = (c.x, c.weight, c.out, stored_scale(c.to_terms), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 

@@ -144,7 +144,7 @@ def _geometry(rows: int, V: int, biased: bool = False) -> Geometry:
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
     found = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
-    return found._replace(defines=(*found.defines, ("SAMPLE_BIAS", 1))) if biased else found
+    return found.with_defines((("SAMPLE_BIAS", 1),)) if biased else found
 
 
 def request(V: int) -> None:

@@ -68,12 +68,11 @@ class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
     Activations are float32, except for what decoding's products multiply, with `activations`, and
-    in prefill on a GPU with tensor cores, with heads of a size
-    that the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit
-    matrices, with FP8 matrices float16, and with float32 matrices operands are two-part. FP8
-    matrices are widened by each product or before it, and activations that float16 cannot hold
-    are divided (`divisors`); of float32 matrices, the two-part ones are stored in addition,
-    which decoding reads, too.
+    in prefill on a GPU with tensor cores, with heads of a size that the architecture names
+    (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8 matrices float16,
+    and with float32 matrices operands are two-part. FP8 matrices are widened by each product or
+    before it, and activations that float16 cannot hold are divided (`divisors`); of float32
+    matrices, the two-part ones are stored in addition, which decoding reads, too.
 
     Thread-safe: calls run one after another on one stream.
     """
