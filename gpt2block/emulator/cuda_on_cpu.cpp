@@ -29,10 +29,9 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// The shared variables in the kernels' translation unit; the linker defines the bounds of their section.
+__attribute__((noinit)) char shared_begin[32];
+
 extern "C" {
-extern char __start_cuda_shared[] __attribute__((weak));
-extern char __stop_cuda_shared[] __attribute__((weak));
 // abort_on_error: both sanitizers then end the process in the same way, with SIGABRT.
 const char* __asan_default_options() {
     return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
@@ -350,7 +349,7 @@ struct Order {
 
 void run_block(Order& order, unsigned number) {
     // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
-    for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)fill;
+    for (volatile char* p = shared_begin; p != shared_end; p = p + 1) *p = (char)fill;
     std::memset(dynamic, fill, dynamic_bytes);
     for (Thread& thread : threads) {
         thread.state = State::ready;

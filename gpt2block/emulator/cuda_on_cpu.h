@@ -20,9 +20,10 @@
 #define __noinline__  // empty, so that __attribute__((__noinline__)) of system headers remains valid
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// A separate section, so that the runtime can fill all shared variables before each block. -fsanitize-sections puts
-// redzones between the variables. The loader replaces `extern __shared__` by dynamic_shared().
-#define __shared__ static __attribute__((section("cuda_shared")))
+// The section .noinit, so that the runtime can fill all shared variables before each block: g++ ignores an attribute
+// that names a section on the static variables of templates. The loader replaces `extern __shared__` by
+// dynamic_shared().
+#define __shared__ static __attribute__((noinit))
 
 #include "vectors.h"
 

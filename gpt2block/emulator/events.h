@@ -3,6 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// The shared variables of the kernels' translation unit are between these two: sections of one name are linked in the
+// order of their files, and the first and the last one have nothing else there.
+extern char shared_begin[], shared_end[];
+
 namespace cuda_on_cpu {
 
 int thread_number();  // in its block, of the thread that runs; -1 while none does

@@ -63,7 +63,6 @@ _SANITIZERS = (
     "-fno-sanitize=object-size,pointer-overflow",
     "-fno-sanitize-address-use-after-scope",
     "-fno-sanitize-recover=all",
-    "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
     # Functions check the accesses: with instructions in their place, a program takes a fifth longer
     # to compile, which is most of the time of an emulated kernel.
     "--param=asan-instrumentation-with-call-threshold=0",
@@ -543,12 +542,13 @@ def _compile(
     options = _options(source, races, build)
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
     salt, links = repr(sorted(headers.items())), _precompiled(options)
+    first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # see events.h
     if not races:
-        return _build(source.name, files, ("unit.cpp", str(_runtime()), *flags), salt, links)
+        return _build(source.name, files, (first, "unit.cpp", last, *flags), salt, links)
     # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
     detail, links = (("-g",), {}) if variables else ((), links)
     unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags, *detail), salt, links)
-    parts = map(str, (unit, _runtime(), _runtime("races.cpp")))
+    parts = (first, str(unit), last, str(_runtime("races.cpp")))
     program = _build(source.name, {}, (*parts, "-no-pie"))
     if unit in _messages:
         _messages[program] = _messages.pop(unit)

@@ -31,8 +31,6 @@
 #include <vector>
 
 extern "C" {
-extern char __start_cuda_shared[] __attribute__((weak));
-extern char __stop_cuda_shared[] __attribute__((weak));
 extern char __data_start[] __attribute__((weak)), end[] __attribute__((weak));  // of the program's variables
 }
 
@@ -419,8 +417,7 @@ void watch_variables(const void* dynamic, std::size_t bytes) {
     if (std::getenv("VARIABLES")) {
         regions.push_back(made(Kind::variables, "", __data_start, end - __data_start, 1));
     }
-    const std::size_t fixed = __stop_cuda_shared - __start_cuda_shared;
-    if (fixed) regions.insert(regions.begin(), made(Kind::shared, "", __start_cuda_shared, fixed, 1));
+    regions.insert(regions.begin(), made(Kind::shared, "", shared_begin, shared_end - shared_begin, 1));
     if (bytes) {
         const char* name = dynamic_name ? dynamic_name : "the dynamic shared memory";
         regions.push_back(made(Kind::dynamic, name, dynamic, bytes, dynamic_element));

@@ -1,0 +1,3 @@
+#include "events.h"
+
+__attribute__((noinit)) char shared_end[1];
