@@ -479,3 +479,28 @@ extern "C" __global__ void interval(const float* x, float* out, int n) {  // tha
     const bool near = low <= high && nextafterf(low, 1e30f) >= high && fabsf(erfinvf(erff(v)) - v) < 1e-2f;
     out[threadIdx.x] = inside && near && __fmaf_rd(low, 3.0f, -v) <= 0.0f ? 1.0f : 0.0f;
 }
+
+struct Largest {
+    __device__ static float of(float a, float b) { return fmaxf(a, b); }
+};
+
+template <typename Op, typename T, int WARPS>
+__device__ T block_reduced(T value) {
+    __shared__ struct {
+        T parts[WARPS];
+    } all[1];
+    for (int n = 16; n > 0; n /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffffu, value, n));
+    if (threadIdx.x % 32 == 0) all[0].parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = all[0].parts[0];
+    for (int i = 1; i < WARPS; ++i) value = Op::of(value, all[0].parts[i]);
+    __syncthreads();
+    return value;
+}
+
+// grid=2 block=64 right=np.full(128,x[:64].max()+x[:64].min())
+extern "C" __global__ void arrays_of_templates(const float* x, float* out, int n) {
+    const float most = block_reduced<Largest, float, 2>(x[threadIdx.x]);
+    const float least = -block_reduced<Largest, float, 2>(-x[threadIdx.x]);
+    out[64 * blockIdx.x + threadIdx.x] = block_reduced<Largest, double, 2>(most + least);
+}

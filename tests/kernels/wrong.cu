@@ -333,3 +333,48 @@ extern "C" __global__ void signed_bytes_as_unsigned_ones(const float* x, float* 
     for (int k = 0; k < 4; ++k) bytes |= (__float2int_rn(16.0f * x[4 * threadIdx.x + k]) & 0xffu) << 8 * k;
     out[threadIdx.x] = __dp4a(bytes, 0x03020100u, 0u);
 }
+
+template <int WARPS>
+__device__ float block_sum(float value) {  // without a barrier before the next call
+    __shared__ float parts[WARPS];
+    for (int n = 16; n > 0; n /= 2) value += __shfl_down_sync(0xffffffffu, value, n);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0;
+    for (int i = 0; i < WARPS; ++i) value += parts[i];
+    return value;
+}
+
+// block=64 | race .* (writes|reads) parts\[[01]\]
+extern "C" __global__ void template_without_its_last_barrier(const float* x, float* out, int n) {
+    const float mean = block_sum<2>(x[threadIdx.x]) / 64;
+    out[threadIdx.x] = block_sum<2>(x[threadIdx.x] * x[threadIdx.x]) - mean;
+}
+
+template <typename T>
+struct Histogram {
+    __device__ T* counts() {
+        __shared__ union {
+            T bins[2][8];
+            int words[16];
+        } all;
+        return all.bins[0];
+    }
+};
+
+// block=16 right=[16] | result|integer overflow
+extern "C" __global__ void bins_that_begin_with_anything(const float* x, float* out, int n) {
+    int* counts = Histogram<int>().counts();
+    atomicAdd(&counts[threadIdx.x % 8], 1);
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < 8; ++i) counts[0] += counts[i];
+    out[0] = counts[0];
+}
+
+// block=17 | global-buffer-overflow
+extern "C" __global__ void one_thread_too_many(const float* x, float* out, int n) {
+    float* bins = Histogram<float>().counts();
+    bins[threadIdx.x] = x[threadIdx.x];
+    out[threadIdx.x] = bins[threadIdx.x];
+}
