@@ -67,6 +67,7 @@ class MarkovEngine:
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script
+        self.start_up: Iterable[tuple[int, int]] = ()  # parts of it
         self.batches: list[list[int]] = []  # lengths of the sequences in each call
         self.decodings: list[MarkovDecoding] = []
         self.restarts: list[tuple[int, list[int]]] = []
@@ -123,6 +124,9 @@ class MarkovDecoding:
         self._scripts: dict[int, Iterator[int]] = {}  # by slot
         self._rows: dict[int, Start] = {}
         self._last: dict[int, int] = {}
+
+    def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
+        yield from self.engine.start_up
 
     def start(self, starts: Sequence[Start]) -> None:
         assert starts

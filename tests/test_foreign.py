@@ -106,13 +106,18 @@ class Tensor:
         return int(cupy.cuda.Device().id)
 
 
-@pytest.fixture
-def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], type[Tensor]]]:
-    """A stand-in for torch with a current stream."""
+@pytest.fixture(params=[False, True], ids=["public", "raw"])
+def on_stream(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Callable[[int], type[Tensor]]]:
+    """A stand-in for torch with a current stream, which it may tell without making a Stream."""
 
     def use(stream: int) -> type[Tensor]:
         current = SimpleNamespace(current_stream=lambda _: SimpleNamespace(cuda_stream=stream))
         torch = SimpleNamespace(Tensor=Tensor, strided="strided", cuda=current)
+        if request.param:
+            torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: stream)
+            del current.current_stream
         monkeypatch.setitem(sys.modules, "torch", torch)
         return Tensor
 

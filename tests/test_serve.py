@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -516,11 +517,52 @@ def test_a_key(model: Any) -> None:
         with pytest.raises(openai.AuthenticationError):
             client_of(running, "wrong").models.list()
         assert client_of(running, key).models.list().data[0].id == "small"
-        with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
-            assert json.loads(answer.read())["status"] == "ready"
+        ready = {"status": "ready", "running": 0, "waiting": 0}
+        eventually(lambda: health(running) == (200, ready))
+
+
+def test_health_tells_how_far_the_start_is(model: Any) -> None:
+    reached, engine = threading.Event(), MarkovEngine(cycle(257))
+
+    def parts() -> Iterator[tuple[int, int]]:
+        yield 3, 5
+        assert reached.wait(60)
+
+    engine.start_up = parts()
+    with serving(model_of(engine), rows=1) as running:
+        eventually(lambda: health(running) == (503, {"status": "starting", "done": 3, "total": 5}))
+        connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 2})  # it waits
+        eventually(lambda: running.service.open == 1)
+        with urllib.request.urlopen(f"{running.url}/health/live", timeout=60) as live:
+            assert live.status == 200
+        reached.set()
+        assert received(connection)[0] == 200
+        connection.close()
+        assert health(running)[0] == 200
+
+
+def test_a_server_that_ends_while_it_starts() -> None:
+    begun, engine = threading.Event(), MarkovEngine(cycle(257))
+
+    def parts() -> Iterator[tuple[int, int]]:
+        for done in itertools.count():
+            begun.set()
+            yield done, done + 1
+
+    engine.start_up = parts()
+    with serving(model_of(engine), rows=1):  # which raises if the thread does not end
+        assert begun.wait(60)
 
 
 # --- clients that go, and servers that fail -------------------------------------------------------
+
+
+def health(running: Running) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
 
 
 def sent(running: Running, path: str, body: Any) -> socket.socket:
@@ -664,9 +706,7 @@ def test_an_engine_that_fails() -> None:
         assert status == 500
         assert found["error"]["type"] == "server_error"
         assert "out of everything" in found["error"]["message"]
-        with pytest.raises(urllib.error.HTTPError) as health:
-            urllib.request.urlopen(f"{running.url}/health", timeout=60)
-        assert health.value.code == 503
+        assert health(running)[0] == 503
 
 
 def test_a_failure_besides_a_step() -> None:

@@ -17,7 +17,7 @@ from gpt2block import doctor
 from gpt2block.array_checks import host_array
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
-from gpt2block.cuda.foreign import InOrder, as_cupy
+from gpt2block.cuda.foreign import InOrder, as_cupy, on_torch_gpu
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops.attention import check_limits
@@ -154,7 +154,8 @@ class CudaEngine(BlockEngine):
 
         For products on tensor cores the array is also aligned to 16 bytes.
         """
-        host = None if isinstance(x, cupy.ndarray) else host_array(x)
+        on_gpu = isinstance(x, cupy.ndarray) or on_torch_gpu(x)
+        host = None if on_gpu else host_array(x)
         if host is not None:
             check_array("x", host, self.spec.width, self._dtype)
             return cupy.asarray(host, order="C"), True

@@ -13,7 +13,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
 
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
-KEPT_STARTS = 64  # prefill shapes kept for a decoding
+KEPT_STARTS = 160  # prefill shapes kept for a decoding
 KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 MOST_SLOTS = 512  # of a decoding, unless more are requested
 LEAST_CONTEXT = 64  # positions of a decoding's cache

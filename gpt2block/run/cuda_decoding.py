@@ -19,6 +19,7 @@ from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
 from gpt2block.ops.top_logprobs import bind as bind_top
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_start_up import start_up
 from gpt2block.run.model import (
     Alternatives,
     Floats,
@@ -261,6 +262,9 @@ class CudaDecoding:
         self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[_Result] = deque()
+
+    def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
+        yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued)
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():

@@ -377,7 +377,7 @@ class CudaModel(StoredModel):
         if self.on_tensor_cores:
             longest = min(rounded_up(longest, 4), rows)
         before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
-        prefill = self._prefill_programs(cache, rows, longest, any(before))
+        prefill = self.prefill_programs(cache, rows, longest, any(before))
         prefill.run(self, sequences, range(cache.batch), cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
@@ -397,12 +397,21 @@ class CudaModel(StoredModel):
         result is None. Numbers are rounded up, so that other sequences can use the same launches.
         """
         lengths = [len(ids) for ids in sequences]
-        longest, ends = max(lengths), rounded_up(len(slots), 2)
-        rows = max(rounded_up(sum(lengths), 16 if cache.batch == 1 else 4), ends)
-        longest = min(rounded_up(longest, 1), rows)
-        prefill = self._prefill_programs(cache, rows, longest, any(cached), ends)
+        kind = self.start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
+        prefill = self.prefill_programs(cache, *kind)
         prefill.run(self, sequences, slots, cached, "last" if last else None)
         return prefill.out
+
+    def start_kind(
+        self, cache: CudaCache, total: int, longest: int, continued: bool, count: int
+    ) -> tuple[int, int, bool, int]:
+        """The arguments of `prefill_programs` for a start of `count` sequences.
+
+        total, longest: tokens of all of them, and of the longest.
+        """
+        ends = rounded_up(count, 2)
+        rows = max(rounded_up(total, 16 if cache.batch == 1 else 4), ends)
+        return rows, min(rounded_up(longest, 1), rows), continued, ends
 
     def _shape(
         self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None
@@ -421,7 +430,7 @@ class CudaModel(StoredModel):
             appends=hopper and self.fp8_cache is None,
         )
 
-    def _prefill_programs(
+    def prefill_programs(
         self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
     ) -> PrefillPrograms:
         """Those of such a batch; the arguments are fields of its Prefill."""

@@ -320,6 +320,13 @@ class Decoding(Protocol):
     slots: int
     n_ctx: int  # positions of each slot
 
+    def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
+        """Compile and record what sequences will need, while none runs.
+
+        continued: whether they may begin with cached tokens. Yields, before each part of this, the
+        number of parts that are done, and that of all; nothing where there is nothing to do.
+        """
+
     def start(self, starts: Sequence[Start]) -> None:
         """Start sequences in free slots; the next results include their first tokens."""
 

@@ -212,6 +212,9 @@ class NumpyDecoding:
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
         self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
 
+    def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
+        return iter(())
+
     def start(self, starts: Sequence[Start]) -> None:
         for slot, ids, sampling, steps, drawn, seen, cached, alternatives in starts:
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]

@@ -396,6 +396,9 @@ class Server:
         if service is None or service.failure is not None:
             problem = service.failure if service else "the server ends"
             return JSONResponse({"status": "failed", "problem": problem}, 503)
+        if service.starting is not None:
+            done, total = service.starting
+            return JSONResponse({"status": "starting", "done": done, "total": total}, 503)
         return JSONResponse({"status": "ready", "running": service.open - service.waiting,
                              "waiting": service.waiting})  # fmt: skip
 

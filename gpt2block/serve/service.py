@@ -91,6 +91,7 @@ class Service:
         self.tokens = 0
         self._ends = False
         self.failure: str | None = None
+        self.starting: tuple[int, int] | None = (0, 1)  # parts done, and all; None: it is ready
         self.slots = self._batch.slots
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self._thread.start()
@@ -130,10 +131,19 @@ class Service:
 
     def _run(self) -> None:
         try:
+            self._start_up()
             while self._take_changes():
                 self._step()
         except BaseException as error:
             self._fail(error)
+
+    def _start_up(self) -> None:
+        """Let the engine compile and record what rows will need; rows that come now wait."""
+        for done in self._batch.start_up():
+            self.starting = done
+            if self._ends:
+                return
+        self.starting = None
 
     def _step(self) -> None:
         if not self._batch.busy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from time import monotonic
@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
+from gpt2block.sampling import Sampling
 from gpt2block.text.encoding import bytes_of_ids
 from gpt2block.text.rows import Ends, Row, Tops
 from gpt2block.text.scheduling import PIECE, PieceScheduler, RowScheduler
 
 NO_SLOTS = np.empty(0, np.int32)
+FIRST_TOKENS = 4  # of rows that run before any is submitted
 TURN = 16  # steps in which each slot gives its tokens once, where nobody reads each
 
 
@@ -48,6 +50,7 @@ class Batch:
     ) -> None:
         self.n_ctx = n_ctx
         piece = piece or (PIECE if engine.divides_prompts else 0)
+        self._continues = reuse or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
         self._decoding = engine.decode(slots, n_ctx, fewer)
@@ -84,6 +87,21 @@ class Batch:
     def firsts(self) -> NDArray[np.bool_]:
         """Whether each token of the last step that computed any is the first one of its slot."""
         return self._new.firsts
+
+    def start_up(self) -> Iterator[tuple[int, int]]:
+        """As `Decoding.start_up`, before the first row is submitted; then two rows run."""
+        total = 0
+        for done, total in self._decoding.start_up(self._continues):
+            yield done, total
+        if total:
+            ends = Ends(FIRST_TOKENS, self.n_ctx, False, (), frozenset(), None)
+            usual = Sampling(), Sampling(logit_bias={0: 1}, repetition_penalty=1.1)
+            prompt = np.zeros(1, np.int32)
+            self.submit([Row(prompt, each, None, ends, n) for n, each in enumerate(usual)])
+            while self.busy:
+                self.step()
+            if self._computed is not None:
+                self._computed.clear()
 
     def submit(self, rows: Sequence[Row], deadline: float | None = None) -> None:
         """Add rows, which start when slots are free, in this order.

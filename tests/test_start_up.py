@@ -1,0 +1,81 @@
+"""What a decoding prepares before its first sequence: all kernels, and the usual starts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import launch_lists
+import numpy as np
+import pytest
+from launch_recorder import recording
+
+from gpt2block import GPT2Config, Sampling
+from gpt2block.cuda import requests
+from gpt2block.run.cuda_start_up import PROMPTS, TOGETHER
+from gpt2block.run.model import Start
+from gpt2block.text.batching import Batch
+from gpt2block.text.generation import Run
+from tests.devices import SOMEWHERE, running_on
+from tests.test_decoding import TINY, model, random_prompts
+
+LARGE = GPT2Config(n_layer=1, n_head=12, n_embd=768, n_ctx=1024, vocab_size=50257)
+SLOTS = 32
+
+
+def starts(lengths: tuple[int, ...]) -> list[Start]:
+    sampling = Sampling(temperature=0)
+    return [Start(n, np.zeros(k, np.int32), sampling, 3) for n, k in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
+    """The usual prompts are recorded, too; those of other lengths have their kernels."""
+    rng = np.random.default_rng(0)
+    with recording("9.0"):
+        engine = launch_lists._engine(LARGE, dtype, None)
+        decoding = engine.decode(SLOTS, LARGE.n_ctx)
+        parts = list(decoding.start_up(False))
+        assert parts == [(done, len(parts)) for done in range(len(parts))]
+        recorded, known = dict(decoding._cache.prefills), set(requests._kernels)
+        least, most = PROMPTS
+        usual = [(least,), (most,), *((least, most)[:n] for n in (1, 2))]
+        usual += [tuple(rng.integers(least, most + 1, TOGETHER)) for _ in range(8)]
+        usual += [tuple(rng.integers(least, most + 1, 1 + n % TOGETHER)) for n in range(16)]
+        for lengths in usual:
+            decoding.start(starts(lengths))
+            decoding.next()
+            decoding.stop(np.arange(len(lengths)))
+        assert all(decoding._cache.prefills[kind] is made for kind, made in recorded.items())
+        assert decoding._cache.prefills.keys() == recorded.keys()
+        for lengths in ((1,), (700,), (1000,) * 2, (400, 20, 90), (50,) * SLOTS, (150,) * SLOTS):
+            decoding.start(starts(lengths))
+            decoding.next()
+            decoding.stop(np.arange(len(lengths)))
+        assert set(requests._kernels) == known
+
+
+@pytest.mark.parametrize("where", SOMEWHERE)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
+    with running_on(where):
+        m = model("cuda", TINY)
+        options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "top_logprobs": 2}
+        got = []
+        for prepared in (False, True):
+            batch = Batch(m.engine, 2, TINY.n_ctx, reuse=reuse)
+            parts = list(batch.start_up()) if prepared else []
+            assert bool(parts) == prepared
+            assert not batch.busy
+            run = Run(m.engine, None, [np.zeros(5, np.int32), *random_prompts([1, 9])], **options)
+            run.batch = batch
+            run.finish()
+            assert not any(row.reused for row in run.rows)
+            got.append([row.result() for row in run.rows])
+        assert got[0] == got[1]
+
+
+def test_a_model_with_numpy_prepares_nothing() -> None:
+    batch = Batch(model("cpu").engine, 2, TINY.n_ctx)
+    assert list(itertools.chain(batch.start_up())) == []
+    assert not batch.busy
