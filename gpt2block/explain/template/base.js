@@ -4,7 +4,7 @@ const {model, tokens, plan, steps, tensors} = data;
 const served = model.n_head / model.n_kv_head;  // heads of queries that a head of keys serves
 const GROUPED = `Queries are grouped: each of the ${model.n_kv_head} head${model.n_kv_head > 1 ? "s" : ""} of keys and values serves ${served} heads of queries.`;
 const T = tokens.length;
-const state = {layer: data.layer, step: plan.block[0], head: 0, position: T - 1, opened: 0, read: 0, channel: 0};
+const state = {layer: data.layer, step: plan.before[0], head: 0, position: T - 1, opened: 0, read: 0, channel: 0};
 const MOST_LABELS = 44;
 const painters = new Map();  // drawings that depend on the theme
 const byId = id => document.getElementById(id);

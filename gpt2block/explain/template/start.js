@@ -12,7 +12,7 @@ function drawNotes() {
     "Heatmaps and attention hold the real tensors of this forward pass, each number rounded to float16 relative to the tensor's largest magnitude: about three significant digits. A tensor that is too large is downsampled: each cell is the number of largest magnitude in its area, so that outliers stay visible.",
     "min, max and mean are those of the whole tensor. Statistics, errors, times and surprisals are rounded to four significant digits. The logits of the next token are exact.",
     "Errors are the largest difference from the same step in float64, divided by the tensor's largest magnitude. Alone: the step on exact inputs. Accumulated: from the tokens on.",
-    model.device.startsWith("CPU") ? "Times are the median wall time of three runs of the step's NumPy function on this machine." : "Times are those of one run of the step's kernels, between two CUDA events; gaps between several launches count.",
+    model.device.startsWith("CPU") ? "Times are the shortest wall time of three runs of the step's NumPy function on this machine." : "Times are the shortest of five runs of the step's kernels, between two CUDA events; gaps between several launches count.",
     "Colors: blue for negative and orange for positive numbers, which people with color blindness can tell apart. The scale is written under each heatmap.",
   ];
   if (model.n_layer > 1 && own.rows * own.columns > other.rows * other.columns) notes.push(`To keep the page small, heatmaps of block ${data.layer} have more cells than those of the other blocks, here ${own.rows} × ${own.columns} and ${other.rows} × ${other.columns}. The option --layer, or layer= of explain, chooses the block.`);

@@ -13,7 +13,27 @@ function drawDetail() {
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
     el("p", {}, byId(`about-${step}`)?.content.textContent ?? "", step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : ""), formula,
     el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
-  byId("detail").replaceChildren(left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
+  byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
+}
+function neighbours() {  // the steps before and after the selected one, also of other blocks
+  const layers = Array.from({length: model.n_layer}, (_, layer) => plan.block.map(step => ({step, layer})));
+  const all = [...plan.before.map(step => ({step})), ...layers.flat(), ...plan.after.map(step => ({step}))];
+  const at = all.findIndex(({step, layer}) => step === state.step && (layer ?? state.layer) === state.layer);
+  const button = (move, shown) => {
+    const to = all[at + move];
+    if (!to) return el("span", {});
+    const block = to.layer === undefined || to.layer === state.layer && inBlock(state.step) ? "" : ` of block ${to.layer}`;
+    return el("button", {type: "button", "data-move": move, onclick: () => go(to, move)}, shown(`${to.step}${block}`));
+  };
+  return el("div", {class: "steps", role: "group", "aria-label": "Neighbouring steps"}, button(-1, name => `← ${name}`), button(1, name => `${name} →`));
+}
+function go({step, layer}, move) {
+  state.step = step;
+  if (layer === undefined || layer === state.layer) drawForward();
+  else selectLayer(layer);
+  const panel = byId("detail");
+  panel.querySelector(`[data-move="${move}"]`)?.focus({preventScroll: true});
+  panel.scrollIntoView();
 }
 function numbers(tensor) {
   const rows = [["min", number(tensor.min)], ["max", number(tensor.max)], ["mean", number(tensor.mean)]];
