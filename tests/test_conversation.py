@@ -91,6 +91,44 @@ def test_a_closed_answer_has_what_was_held_back() -> None:
     assert conversation.messages == [user("x"), answer("bc")]
 
 
+def test_an_answer_that_others_follow() -> None:
+    """The next stream, `undo` and `clear` end it; a stream that is not read leaves nothing."""
+    conversation = talk(counting())
+    earlier = conversation.stream("x", temperature=0, max_new_tokens=9)
+    assert [next(earlier), next(earlier)] == ["b", "c"]
+    assert said(conversation, "y", max_new_tokens=3) == "bcd"
+    assert list(earlier) == []
+    turns = [user("x"), answer("bc"), user("y"), answer("bcd")]
+    assert conversation.messages == turns
+    conversation.stream("never read")
+    unread = conversation.stream("nor this")
+    assert conversation.messages == turns
+    assert said(conversation, "z", max_new_tokens=1) == "b"
+    assert list(unread) == []
+    assert conversation.messages == [*turns, user("z"), answer("b")]
+    for end in (conversation.undo, conversation.clear):
+        running = conversation.stream("w", temperature=0)
+        next(running)
+        end()
+        assert list(running) == []
+    assert conversation.messages == []
+
+
+def test_messages_that_change_during_an_answer() -> None:
+    """The answer ends, and the next one is that to the messages as they are then."""
+    conversation = talk(counting(), user("x"), answer("y"))
+    pieces = conversation.stream("z", temperature=0)
+    assert next(pieces) == "b"
+    conversation.messages.clear()
+    assert list(pieces) == []
+    assert conversation.messages == []
+    later = conversation.stream("hi", temperature=0, max_new_tokens=2)
+    conversation.messages.append({"role": "system", "content": "S"})
+    assert "".join(later) == "bc"
+    assert read(conversation) == "sS\nuhi\na"
+    assert [each["content"] for each in conversation.messages] == ["S", "hi", "bc"]
+
+
 def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may be anywhere: the next answer begins with a new decoding."""
     engine = counting()

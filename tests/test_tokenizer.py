@@ -588,6 +588,30 @@ def test_the_longest_special_token_is_found(tmp_path: Path) -> None:
     assert tokenizer.encode(encoding, "<x><x><y>", special=True) == [258, 259]
 
 
+def test_a_special_token_with_the_bytes_of_an_ordinary_one() -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"<|endoftext|>": 256}
+    encoding = tiktoken.Encoding(
+        "", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
+    )
+    assert tokenizer.encode(encoding, "a<|endoftext|>", special=True) == [97, 257]
+    assert tokenizer.encode(encoding, "<|endoftext|>") == [256]
+    assert tokenizer.end_of_text(encoding) == 257
+    assert token_sizes(encoding, 258)[256:].tolist() == [13, 0]
+
+
+def test_encode_of_the_package_tokenizers_is_that_of_tiktoken(tmp_path: Path) -> None:
+    for ignored in (False, True):  # by tiktoken, by the package tokenizers
+        name = "<x>"
+        path = small_json(tmp_path, ignore_merges=ignored, added_tokens=[added_token(258, name)])
+        encoding: Any = tokenizer.from_path(path, 1000)
+        assert encoding.encode("ab") == [256]
+        with pytest.raises(ValueError, match="special token"):
+            encoding.encode(f"ab{name}")
+        assert encoding.encode(f"ab{name}", allowed_special="all") == [256, 258]
+        assert encoding.encode(f"ab{name}", allowed_special={name}) == [256, 258]
+        assert encoding.encode(name, disallowed_special=()) == encoding.encode_ordinary(name)
+
+
 def test_lone_surrogates_are_refused_with_their_place(tmp_path: Path) -> None:
     for ignored in (False, True):  # by tiktoken, by the package tokenizers
         encoding = tokenizer.from_path(small_json(tmp_path, ignore_merges=ignored), 1000)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt2block.bulk import paths
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.text.encoding import Encoding, rules, tokens_of
+from gpt2block.text.encoding import Encoding, rules, special_id, tokens_of
 from gpt2block.text.tokenizer import end_of_text
 
 
@@ -31,7 +31,7 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
     for token_id, token in tokens_of(encoding):
         found.update(b"%d %d " % (token_id, len(token)) + token)
     for name in sorted(encoding.special_tokens_set):
-        found.update(b"%d " % encoding.encode_single_token(name) + name.encode())
+        found.update(b"%d " % special_id(encoding, name) + name.encode())
     return found.hexdigest()
 
 

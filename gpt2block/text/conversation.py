@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
@@ -50,6 +51,7 @@ class Conversation:
         self.answer: Row | None = None
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
+        self._latest: ref[Generator[str, None, Generation | None]] | None = None
 
     def __repr__(self) -> str:
         return f"Conversation({len(self.messages)} messages)"
@@ -59,63 +61,76 @@ class Conversation:
         """The context of the model."""
         return self._engine.config.n_ctx
 
-    def stream(self, text: str | None = None, **options: Any) -> Generator[str, None, Generation]:
+    def stream(
+        self, text: str | None = None, **options: Any
+    ) -> Generator[str, None, Generation | None]:
         """Add a user's message and yield the model's answer in pieces, as `GPT2.stream` does.
 
         text: None to answer the messages as they are. options: the keywords of `GPT2.stream`. The
-        answer is added to the messages when it ends, also when the caller closes the generator
-        before. An error takes the user's message back. Raises as `GPT2.chat` does; wrong arguments
-        raise at the call.
+        message is added with the first piece, the answer when it ends, also when the caller closes
+        the generator before, as the next `stream`, `undo` and `clear` do. Where the messages are
+        changed meanwhile, it ends without being added, and the generator returns None. An error
+        takes the user's message back. Raises as `GPT2.chat` does; wrong arguments raise at the
+        call.
         """
-        if text is not None:
-            self.messages.append({"role": "user", "content": text})
-        try:
-            run = self._run(options)
-        except BaseException:
-            self._take_back(text)
-            raise
-        return self._pieces(run, text)
+        self._close()
+        asked: list[Message] = [] if text is None else [{"role": "user", "content": text}]
+        run = self._run([*self.messages, *asked], options)
+        pieces = self._pieces(run, list(self.messages), asked, options)
+        self._latest = ref(pieces)
+        return pieces
 
     def clear(self) -> None:
         """Remove all messages except for the system's at the beginning."""
-        del self.messages[self._turns()[0] :]
+        self._close()
+        del self.messages[_turns(self.messages)[0] :]
         self.left_out = 0
 
     def undo(self) -> None:
         """Remove the last user's message and all after it; none where there is none."""
+        self._close()
         last = [at for at, message in enumerate(self.messages) if message["role"] == "user"][-1:]
         del self.messages[last[0] if last else len(self.messages) :]
 
-    def _pieces(self, run: Run, text: str | None) -> Generator[str, None, Generation]:
-        row, steps = run.rows[0], iter(run)
-        self.answer = row
+    def _close(self) -> None:
+        """End the latest answer where it is."""
+        pieces = self._latest() if self._latest else None
+        if pieces is not None:
+            pieces.close()
+
+    def _pieces(
+        self, run: Run, before: list[Message], asked: list[Message], options: dict[str, Any]
+    ) -> Generator[str, None, Generation | None]:
+        if self.messages != before:  # since the call
+            run = self._run([*self.messages, *asked], options)
+        self.messages += asked
+        read = list(self.messages)
+        self.answer = row = run.rows[0]
+        steps = iter(run)
         try:
             for each in steps:
                 piece = each.take()
                 if piece:
                     yield piece
+                if self.messages != read:
+                    return None
         except GeneratorExit:
-            steps.close()  # which cancels the row: all of its text is known then
-            self._add(row)
             raise
         except BaseException:
             self._batch = None  # it may have been interrupted anywhere
-            self._take_back(text)
+            if asked and self.messages == read:
+                del self.messages[-1]
             raise
-        self._add(row)
+        finally:
+            steps.close()  # which cancels the row: all of its text is known then
+            if self._batch is not None and self.messages == read:
+                self.messages.append({"role": "assistant", "content": row.text})
         return row.result()
 
-    def _add(self, row: Row) -> None:
-        self.messages.append({"role": "assistant", "content": row.text})
-
-    def _take_back(self, text: str | None) -> None:
-        if text is not None:
-            del self.messages[-1]
-
-    def _run(self, options: dict[str, Any]) -> Run:
-        """The run of the next answer, in the batch of the last one where that has room."""
+    def _run(self, messages: Sequence[Message], options: dict[str, Any]) -> Run:
+        """The run of an answer to messages, in the batch of the last one where that has room."""
         new = check_count("max_new_tokens", options.get("max_new_tokens", ANSWER))
-        ids = self._fitting(new)
+        ids = self._fitting(messages, new)
         run = Run(self._engine, self._encoding, ids, **options)  # checks the options
         if len(run.rows) != 1:
             raise InputError(f"samples: expected one answer, got {len(run.rows)}: use chat")
@@ -127,14 +142,14 @@ class Conversation:
         run.batch = self._batch
         return run
 
-    def _fitting(self, new: int) -> list[int]:
+    def _fitting(self, messages: Sequence[Message], new: int) -> list[int]:
         """Token ids of the messages that the model reads, before an answer of `new` tokens."""
-        checked(self.messages)
+        checked(messages)
         n_ctx = self.n_ctx
-        most, turns = n_ctx + 1 - min(new, max(1, n_ctx // 4)), self._turns()
+        most, turns = n_ctx + 1 - min(new, max(1, n_ctx // 4)), _turns(messages)
         begins = [at for at in turns if at >= turns[0] + self.left_out] or turns[:1]
         for at in begins:
-            ids = self._ids(turns[0], at)
+            ids = self._template.ids(self._encoding, [*messages[: turns[0]], *messages[at:]])
             if len(ids) <= most:
                 self.left_out = at - turns[0]
                 return ids
@@ -147,17 +162,12 @@ class Conversation:
         self.left_out = begins[-1] - turns[0]
         return ids
 
-    def _turns(self) -> list[int]:
-        """Where turns begin: after the system's messages, and with each later user's message."""
-        roles = [message["role"] for message in self.messages]
-        first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
-        later = [at for at in range(first + 1, len(roles)) if roles[at] == "user"]
-        return [first, *later]
 
-    def _ids(self, first: int, begin: int) -> list[int]:
-        """Token ids of the system's messages, `first` many, and of those from `begin` on."""
-        messages = [*self.messages[:first], *self.messages[begin:]]
-        return self._template.ids(self._encoding, messages)
+def _turns(messages: Sequence[Message]) -> list[int]:
+    """Where turns begin: after the system's messages, and with each later user's message."""
+    roles = [message["role"] for message in messages]
+    first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
+    return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]
 
 
 def read_messages(value: Any) -> list[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.checks import as_numpy
@@ -119,9 +120,31 @@ class TokenizersEncoding:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode(self, text: str, *, allowed_special: Literal["all"]) -> list[int]:
-        """Token ids; the names of special tokens become their ids."""
-        ids: list[int] = self._with_special.encode(text, add_special_tokens=False).ids
+    def encode(
+        self,
+        text: str,
+        *,
+        allowed_special: Literal["all"] | Collection[str] = (),
+        disallowed_special: Literal["all"] | Collection[str] = "all",
+    ) -> list[int]:
+        """Token ids, as `tiktoken.Encoding.encode`: ValueError for names that are not allowed.
+
+        allowed_special: names of special tokens that become their ids: all or none of them.
+        disallowed_special: names that the text may not have; others are ordinary text.
+        """
+        names = set(self._special)
+        allowed = names if allowed_special == "all" else names & set(allowed_special)
+        if allowed and allowed != names:
+            raise InputError('allowed_special: expected "all" or no name of a special token')
+        refused = names - allowed if disallowed_special == "all" else set(disallowed_special)
+        found = next((name for name in sorted(refused) if name in text), None)
+        if found is not None:
+            raise InputError(
+                f"text: it has {found!r}, the name of a special token: allow it by "
+                'allowed_special="all", or read it as text by disallowed_special=()'
+            )
+        chosen = self._with_special if allowed else self._tokenizer
+        ids: list[int] = chosen.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -164,9 +187,16 @@ def rules(encoding: Encoding) -> str:
     return str(getattr(encoding, "_pat_str", ""))
 
 
+def special_id(encoding: Encoding, name: str) -> int:
+    """The id of a special token; tiktoken prefers that of an ordinary one with the same bytes."""
+    if isinstance(encoding, tiktoken.Encoding):
+        return encoding._special_tokens[name]
+    return encoding.encode_single_token(name)
+
+
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
     """Id and bytes of every token except the special ones, by ascending id."""
-    special = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
+    special = {special_id(encoding, name) for name in encoding.special_tokens_set}
     for token in range(encoding.max_token_value + 1):
         if token not in special:
             with suppress(KeyError):  # ids need not be contiguous

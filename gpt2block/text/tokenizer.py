@@ -33,7 +33,13 @@ from gpt2block.checkpoints.tokenizer_files import (
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.text import tokenizer_json
-from gpt2block.text.encoding import Encoding, TokenizersEncoding, as_array, is_rust_failure
+from gpt2block.text.encoding import (
+    Encoding,
+    TokenizersEncoding,
+    as_array,
+    is_rust_failure,
+    special_id,
+)
 from gpt2block.text.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"
@@ -354,7 +360,7 @@ def _encode_text(
             token
             for index, part in enumerate(parts)
             for token in (
-                [encoding.encode_single_token(part)]
+                [special_id(encoding, part)]
                 if index % 2
                 else _encode_ordinary(encoding, part.replace(mark, ""))
             )
@@ -455,7 +461,7 @@ def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
     if isinstance(encoding, (TiktokenEncoding, TokenizersEncoding)) and encoding.end_id is not None:
         return encoding.end_id
     known = END_OF_TEXT in encoding.special_tokens_set
-    return encoding.encode_single_token(END_OF_TEXT) if known else None
+    return special_id(encoding, END_OF_TEXT) if known else None
 
 
 def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]:
