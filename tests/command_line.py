@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import sys
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ def gpt2block(*arguments: object, stdin: bytes | None = None) -> Ended:
     typed.isatty = lambda: stdin is None  # type: ignore[method-assign]
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, typed
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             cli.main([str(argument) for argument in arguments])
@@ -46,6 +48,9 @@ def gpt2block(*arguments: object, stdin: bytes | None = None) -> Ended:
         return Ended(end.code or 0, out.getvalue(), err.getvalue())
     finally:
         sys.stdin = before
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:  # `serve` ends on its own
+                signal.signal(number, handler)
 
 
 def printed(*arguments: object) -> str:

@@ -36,6 +36,7 @@ openai = pytest.importorskip("openai", reason="openai, a client, is not installe
 import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
+from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.text.generation import Run, generate  # noqa: E402
@@ -1113,40 +1114,123 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.split() == ["0.0005", "20000", "True"]
 
 
-def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_port_that_is_taken(listens: bool) -> None:
+    """Also by a server that loads its model; none is loaded for the error."""
+    taken = socket.create_server(("127.0.0.1", 0)) if listens else cli_serve._bound("127.0.0.1", 0)
+    with taken:
         port = taken.getsockname()[1]
-        ended = gpt2block("serve", "--model", "shakespeare", "--device", "cpu", "--port", port)
-    assert "in use" in ended.error
+        ended = gpt2block("serve", "--model", "no-such-file", "--device", "cpu", "--port", port)
+    assert re.match(f"--port {port}: .* in use: expected a free port", ended.error)
+
+
+def test_a_port_that_cannot_be_had() -> None:
+    found = gpt2block("serve", "--host", "::1%none", "--port", 0, "--model", "no-such-file").error
+    assert found.startswith("--host ::1%none: ")
+
+
+@contextlib.contextmanager
+def command(*more: str, first: str = "") -> Iterator[tuple[Any, str]]:
+    """`gpt2block serve` in a process, and the first line of its log. first: Python before it."""
+    code = f"{first}\nfrom gpt2block import cli\ncli.main()"
+    given = ["serve", "--model", "shakespeare", "--device", "cpu", "--port", "0", *more]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *given],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
+    )  # fmt: skip
+    try:
+        assert child.stderr is not None
+        yield child, child.stderr.readline()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def client_of_command(line: str) -> Any:
+    found = re.search(r"http://127\.0\.0\.\d:(\d+)/v1", line)
+    assert found, line
+    return openai.OpenAI(base_url=found[0], api_key="x", max_retries=0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_runs(number: int) -> None:
+    """Its port can be had again, though the server closed a connection."""
     host = "127.0.0.2" if sys.platform == "linux" and number == signal.SIGTERM else "127.0.0.1"
-    command = [sys.executable, "-m", "gpt2block", "serve", "--model", "shakespeare"]
-    child = subprocess.Popen(
-        [*command, "--device", "cpu", "--port", "0", "--rows", "2", "--host", host],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
-    )  # fmt: skip
-    try:
-        assert child.stderr is not None
-        line = child.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.\d:(\d+)/v1", line)
-        assert found, line
-        with openai.OpenAI(base_url=found[0], api_key="x", max_retries=0) as client:
-            stream = client.completions.create(
-                model="shakespeare", prompt="ROMEO:", stream=True, max_tokens=200, seed=1
-            )
-            chunks = iter(stream)
-            next(chunks)
-            child.send_signal(number)
-            reasons = [chunk.choices[0].finish_reason for chunk in chunks]
-            assert reasons[-1] == "length"
+    with (
+        command("--rows", "2", "--host", host) as (child, line),
+        client_of_command(line) as client,
+    ):
+        stream = client.completions.create(
+            model="shakespeare", prompt="ROMEO:", stream=True, max_tokens=200, seed=1
+        )
+        chunks = iter(stream)
+        next(chunks)
+        child.send_signal(number)
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons[-1] == "length"
         assert child.wait(60) == 0
         assert child.stderr.read() == ""
-    finally:
-        child.kill()
+        cli_serve._bound(host, client.base_url.port).close()
+
+
+SLOW_TO_LOAD = """
+import sys, time
+from gpt2block.cli import serve
+serve.load_model = lambda *_: (print("loads", file=sys.stderr, flush=True), time.sleep(60))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.parametrize("first", ["", SLOW_TO_LOAD])
+def test_a_signal_at_any_time_ends_the_server(first: str) -> None:
+    """Also right after the address is shown, and while the model is loaded."""
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(command(first=first)) for _ in range(1 if first else 3)]
+        for wait, (child, line) in zip((0, 0.02, 0.1), children, strict=False):
+            assert line.startswith("loads" if first else "shakespeare")
+            time.sleep(wait)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(60) == 0
+            assert child.stderr.read() == ""
+
+
+FAILING = """
+from gpt2block.text.batching import Batch
+Batch.step = lambda *_: 1 / 0
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
+    """So that a supervisor starts it again; requests and the log are told why."""
+    with command(first=FAILING) as (child, line), client_of_command(line) as client:
+        with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
+            list(client.completions.create(model="shakespeare", prompt="a", stream=stream))
+        assert child.wait(60) == 1
+        log = child.stderr.read()
+    assert "CRITICAL the engine failed\nTraceback" in log
+    assert log.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_mistake_in_a_stream(
+    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client gets an event, the log the traceback; the row ends, and it is counted."""
+
+    def delta(*_: Any) -> Any:
+        raise RuntimeError("\x1b[31m red")
+
+    monkeypatch.setattr(answers.TextForm, "delta", delta)
+    with serving(model, rows=1) as running, client_of(running) as client:
+        asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}
+        with pytest.raises(openai.APIError, match="the server has made an error"):
+            list(client.completions.create(max_tokens=99, **asked))
+        eventually(lambda: running.service.open == 0)
+        counted = running.server.metrics.registry.get_sample_value
+        assert counted("gpt2block_faults_total", {"path": COMPLETION}) == 1
+    assert "Traceback" in caplog.text
+    assert "RuntimeError: \\x1b[31m red" in caplog.text
 
 
 @pytest.mark.usefixtures("smollm2_files")

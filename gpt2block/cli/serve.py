@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import math
+import os
 import signal
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
+import typer
 from rich.console import Console
 
+from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
 from gpt2block.cli.model import ModelOptions, load_model, model_option
 from gpt2block.cli.options import option, path_option
@@ -52,6 +58,9 @@ def serve(
         False,
         "--reuse-prefixes",
     ),
+    log_level: Literal["error", "warning", "info"] = option(
+        "What standard error shows; info: also a line for each request.", "warning"
+    ),
 ) -> None:
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
@@ -59,16 +68,17 @@ def serve(
     /v1/embeddings, /tokenize, /detokenize, /health and /metrics. On SIGTERM or Ctrl-C the server
     finishes running requests, for up to 30 s, and exits.
     """
+    signal.signal(signal.SIGTERM, _end_at_once)
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise InputError(
             f"serve needs {', '.join(missing)}: run pip install -e '.[serve]' in a checkout"
         )
-    import uvicorn  # noqa: PLC0415
-
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
-    from gpt2block.serve.listening import config, settle  # noqa: PLC0415
+    from gpt2block.serve.listening import Listening, config, settle  # noqa: PLC0415
+    from gpt2block.serve.log import set_up_log  # noqa: PLC0415
 
+    set_up_log(log_level)
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and not _loopback(host):
         raise InputError(
@@ -80,23 +90,51 @@ def serve(
         check_count(option_, value)
     if timeout is not None and not 0 < timeout < math.inf:
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    listening = _bound(host, port)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
     served = name or _name(model.model)
     settings = Settings(served, rows, queue, key, hosts, reuse_prefixes, timeout)
     server = Server(loaded, encoding, settings)
-    listening = socket.create_server(
-        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-    )
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}/v1, page {address}/"
-    Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have gone
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again when it has ended
+    out = Console(stderr=True, highlight=False)
+    started = partial(out.print, shown(line), style="dim", soft_wrap=True)
+    runner = Listening(server, config(server, connections), started)
     settle()
-    uvicorn.Server(config(server, connections)).run([listening])
+    runner.run([listening])
+    if runner.failed:
+        raise typer.Exit(FAILED)
+
+
+def _end_at_once(*_: Any) -> NoReturn:
+    os._exit(0)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that holds the port while the model is loaded, and does not listen yet.
+
+    On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. So it is
+    without, unless closed connections of an earlier server are left, which need it.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if held.family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        with suppress(OSError):
+            held.bind((host, port))
+            return held
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        ours = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        wrong = f"--port {port}" if ours else f"--host {host}"
+        more = ": expected a free port, or 0 for any" if ours else ""
+        raise InputError(f"{wrong}: {error.strerror}{more}") from None
+    return held
 
 
 def _name(model: str) -> str:

@@ -287,12 +287,14 @@ async def streamed(
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
     observe: Callable[[float], None] = lambda seconds: None,
+    failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
 ) -> AsyncIterator[bytes]:
     """Server-sent events; those of pieces that have come together are sent together.
 
     usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
     choice, for the first event that has the choice; None without any token ids. observe: called
-    with the seconds from one time that events are sent to the next.
+    with the seconds from one time that events are sent to the next. failed: what a client is told
+    about another exception than ApiError.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -309,12 +311,12 @@ async def streamed(
 
     offsets, count, last = [Offsets() for _ in echoes], 0, 0.0
     detailed = logprobs or prompts is not None  # whether tokens without a text are sent
-    for index, echo in enumerate(echoes):
-        if beginning := form.first(index):
-            yield event(beginning)
-        if echo.text:
-            yield event(delta(index, Choice(echo.text, echo.scored), []))
     try:
+        for index, echo in enumerate(echoes):
+            if beginning := form.first(index):
+                yield event(beginning)
+            if echo.text:
+                yield event(delta(index, Choice(echo.text, echo.scored), []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 answer.go_on(new)
@@ -333,12 +335,13 @@ async def streamed(
                     last = now
                     if max(tokens) > MOST_TOGETHER:
                         sleep(0)  # offers Python's lock: steps add tokens to events that wait
+        if usage_of is not None:
+            yield event(usage=usage_of(count))
+        yield _event("[DONE]")
     except ApiError as error:
         yield _event(json.dumps(error.body))
-        return
-    if usage_of is not None:
-        yield event(usage=usage_of(count))
-    yield _event("[DONE]")
+    except Exception as error:
+        yield _event(json.dumps(failed(error).body))
 
 
 def _event(data: str) -> bytes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +40,7 @@ from gpt2block.serve.answers import (
     usage,
     whole,
 )
+from gpt2block.serve.log import log, traceback_of
 from gpt2block.serve.metrics import Metrics
 from gpt2block.serve.play import Play
 from gpt2block.serve.prompts import scored_prompt
@@ -69,7 +68,6 @@ BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
-log = logging.getLogger("gpt2block.serve")
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,17 @@ class Asked:
 
 
 class Server:
-    """The endpoints of a model. encoding: its tokenizer, or another one for its vocabulary."""
+    """The endpoints of a model. encoding: its tokenizer, or another one for its vocabulary.
+
+    on_failure: called in the event loop when the engine has failed and all requests are told so.
+    """
 
     def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self._batch = batch_of(model.engine, settings.rows, settings.reuse_prefixes)
         self.service: Service | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._begun = int(time.time())
 
     def app(self) -> Starlette:
@@ -150,7 +152,7 @@ class Server:
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         self._threads, self._passes = (anyio.CapacityLimiter(AT_ONCE) for _ in range(2))
         loop, settings = asyncio.get_running_loop(), self.settings
-        self.service = Service(self._batch, settings.queue, loop, settings.seconds)
+        self.service = Service(self._batch, settings.queue, loop, settings.seconds, self.on_failure)
         self.metrics.watch(self.service)
         try:
             yield
@@ -179,11 +181,17 @@ class Server:
                 except (InputError, CheckpointError) as error:
                     response = _error(refused(error, kind.model_fields if kind else ()))
                 except Exception as error:
-                    response = _fault(path, error)
+                    response = _error(self._fault(path, error))
                 counted(response.status_code)
                 return response
 
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
+
+    def _fault(self, path: str, error: Exception) -> ApiError:
+        """The answer to a request that found a mistake in the server, which goes to the log."""
+        log.error("%s: %s", path, traceback_of(error))
+        self.metrics.fault(path)
+        return ApiError(500, "the server has made an error")
 
     def _check_key(self, request: Request) -> None:
         key = self.settings.key
@@ -308,7 +316,7 @@ class Server:
             wanted = told if asked.usage else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
-                self.metrics.between_pieces,
+                self.metrics.between_pieces, partial(self._fault, request.url.path),
             )  # fmt: skip
             return _Streamed(events, answer)
         choices = [Choice(echo.text) for echo in asked.echoes]
@@ -467,9 +475,3 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     problems = {404: "there is no such address", 405: "another method is expected"}
     problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
     return JSONResponse(ApiError(error.status_code, problem).body, error.status_code, error.headers)
-
-
-def _fault(path: str, error: Exception) -> Response:
-    """The answer to a request that found a mistake in the server; what it was goes to the log."""
-    log.error("%s: %s", path, json.dumps(repr(error)))
-    return _error(ApiError(500, "the server has made an error"))

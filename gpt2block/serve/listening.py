@@ -1,10 +1,13 @@
-"""How uvicorn serves: pieces are sent at once, and connections that ask for nothing are closed."""
+"""How uvicorn serves: the port, signals, and connections, of which silent ones are closed."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -47,6 +50,30 @@ class Protocol(H11Protocol):
         idle = self.cycle is None or self.cycle.response_complete
         if idle and not self.transport.is_closing():
             self.transport.close()
+
+
+class Listening(uvicorn.Server):
+    """A server that ends on SIGTERM and SIGINT, from now on, and when its engine has failed.
+
+    started: called as soon as connections are accepted.
+    """
+
+    def __init__(self, server: Server, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._told = started
+        self.failed = False  # whether the engine has
+        server.on_failure = self._fail
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes the same handler later
+            signal.signal(number, self.handle_exit)
+
+    def _fail(self) -> None:
+        self.failed = self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for each in sockets or ():  # the next server has this port while connections linger
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
+        await super().startup(sockets)
+        self._told()
 
 
 def settle() -> None:

@@ -64,6 +64,10 @@ class Metrics:
             "gpt2block_request_seconds", "Until the answer, or its first part, is ready.", ["path"],
             buckets=TO_FIRST, registry=registry,
         )  # fmt: skip
+        self._faults = Counter(
+            "gpt2block_faults", "Mistakes of the server, which the log has, also in streams that "
+            "had begun.", ["path"], registry=registry,
+        )  # fmt: skip
         self._prompt = Counter(
             "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
         )
@@ -107,6 +111,9 @@ class Metrics:
             self._seconds.labels(path).observe(perf_counter() - begun)
 
         yield counted
+
+    def fault(self, path: str) -> None:
+        self._faults.labels(path).inc()
 
     def started(self, prompt_tokens: int, rows: Sequence[Row]) -> None:
         self._prompt.inc(prompt_tokens)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.run.model import ModelEngine
+from gpt2block.serve.log import log, traceback_of
 from gpt2block.text.batching import Batch
 from gpt2block.text.rows import Row, Tops
 
@@ -64,9 +65,10 @@ class Service:
     has all tokens until then: one where little is to be sent, several where much is.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
-    pieces are delivered. seconds: in which a row has to end; None: no limit. observe_first,
-    observe_between: called in the thread with the seconds to the first token of a row, and with
-    those before each further token of a step. tokens: generated so far.
+    pieces are delivered. seconds: in which a row has to end; None: no limit. on_failure: called
+    there after the last pieces of an engine that has failed. observe_first, observe_between: called
+    in the thread with the seconds to the first token of a row, and with those before each further
+    token of a step. tokens: generated so far.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class Service:
         most_waiting: int,
         loop: asyncio.AbstractEventLoop,
         seconds: float | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._batch, self._seconds = batch, seconds
+        self._batch, self._seconds, self._on_failure = batch, seconds, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
         self._new: deque[tuple[Row, Deliver]] = deque()
@@ -204,12 +207,14 @@ class Service:
             deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all requests that there will be no more tokens."""
+        """Log what happened, and tell all requests that there will be no more tokens."""
+        log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
             left = [*self._deliver.values(), *(deliver for _, deliver in self._new)]
             self._deliver, self._new = {}, deque()
         self._send([(deliver, Piece("", [], [], [], "error", self.failure)) for deliver in left])
+        self._loop.call_soon_threadsafe(self._on_failure)
 
 
 def piece_of(row: Row) -> Piece:
