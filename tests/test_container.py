@@ -67,7 +67,7 @@ def test_the_check_of_its_health() -> None:
         return subprocess.run([sys.executable, flag, changed], check=False,
                               stderr=subprocess.DEVNULL).returncode  # fmt: skip
 
-    with serving(model_of(small().engine), rows=1, key="0123456789abcdef") as running:
+    with serving(model_of(small().engine), rows=1, keys={"one": "0123456789abcdef"}) as running:
         assert ended(running.port) == 0
         running.service.failure = "of this test"
         assert ended(running.port) == 1

@@ -86,6 +86,25 @@ def test_rows_wait_for_others_while_many_run(ended: int) -> None:
     assert steps == -(-(slots - ended) // START_COST // ended)
 
 
+def test_clients_take_turns() -> None:
+    """Rows that were removed take no turn; a client that comes again is not sooner for that."""
+    scheduler: RowScheduler[str] = RowScheduler(1)
+    rows = {
+        name: [f"{name}{n}" for n in range(count)]
+        for name, count in zip("abc", (6, 1, 3), strict=True)
+    }
+    for client, each in rows.items():
+        scheduler.add(each, client)
+    scheduler.remove(rows["a"][1])
+    order = []
+    while scheduler.busy:
+        order += [row for _, row in scheduler.place()]
+        scheduler.release(0)
+        if order[-1] == "c0":
+            scheduler.add(["b1"], "b")
+    assert order == ["a0", "b0", "c0", "a2", "b1", "c1", "a3", "c2", "a4", "a5"]
+
+
 PROMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=12)
 
 
@@ -100,8 +119,11 @@ def test_pieces_end_where_they_would_alone(
     ends = {row: first for row, (first, _) in enumerate(prompts)}
     turns: Counter[int] = Counter()
     while pieces:
+        rows = len(pieces)
         taken = pieces.take()
-        assert 0 < sum(each.end - each.first for each in taken) < most + piece
+        tokens = sum(each.end - each.first for each in taken)
+        assert 0 < tokens < most + piece
+        assert tokens >= most or len(taken) == rows
         for slot, row, first, end, last in taken:
             total = sum(prompts[row])
             assert slot == row

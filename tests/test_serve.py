@@ -507,7 +507,7 @@ def test_only_names_of_this_machine(server: Running) -> None:
 
 def test_a_key(model: Any) -> None:
     key = "0123456789abcdef"
-    with serving(model, rows=2, key=key) as running:
+    with serving(model, rows=2, keys={"one": key}) as running:
         body = {"prompt": "x"}
         for wrong in ({}, {"Authorization": key}, {"Authorization": "Bearer 0123456789abcdeg"},
                       {"Authorization": "Bearer "}):  # fmt: skip
@@ -520,6 +520,91 @@ def test_a_key(model: Any) -> None:
         assert client_of(running, key).models.list().data[0].id == "small"
         ready = {"status": "ready", "running": 0, "waiting": 0}
         eventually(lambda: health(running) == (200, ready))
+
+
+KEYS = {"ann": "0123456789abcdef", "bob": "fedcba9876543210"}
+
+
+def key_of(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def test_clients_take_turns() -> None:
+    """One answer does not wait for all that another client has asked for before."""
+    engine = Slow()
+    ended: list[str] = []
+
+    def ask(name: str, n: int) -> None:
+        body = {"prompt": "a", "max_tokens": 50, "n": n, "temperature": 0}
+        assert post(running, COMPLETION, body, **key_of(name))[0] == 200
+        ended.append(name)
+
+    with serving(model_of(engine), rows=1, keys=KEYS) as running:
+        threads = []
+        for name, n in (("ann", 100), ("bob", 1)):
+            threads.append(threading.Thread(target=ask, args=(name, n)))
+            threads[-1].start()
+            eventually(lambda: running.service.open in (100, 101)[len(threads) - 1 :])
+        engine.go.set()
+        for thread in threads:
+            thread.join()
+    assert ended == ["bob", "ann"]
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "proxies", "client"),
+    [
+        (None, (), "127.0.0.1"),
+        ("10.0.0.1", (), "127.0.0.1"),
+        ("10.0.0.1", ("10.0.0.0/8",), "127.0.0.1"),
+        ("9.9.9.9, 1.2.3.4, 10.0.0.2", ("127.0.0.1/32", "10.0.0.0/8"), "1.2.3.4"),
+        ("2001:db8:1:2:3::4", ("127.0.0.0/8",), "2001:db8:1:2::/64"),
+        ("x:y", ("127.0.0.0/8",), "x:y"),
+    ],
+)
+def test_clients_without_keys(model: Any, forwarded: str | None, proxies: Any, client: str) -> None:
+    headers = {} if forwarded is None else {"X-Forwarded-For": forwarded}
+    with serving(model, rows=1, proxies=proxies) as running:
+        names, submit = [], running.service.submit
+
+        def noted(rows: Any, deliver: Any, name: str) -> None:
+            names.append(name)
+            submit(rows, deliver, name)
+
+        running.service.submit = noted
+        assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1}, **headers)[0] == 200
+    assert names == [client]
+
+
+def test_shares_of_a_full_queue() -> None:
+    """Of 4 rows; a client that has less than its share is not refused, up to twice as many."""
+    loop = asyncio.new_event_loop()
+    engine: Any = Slow()
+    alone = service.Service(service.batch_of(engine, 1), 3, loop)
+    taken = []
+    for client, count, fits in [
+        ("a", 4, True), ("a", 1, False), ("b", 3, False), ("b", 2, True), ("b", 1, False),
+        ("c", 1, True), ("d", 2, False), ("d", 1, True), ("e", 1, False),
+    ]:  # fmt: skip
+        rows = list(Run(engine, BYTES, "a", samples=count, max_new_tokens=9, seed=0).rows)
+        with contextlib.nullcontext() if fits else pytest.raises(service.Full):
+            alone.submit(rows, [lambda piece: None] * count, client)
+            taken += rows
+    alone.cancel(taken * 2)
+    engine.go.set()
+    eventually(lambda: alone.open == 0 and not alone._open_of)
+    alone.close()
+    loop.close()
+
+
+def test_prefixes_of_other_clients_are_not_told(model: Any) -> None:
+    """What is computed once shows what was asked before: to the same client only."""
+    body = {"prompt": "a secret of ann", "max_tokens": 1}
+    with serving(model, rows=1, reuse_prefixes=True, keys=KEYS) as running:
+        cached = [post(running, COMPLETION, body, **key_of(name))[1]["usage"]
+                  ["prompt_tokens_details"]["cached_tokens"]
+                  for name in ("ann", "ann", "bob", "bob", "ann")]  # fmt: skip
+    assert cached == [0, 14, 0, 14, 0]
 
 
 def test_health_tells_how_far_the_start_is(model: Any) -> None:
@@ -847,7 +932,7 @@ def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[s
 class Given:
     """A service whose pieces a test delivers."""
 
-    def submit(self, rows: Any, deliver: Any) -> None:
+    def submit(self, rows: Any, deliver: Any, client: str) -> None:
         (self.deliver,) = deliver
 
     def cancel(self, rows: Any) -> None:
@@ -1087,7 +1172,12 @@ def test_intervals_of_another_thread_are_only_read() -> None:
         (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
         (("--rows", 0), "--rows: expected"),
         (("--queue", 0), "--queue: expected"),
+        (("--trusted-proxy", "proxy.local"), "--trusted-proxy: expected an address, or a network"),
         (("--api-key-file", "short.txt"), "expected a key of at least 16 ASCII characters"),
+        (("--api-key-file", "empty.txt"), "expected a key of at least 16 ASCII characters"),
+        (("--api-key-file", "unnamed.txt"), "or a line NAME KEY for each"),
+        (("--api-key-file", "twice.txt"), "expected each name and each key once"),
+        (("--api-key-file", "same.txt"), "expected each name and each key once"),
         (("--api-key-file", "none.txt"), "cannot be read"),
     ],
 )
@@ -1096,7 +1186,24 @@ def test_wrong_options(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("abc\n")
+    Path("empty.txt").write_text("# NAME KEY\n\n")
+    Path("unnamed.txt").write_text(f"ann {KEYS['ann']}\n{KEYS['bob']}\n")
+    Path("twice.txt").write_text(f"ann {KEYS['ann']}\nann: {KEYS['bob']}\n")
+    Path("same.txt").write_text(f"ann {KEYS['ann']}\nbob {KEYS['ann']}\n")
     assert error in gpt2block("serve", "--model", "shakespeare", *arguments).error
+
+
+def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With names, or of one key; who else can read them is told."""
+    file = tmp_path / "keys"
+    file.write_text(f"# of clients\n ann: {KEYS['ann']}\n\nbob\t{KEYS['bob']}")
+    file.chmod(0o600)
+    assert cli_serve._keys(file) == KEYS
+    assert not caplog.text
+    file.write_text(f"{KEYS['ann']}\n")
+    file.chmod(0o604)
+    assert cli_serve._keys(file) == {"default": KEYS["ann"]}
+    assert sys.platform == "win32" or "all users can read the keys" in caplog.text
 
 
 def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1182,17 +1289,15 @@ serve.load_model = lambda *_: (print("loads", file=sys.stderr, flush=True), time
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
-@pytest.mark.parametrize("first", ["", SLOW_TO_LOAD])
-def test_a_signal_at_any_time_ends_the_server(first: str) -> None:
+@pytest.mark.parametrize(("first", "wait"), [("", 0), ("", 0.02), (SLOW_TO_LOAD, 0)])
+def test_a_signal_at_any_time_ends_the_server(first: str, wait: float) -> None:
     """Also right after the address is shown, and while the model is loaded."""
-    with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(command(first=first)) for _ in range(1 if first else 3)]
-        for wait, (child, line) in zip((0, 0.02, 0.1), children, strict=False):
-            assert line.startswith("loads" if first else "shakespeare")
-            time.sleep(wait)
-            child.send_signal(signal.SIGTERM)
-            assert child.wait(60) == 0
-            assert child.stderr.read() == ""
+    with command(first=first) as (child, line):
+        assert line.startswith("loads" if first else "shakespeare")
+        time.sleep(wait)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+        assert child.stderr.read() == ""
 
 
 FAILING = """

@@ -300,7 +300,7 @@ def test_stop_keeps_what_was_written(
 
 def test_a_key(browser: Any, model: GPT2) -> None:
     """It is asked for, stays in the tab, and goes when that is asked for."""
-    with serving(model_of(model.engine), model.tokenizer, rows=1, key=KEY) as running:
+    with serving(model_of(model.engine), model.tokenizer, rows=1, keys={"one": KEY}) as running:
         browser.get(running.url)
         for given in ("wrong", KEY):
             eventually(lambda: find(browser, "#key-dialog").is_displayed())

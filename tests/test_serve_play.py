@@ -217,7 +217,7 @@ def test_the_page_allows_its_own_script_and_no_other(server: Running) -> None:
 
 def test_only_the_page_is_served_without_the_key(model: Any) -> None:
     key = "0123456789abcdef"
-    with serving(model, rows=1, key=key) as running:
+    with serving(model, rows=1, keys={"one": key}) as running:
         assert get(running, "/")[0] == 200
         assert get(running, "/play/model")[0] == 401
         for path, body in (

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -24,11 +24,13 @@ from gpt2block.cli.model import ModelOptions, load_model, model_option
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.config import check_count
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, printable
+from gpt2block.serve.log import log, set_up_log
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
-MOST_KEY = 4096  # bytes of the file of a key
+MOST_KEYS = 2**20  # bytes of the file of keys
 LEAST_KEY = 16  # characters
+ONLY_KEY = "default"  # the name of one without a name
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ def serve(
     port: int = option("Port to listen at; 0 for any that is free.", 8000),
     name: str | None = option("Name of the model for clients; by default that of --model."),
     api_key_file: Path | None = path_option(
-        "File with the key that clients must give, of at least 16 characters."
+        "File with the keys of which clients must give one: lines NAME KEY, or one key alone."
+    ),
+    trusted_proxy: list[str] | None = option(
+        "Address or network of a proxy whose X-Forwarded-For tells clients apart; repeat for more."
     ),
     rows: int = option("Continuations computed together.", 64),
     queue: int = option("Continuations that may wait; further ones are refused.", 512),
@@ -76,11 +81,11 @@ def serve(
         )
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
     from gpt2block.serve.listening import Listening, config, settle  # noqa: PLC0415
-    from gpt2block.serve.log import set_up_log  # noqa: PLC0415
 
     set_up_log(log_level)
-    key = None if api_key_file is None else _key(api_key_file)
-    if key is None and not _loopback(host):
+    keys = {} if api_key_file is None else _keys(api_key_file)
+    proxies = [*map(_network, trusted_proxy or ())]
+    if not keys and not _loopback(host):
         raise InputError(
             f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
         )
@@ -95,14 +100,14 @@ def serve(
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
     served = name or _name(model.model)
-    settings = Settings(served, rows, queue, key, hosts, reuse_prefixes, timeout)
+    settings = Settings(served, rows, queue, keys, hosts, reuse_prefixes, timeout)
     server = Server(loaded, encoding, settings)
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}/v1, page {address}/"
     out = Console(stderr=True, highlight=False)
     started = partial(out.print, shown(line), style="dim", soft_wrap=True)
-    runner = Listening(server, config(server, connections), started)
+    runner = Listening(server, config(server, connections, proxies=proxies), started)
     settle()
     runner.run([listening])
     if runner.failed:
@@ -143,13 +148,33 @@ def _name(model: str) -> str:
     return path.resolve().name or model if path.exists() else model
 
 
-def _key(file: Path) -> str:
-    key = read_text(str(file), MOST_KEY).strip()
-    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+def _keys(file: Path) -> dict[str, str]:
+    """Keys by their names. No error shows a key."""
+    lines = [line.split() for line in read_text(str(file), MOST_KEYS).splitlines()]
+    lines = [line for line in lines if line and not line[0].startswith("#")]
+    if len(lines) == 1 and len(lines[0]) == 1:
+        lines = [[ONLY_KEY, *lines[0]]]
+    keys = {line[0].removesuffix(":"): line[-1] for line in lines}
+    good = [len(key) >= LEAST_KEY and key.isascii() and key.isprintable() for key in keys.values()]
+    if not lines or not all(good) or not all(len(line) == 2 for line in lines):
         raise InputError(
-            f"{file}: expected a key of at least {LEAST_KEY} ASCII characters without white space"
+            f"{file}: expected a key of at least {LEAST_KEY} ASCII characters without white space, "
+            "or a line NAME KEY for each"
         )
-    return key
+    if len({*keys.values()}) < len(lines):
+        raise InputError(f"{file}: expected each name and each key once")
+    if os.name != "nt" and str(file) != "-" and file.stat().st_mode & 0o004:
+        log.warning("%s: all users can read the keys: chmod o-r", printable(str(file)))
+    return keys
+
+
+def _network(proxy: str) -> str:
+    try:
+        return str(ip_network(proxy, strict=False))
+    except ValueError:
+        raise InputError(
+            f"--trusted-proxy: expected an address, or a network such as 10.0.0.0/8, got {proxy!r}"
+        ) from None
 
 
 def _loopback(host: str) -> bool:

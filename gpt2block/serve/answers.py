@@ -93,15 +93,15 @@ UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
 
 
 class Answer:
-    """The rows of a request in the service. Raises ApiError if it takes no more rows."""
+    """The rows of a client's request in the service. Raises ApiError if it takes no more rows."""
 
-    def __init__(self, service: Service, rows: Sequence[Row]) -> None:
+    def __init__(self, service: Service, rows: Sequence[Row], client: str = "") -> None:
         self.rows, self._service = rows, service
         self._pieces: list[tuple[int, Piece]] = []  # that are not sent yet
         self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
-            service.submit(rows, deliver)
+            service.submit(rows, deliver, client)
         except Full:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None

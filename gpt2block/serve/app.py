@@ -6,10 +6,11 @@ import asyncio
 import base64
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import ip_network
 from typing import Any
 
 import anyio
@@ -72,7 +73,8 @@ AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
 
 @dataclass(frozen=True)
 class Settings:
-    """name: of the model, for clients. key: that clients must give; None: only from this machine.
+    """name: of the model, for clients. keys: of which clients must give one, by their names; none:
+    clients are on this machine, or those of a proxy there, and told apart by their addresses.
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
     the beginning of a prompt that a slot has computed before are not computed again. seconds: in
@@ -82,7 +84,7 @@ class Settings:
     name: str
     rows: int = 64
     queue: int = 512
-    key: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = LOOPBACK
     reuse_prefixes: bool = False
     seconds: float | None = None
@@ -141,7 +143,7 @@ class Server:
             self._route("/tokenize", self.tokenize, TokenizeRequest),
             self._route("/detokenize", self.detokenize, DetokenizeRequest),
         ]
-        hosts = list(self.settings.hosts) if self.settings.key is None else ["*"]
+        hosts = list(self.settings.hosts) if not self.settings.keys else ["*"]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         handlers: dict[Any, Any] = {HTTPException: _http_error}
         return Starlette(
@@ -173,7 +175,7 @@ class Server:
         async def handled(request: Request) -> Response:
             with self.metrics.request(path) as counted:
                 try:
-                    self._check_key(request)
+                    request.state.client = self._client_of(request)
                     given = () if kind is None else (await self._parsed(request, kind),)
                     response = await handler(request, *given)
                 except ApiError as error:
@@ -193,15 +195,18 @@ class Server:
         self.metrics.fault(path)
         return ApiError(500, "the server has made an error")
 
-    def _check_key(self, request: Request) -> None:
-        key = self.settings.key
-        if key is None:
-            return
+    def _client_of(self, request: Request) -> str:
+        """The name of the key that a request has, or where it comes from if none is needed."""
+        if not self.settings.keys:
+            host = request.client.host if request.client else ""
+            return _network(host) if ":" in host else host
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), key.encode())
-        if scheme.lower() != "bearer" or not same:
-            problem = "the key: expected the server's, as in Authorization: Bearer KEY"
+        data, keys = given.strip().encode(), self.settings.keys.items()
+        names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]  # all keys
+        if scheme.lower() != "bearer" or not names:
+            problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
             raise ApiError(401, problem, code="invalid_api_key")
+        return names[0]
 
     async def _parsed(self, request: Request, kind: type[Any]) -> Any:
         """The body of a request."""
@@ -309,7 +314,7 @@ class Server:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         assert self.service is not None
         prompt_tokens = sum(map(len, asked.prompts))
-        answer = Answer(self.service, asked.rows)
+        answer = Answer(self.service, asked.rows, request.state.client)
         self.metrics.started(prompt_tokens, asked.rows)
         told = partial(self._usage, asked)
         if asked.stream:
@@ -430,6 +435,14 @@ class _Streamed(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
+
+
+def _network(host: str) -> str:
+    """Of an IPv6 address: one machine has all of such a network."""
+    try:
+        return str(ip_network(f"{host}/64", strict=False))
+    except ValueError:
+        return host
 
 
 def _text(encoding: Any, ids: Ids, given: Any = None) -> str:

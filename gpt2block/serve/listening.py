@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -87,8 +87,14 @@ def settle() -> None:
     gc.set_threshold(YOUNG_OBJECTS)
 
 
-def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Config:
-    """The settings of uvicorn. connections: that may be open; grace: seconds to end in."""
+def config(
+    server: Server, connections: int, grace: int = GRACE, proxies: Sequence[str] = ()
+) -> uvicorn.Config:
+    """The settings of uvicorn. connections: that may be open; grace: seconds to end in.
+
+    proxies: addresses and networks; for their requests, the client's address is the last one in
+    X-Forwarded-For that is not a proxy's.
+    """
     return uvicorn.Config(
         server.app(),
         http=Protocol,
@@ -98,6 +104,7 @@ def config(server: Server, connections: int, grace: int = GRACE) -> uvicorn.Conf
         timeout_graceful_shutdown=grace + 1,
         log_level="critical",  # the server has its own log; clients that go are no news
         access_log=False,
-        proxy_headers=False,  # nothing depends on the client's address
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
         server_header=False,
     )

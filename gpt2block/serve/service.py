@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
@@ -64,6 +65,9 @@ class Service:
     A row is held from when a piece of it is delivered until that piece is being sent. Its next one
     has all tokens until then: one where little is to be sent, several where much is.
 
+    Clients take turns. One with less than its share of the slots and the queue is not refused where
+    others have filled them, until there are twice as many rows.
+
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
     pieces are delivered. seconds: in which a row has to end; None: no limit. on_failure: called
     there after the last pieces of an engine that has failed. observe_first, observe_between: called
@@ -84,6 +88,7 @@ class Service:
         self._changed = threading.Condition()
         self._new: deque[tuple[Row, Deliver]] = deque()
         self._cancelled: deque[Row] = deque()
+        self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
         self._deliver: dict[int, Deliver] = {}  # of running and waiting rows, by their id
         self._since: dict[int, float] = {}  # when those without a token were submitted
         self._last = np.zeros(batch.slots)  # when each slot had its last token
@@ -109,13 +114,19 @@ class Service:
         """The number of rows that wait for a slot."""
         return max(0, self.open - self.slots)
 
-    def submit(self, rows: Sequence[Row], deliver: Sequence[Deliver]) -> None:
-        """Let rows run as soon as there are slots. Raises Full, or Failed, and runs none."""
+    def submit(self, rows: Sequence[Row], deliver: Sequence[Deliver], client: str = "") -> None:
+        """Let a client's rows run when slots are free. Raises Full, or Failed, and runs none."""
         with self._changed:
             if self.failure is not None:
                 raise Failed(self.failure)
-            if self._ends or self.open + len(rows) > self.slots + self._most_waiting:
+            most, count = self.slots + self._most_waiting, self.open + len(rows)
+            own = self._open_of[client] + len(rows)
+            share = most // len(self._open_of.keys() | {client})
+            if self._ends or (count > most and (own > share or count > 2 * most)):
                 raise Full
+            for row in rows:
+                row.client = client
+                self._open_of[client] += 1
             self._new.extend(zip(rows, deliver, strict=True))
             self._changed.notify()
 
@@ -171,7 +182,8 @@ class Service:
         now = perf_counter()
         self._since |= {id(row): now for row, _ in new}
         deadline = None if self._seconds is None else monotonic() + self._seconds
-        self._batch.submit([row for row, _ in new], deadline)
+        for client, rows in groupby((row for row, _ in new), lambda row: row.client):
+            self._batch.submit(list(rows), deadline, client)
         gone = [row for row in cancelled if id(row) in self._deliver]
         self._batch.cancel(gone)
         for row in gone:
@@ -179,8 +191,13 @@ class Service:
         return not self._ends
 
     def _forget(self, row: Row) -> None:
-        self._deliver.pop(id(row), None)
+        if self._deliver.pop(id(row), None) is None:
+            return
         self._since.pop(id(row), None)
+        with self._changed:
+            self._open_of[row.client] -= 1
+            if not self._open_of[row.client]:
+                del self._open_of[row.client]
 
     def _note(self) -> None:
         now, slots = perf_counter(), self._batch.latest

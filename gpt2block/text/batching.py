@@ -32,10 +32,10 @@ class Batch:
 
     slots, n_ctx, fewer: as for ModelEngine.decode; no prompt and its new tokens, without the last
     one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
-    that the last row in its slot had as well, and gets the free slot with most of them. Other
-    kernels may have computed their keys and values, so that last bits depend on that row.
-    tokens_at_once, piece: of prompts before a step, as for PieceScheduler; piece 0: PIECE, if the
-    engine divides prompts.
+    that the last row in its slot, of the same client, had as well, and gets the free slot with most
+    of them. Other kernels may have computed their keys and values, so that last bits depend on that
+    row. tokens_at_once, piece: of prompts before a step, as for PieceScheduler; piece 0: PIECE, if
+    the engine divides prompts.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Batch:
         self.slots = slots = self._decoding.slots
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
         self._vocab_size = engine.config.vocab_size
-        self._computed: dict[int, Ids] | None = {} if reuse else None  # by slot: of its last row
+        # By slot: the client of its last row, and the tokens.
+        self._computed: dict[int, tuple[str, Ids]] | None = {} if reuse else None
         self._started: dict[int, Start] = {}
         self.begun: list[Row] = []  # that had their first token in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
@@ -103,13 +104,13 @@ class Batch:
             if self._computed is not None:
                 self._computed.clear()
 
-    def submit(self, rows: Sequence[Row], deadline: float | None = None) -> None:
-        """Add rows, which start when slots are free, in this order.
+    def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
+        """Add rows, which start when slots are free, in this order, in turn with other clients'.
 
         deadline: a time of `time.monotonic`; the first step after it ends those that still run or
         wait.
         """
-        self._scheduler.add(rows)
+        self._scheduler.add(rows, client)
         if deadline is not None:
             for row in rows:
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
@@ -215,14 +216,20 @@ class Batch:
 
     def _slot_for(self, row: Row, free: Sequence[int]) -> int:
         """The slot that has computed most of the row's first tokens; among equals the first one."""
+        ids = row.start(free[0]).ids
+        return max(free, key=lambda slot: self._known(slot, row, ids))
+
+    def _known(self, slot: int, row: Row, ids: Ids) -> int:
+        """How many of the row's first tokens, its `ids`, a slot has computed for its client."""
         assert self._computed is not None
-        computed, ids = self._computed, row.start(free[0]).ids
-        return max(free, key=lambda slot: _common(computed.get(slot), ids))
+        client, before = self._computed.get(slot, ("", None))
+        return _common(before, ids) if client == row.client else 0
 
     def _start(self, slot: int, row: Row) -> Start:
         start = row.start(slot)
         if self._computed is not None:
-            row.reused = _common(self._computed.pop(slot, None), start.ids)
+            row.reused = self._known(slot, row, start.ids)
+            self._computed.pop(slot, None)
             start = start._replace(cached=row.reused)
         return start
 
@@ -231,7 +238,7 @@ class Batch:
         if self._computed is not None:
             start = self._started.pop(slot)
             drawn = np.array(row.tokens[start.drawn : -1], np.int32)  # not the last one
-            self._computed[slot] = np.concatenate([start.ids, drawn])
+            self._computed[slot] = row.client, np.concatenate([start.ids, drawn])
 
 
 def _common(before: Ids | None, ids: Ids) -> int:

@@ -101,6 +101,7 @@ class Row:
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
+        self.client = ""  # with whose other rows it takes turns
         self.held = False  # whether a batch that gives each token keeps those that cannot end it
         self._encoding = encoding
         self._at_end_token = self._closed = False

@@ -19,6 +19,8 @@ MOST_REMOVED = 64  # rows that are kept after they were removed, where fewer wai
 class RowScheduler(Generic[Item]):
     """Assigns rows, in order, to slots; a slot takes another row when its row has left it.
 
+    Clients take turns: a row of each that has any waiting.
+
     Starting rows stops the others for a while, however few start. Rows therefore wait in free slots
     until the steps that they have missed together cost as much as that: with one running row they
     start at once, with many they start together. A row waits for at most as many steps as rows run.
@@ -30,7 +32,7 @@ class RowScheduler(Generic[Item]):
     def __init__(
         self, slots: int, choose: Callable[[Item, Sequence[int]], int] | None = None
     ) -> None:
-        self._new: deque[Iterator[Item]] = deque()
+        self._new: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns
         self._again: deque[Item] = deque()
         self._removed: dict[int, Item] = {}  # by id
         self.waiting = 0  # rows
@@ -44,9 +46,9 @@ class RowScheduler(Generic[Item]):
         """Whether any row runs or waits."""
         return self._running + self.waiting > 0
 
-    def add(self, rows: Sequence[Item]) -> None:
-        """Let rows wait, after those that do. Each is looked up when it starts."""
-        self._new.append(iter(rows))
+    def add(self, rows: Sequence[Item], client: str = "") -> None:
+        """Let rows wait, after those of the client that do. Each is looked up when it starts."""
+        self._new.setdefault(client, deque()).append(iter(rows))
         self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
@@ -58,8 +60,9 @@ class RowScheduler(Generic[Item]):
 
     def _forget_removed(self) -> None:
         """Keep none of the removed rows, which otherwise stay until their turn comes."""
-        left = [row for rows in self._new for row in rows if id(row) not in self._removed]
-        self._new = deque([iter(left)])
+        for client, waiting in self._new.items():
+            left = [row for rows in waiting for row in rows if id(row) not in self._removed]
+            self._new[client] = deque([iter(left)])
         self._again = deque(row for row in self._again if id(row) not in self._removed)
         self._removed.clear()
 
@@ -91,11 +94,16 @@ class RowScheduler(Generic[Item]):
                 return row
 
     def _next(self) -> Item:
-        """The next one of those that have not started yet."""
+        """The next one, which has not started yet, of the client whose turn it is."""
         while True:
-            for row in self._new[0]:
+            client, waiting = next(iter(self._new.items()))
+            for row in waiting[0]:
+                if id(row) not in self._removed:  # one that was removed is no turn
+                    self._new[client] = self._new.pop(client)
                 return row
-            self._new.popleft()
+            waiting.popleft()
+            if not waiting:
+                del self._new[client]
 
     def slot_of(self, row: Item) -> int | None:
         """The slot in which a row runs, or None."""
