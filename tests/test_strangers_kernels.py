@@ -110,6 +110,15 @@ def add(body: str = ADD_RIGHT, first: str = "") -> str:
     return ADD.replace("BODY", body).replace("FIRST", first)
 
 
+OF_HEADERS = """#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <math_constants.h>
+#include <stdint.h>
+#include "lib/common.cuh"
+struct Max { float value; };
+struct Sum { float value; };
+"""
 IN_C_BLOCK = (
     '/* no asm here */ extern "C" {\n__device__ float twice(float v) { return v + v; }\n'
     "// launch: grid=4 block=32\n__global__ void add(const float* __restrict a, const float* b,\n"
@@ -125,6 +134,16 @@ RIGHT = {
         LINEAR.replace("TAIL", "for (; k < K; ++k) sum += x[m * K + k] * w[n * K + k];"),
     ),
     "a block of C linkage": ("add", IN_C_BLOCK),
+    "names of headers": (
+        "add",
+        add(
+            "const uint32_t k = i;\n    if (k >= n || k > INT_MAX) return;\n"
+            "    const Max top = {fminf(FLT_MAX, CUDART_INF_F)};\n"
+            "    const Sum sum = {std::max(a[k] + b[k], -INFINITY)};\n"
+            "    y[k] = std::min(sum.value, top.value) + (float)(sin(M_PI) < -1);",
+            OF_HEADERS,
+        ),
+    ),
     "a byte order mark, asm in a string": (
         "gelu",
         gelu('if (v != v) printf("asm\\n");\n    ' + GELU_TANH, "\ufeff"),
@@ -315,7 +334,7 @@ def test_the_result_is_shown_as_text_and_in_a_notebook(tmp_path: Path) -> None:
     assert "N=7 C=33, large values" in str(found)
     html = found._repr_html_()
     assert "&lt;my&gt;.cu" in html
-    assert html.count("<tr>") == 1 + len(found.checks) == 6
+    assert html.count("<tr>") == 1 + len(found.checks) == 8
     wrong = check_kernel("gelu", gelu(EXP), device="cpu")
     assert "color: #c62828" in wrong._repr_html_()
     assert wrong.problem
@@ -342,6 +361,21 @@ def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: st
     assert "--a" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("first", "body", "said"),
+    [
+        ("", 'asm volatile("bar.sync 0;");', ":4: asm: the emulator does not run inline PTX"),
+        ("#include <cub/cub.cuh>\n", "", ":1: cub/cub.cuh: the emulator has no CUB"),
+        ("\n#include <cuda_fp8.h>\n", "", ":2: cuda_fp8.h: the emulator has no type of 8 bits"),
+        ("#include <cuda/barrier>\n", "", ":1: cuda/barrier: .*use __syncthreads"),
+        ("#include <cuda/std/limits>\n", "", ":1: cuda/std/limits: .* or check it on a GPU"),
+    ],
+)
+def test_what_the_emulator_cannot_judge_is_an_error(first: str, body: str, said: str) -> None:
+    with pytest.raises(InputError, match=f"^my.cu{said}"):
+        check_kernel("add", add(body + ADD_RIGHT, first), device="cpu")
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2block.doctor, "cuda_problem", lambda: "no driver today")
     assert check_kernel("add", add()).device == "cpu"
@@ -354,9 +388,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the host code of a file may do
 
 HOST = """#include <arpa/inet.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "stdio.h"
 #include <sys/socket.h>
 #include <unistd.h>
 """

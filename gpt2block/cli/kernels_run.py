@@ -182,7 +182,8 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
-    found = on_cpu.check_kernel(user, _own_cases(request, user))
+    timed = parse_sizes(request.operation, request.options.shape)
+    found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
     return _show_own(request, user, Outcome.of(found), CPU)
 
 

@@ -38,6 +38,13 @@ _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # with the lines that continue it
 _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTILINE)
+# Headers whose names NVRTC gets from prelude.cuh, or for which it and g++ need none.
+_HOST_HEADER = re.compile(
+    r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
+    r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
+    r"stdio|stdlib|string)|algorithm|utility)>",
+    re.MULTILINE,
+)
 SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
@@ -175,6 +182,11 @@ def _prototypes(plain: str) -> list[re.Match[str]]:
 def without_comments(text: str) -> str:
     """The text of a source with spaces in place of comments: every place in it stays."""
     return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def without_host_headers(text: str) -> str:
+    """The text of a user's file without the headers that a compiler for the host has."""
+    return _HOST_HEADER.sub("", text)
 
 
 def with_only(kernel: str, text: str) -> str:
@@ -368,7 +380,7 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
     """The text to compile: constants, then the source under its own name and line numbers.
 
     kernel: leave out the file's other kernels, which take as long to compile. A file that is not
-    in kernels_cu stays whole: it may have what the loader does not know.
+    in kernels_cu stays whole: it may have what the loader does not know. prelude.cuh precedes it.
 
     CuPy's cache of compiled kernels is keyed by this text and the options but not by included
     headers, so their hash is part of it. The constants are in the text, not in the options, because
@@ -376,7 +388,10 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     text = read_source(file)
-    if kernel and not Path(file).is_absolute():
+    if Path(file).is_absolute():
+        text = without_host_headers(text)
+        constants += Path(__file__).with_name("prelude.cuh").read_text("ascii")
+    elif kernel:
         text = with_only(kernel, text)
     return f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{text}'
 

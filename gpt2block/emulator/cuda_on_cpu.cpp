@@ -248,7 +248,7 @@ void open(Thread& thread) {
 // Gives the lanes that wait for each other, and have all come, the values of each other.
 void meet(Thread* warp, unsigned lanes) {
     cuda_on_cpu::Gathered& gathered = warp[__builtin_ctz(lanes)].gathered;
-    std::memset(gathered.values, 0xFF, sizeof gathered.values);
+    std::memset(gathered.values, fill, sizeof gathered.values);
     gathered.lanes = lanes;
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
         Thread& thread = warp[__builtin_ctz(rest)];

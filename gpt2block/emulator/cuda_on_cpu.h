@@ -2,6 +2,8 @@
 // AddressSanitizer. The threads of a block are fibers; see cuda_on_cpu.cpp.
 #pragma once
 #include <cfenv>
+#include <cfloat>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -49,7 +51,7 @@ __forceinline__ To bits(const From& from) {  // copies the low bytes, with zeros
 }
 
 struct Gathered {  // what the lanes of a warp have given each other
-    std::uint64_t values[32];  // bytes of 0xFF for lanes that did not take part
+    std::uint64_t values[32];  // the bytes of unwritten memory for lanes that did not take part
     unsigned lanes;
 };
 

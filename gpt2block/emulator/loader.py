@@ -576,7 +576,10 @@ def _version() -> int:
 
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", source.text))
+    own = source.text
+    if Path(source.name).is_absolute():
+        own = kernels.without_host_headers(own)
+    text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
         raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")

@@ -3,11 +3,15 @@
 
 namespace cuda_on_cpu {
 
-// A lane that is not in the mask or does not exist gives bytes of 0xFF, a NaN. Inlined, as in low_precision.h.
+// A lane that is not in the mask or does not exist gives the bytes of unwritten memory: a NaN, or a large number, of
+// integers one that can be added to itself a few times. Inlined, as in low_precision.h.
 template <typename T>
 __forceinline__ T shuffle(unsigned mask, T value, int source, const char* file, int line) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
-    return bits<T>(gather(mask, bits<std::uint64_t>(value), file, line).values[source % 32]);
+    const Gathered& given = gather(mask, bits<std::uint64_t>(value), file, line);
+    const T other = bits<T>(given.values[source % 32]);
+    if constexpr (std::is_integral_v<T>) return given.lanes >> source % 32 & 1 ? other : other / 8;
+    return other;
 }
 
 // A barrier of the block, and the number of its threads for which the predicate is true.

@@ -7,7 +7,7 @@ operation's contract; other names of the built-in kernels are known, too (`Opera
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2block.contract import MATRICES, Entry, size_of
@@ -56,24 +56,43 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
     called.update(operation.arrays)
     sizes = _sizes(operation, given, attrs)
     stored = str(inputs[0].dtype.name)
+    aliases = dict(operation.arrays)
+    aliases |= {name: called[text] for name, text in operation.aliases.items() if text in called}
+    return Values(
+        {called[e.name]: value.data if e.kind in MATRICES else value for e, value in given},
+        {called[e.name]: Output(e.shape(sizes), FIXED.get(e.kind, stored)) for e in outputs},
+        _numbers(operation, sizes, attrs, called),
+        aliases,
+    )
+
+
+def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
+    """`Values.sizes` of inputs of these documented sizes, which need not exist."""
+    known = {**operation.attrs, **sizes}
+    for axis, text in operation.axes.items():
+        if axis != "...":
+            known.setdefault(axis, size_of(text, known))
+    entries = (*operation.contract.inputs, *operation.contract.outputs)
+    arrays = {*operation.arrays, *(entry.name for entry in entries)}
+    found = _numbers(operation, known, operation.attrs, arrays)
+    return {name: n for name, n in found.items() if isinstance(n, int)}
+
+
+def _numbers(
+    operation: Operation, sizes: Sizes, attrs: Attrs, arrays: Collection[str]
+) -> dict[str, int | float]:
+    """The numbers that kernels take, from all sizes by name. arrays: the names of the arrays."""
     numbers: dict[str, int | float] = {
         name: value if isinstance(value, float) else int(value)
         for name, value in attrs.items()
         if isinstance(value, (int, float))
     }
-    numbers |= _documented(operation, sizes)
-    aliases = dict(operation.arrays)
-    for name, text in operation.aliases.items():
-        if text in called:
-            aliases[name] = called[text]
-        else:
-            numbers[name] = size_of(text, sizes)
-    return Values(
-        {called[e.name]: value.data if e.kind in MATRICES else value for e, value in given},
-        {called[e.name]: Output(e.shape(sizes), FIXED.get(e.kind, stored)) for e in outputs},
-        numbers,
-        aliases,
-    )
+    further = {n: t for n, t in operation.aliases.items() if t not in arrays}
+    return {
+        **numbers,
+        **_documented(operation, sizes),
+        **{name: size_of(text, sizes) for name, text in further.items()},
+    }
 
 
 def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attrs) -> Sizes:

@@ -29,32 +29,54 @@ OTHER_SIZES = (
     "(in Python shape=)"
 )
 
-# Operation → sizes, with attributes that differ, besides `Operation.small`.
+# Operation → sizes, with attributes that differ, besides `Operation.small`. The last ones have rows
+# for vectors, in several iterations of a block, and an array of more elements than 16 bits count.
 FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
-    "add": ({"N": 13, "C": 769},),
-    "attention": ({"B": 1, "T": 257, "C": 8, "n_head": 2},),
-    "encoder": ({"B": 3, "T": 150, "C": 7, "V": 300}, {"B": 1, "T": 2, "C": 5001, "V": 3}),
-    "gelu": ({"N": 13, "C": 769},),
-    "gemm": ({"M": 70, "K": 24, "N": 264}, {"M": 2, "K": 1544, "N": 8}),
-    "layernorm": ({"B": 3, "T": 100, "C": 129}, {"B": 1, "T": 2, "C": 5001}),
-    "layernorm_gelu": ({"N": 300, "C": 129}, {"N": 2, "C": 5001}),
+    "add": ({"N": 13, "C": 769}, {"N": 26, "C": 2568}),
+    "attention": (
+        {"B": 257, "T": 2, "C": 128, "n_head": 2},
+        {"B": 1, "T": 257, "C": 8, "n_head": 2},
+    ),
+    "encoder": (
+        {"B": 3, "T": 150, "C": 7, "V": 300},
+        {"B": 1, "T": 2, "C": 5001, "V": 3},
+        {"B": 1, "T": 17, "C": 4104, "V": 5},
+    ),
+    "gelu": ({"N": 13, "C": 769}, {"N": 26, "C": 2568}),
+    "gemm": ({"M": 249, "K": 24, "N": 264}, {"M": 2, "K": 1544, "N": 48}),
+    "layernorm": (
+        {"B": 3, "T": 100, "C": 129},
+        {"B": 1, "T": 2, "C": 5001},
+        {"B": 1, "T": 17, "C": 4104},
+    ),
+    "layernorm_gelu": ({"N": 300, "C": 129}, {"N": 2, "C": 5001}, {"N": 17, "C": 4104}),
     "linear": (
         {"M": 3, "K": 37, "N": 19},
-        {"M": 70, "K": 5, "N": 301},
+        {"M": 218, "K": 5, "N": 301},
         {"M": 2, "K": 1501, "N": 3},
+        {"M": 4, "K": 1032, "N": 72},
     ),
-    "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 5001}),
-    "matmul_bias": ({"M": 70, "K": 5, "N": 301}, {"M": 2, "K": 1501, "N": 3}),
-    "rmsnorm": ({"M": 300, "C": 129}, {"M": 2, "C": 5001}),
-    "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, {"M": 2, "K": 1501, "N": 3}),
+    "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 5001}, {"N": 17, "V": 4104}),
+    "matmul_bias": (
+        {"M": 218, "K": 5, "N": 301},
+        {"M": 2, "K": 1501, "N": 3},
+        {"M": 4, "K": 1032, "N": 72},
+    ),
+    "rmsnorm": ({"M": 300, "C": 129}, {"M": 2, "C": 5001}, {"M": 17, "C": 4104}),
+    "rmsnorm_ffn": (
+        {"M": 3, "K": 37, "N": 19},
+        {"M": 2, "K": 1501, "N": 3},
+        {"M": 4, "K": 1032, "N": 72},
+    ),
     "rmsnorm_matmul": (
         {"M": 3, "K": 37, "N": 24, "head_dim": 8},
         {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
+        {"M": 4, "K": 1032, "N": 72, "head_dim": 8},
     ),
-    "silu_mul": ({"M": 7, "N": 1429},),
-    "softmax": ({"B": 1, "NH": 1, "T": 1023},),
-    "to_fp8": ({"K": 13, "N": 769},),
-    "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4},),
+    "silu_mul": ({"M": 7, "N": 1429}, {"M": 26, "N": 2568}),
+    "softmax": ({"B": 1, "NH": 1, "T": 389}, {"B": 1, "NH": 1, "T": 1032}),
+    "to_fp8": ({"K": 13, "N": 769}, {"K": 26, "N": 2568}),
+    "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4}, {"B": 1, "T": 264, "NH": 1, "HS": 8}),
 }
 
 
@@ -101,8 +123,9 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # rows, of a length that no vector divides
-    for special in SPECIAL.get(operation.name, ()):
-        found.append(case(kernel, *several, layout, special))
+    for at in (several, *further[-1:]):
+        for special in SPECIAL.get(operation.name, ()):
+            found.append(case(kernel, *at, layout, special))
     return tuple(found)
 
 

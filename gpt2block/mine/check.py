@@ -80,7 +80,8 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
         or next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
         or _changed(found, names, given, kernel)
     )
-    return Checked(given.sizes, kernel.geometry(found), *worst, bound, problem, inputs=given.name)
+    geometry = kernel.geometry(found.sizes)
+    return Checked(given.sizes, geometry, *worst, bound, problem, inputs=given.name)
 
 
 def finding(found: Checked, given: Case) -> Finding:

@@ -12,7 +12,10 @@ from gpt2block.mine.source import Source
 
 MOST_ERRORS = 3  # of a compiler
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
-_NO_LIBRARY = "\n(Kernels have no headers of the C and C++ libraries. printf and assert need none.)"
+_NO_LIBRARY = (
+    "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
+    "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
+)
 HOST = (
     "a function without __device__ is one of the host, which the compiler of kernels (NVRTC) "
     "refuses: write __device__ before it"
@@ -89,7 +92,7 @@ def of_compiler(source: Source, log: str) -> Finding:
     if not errors and refused:
         said = re.sub(r"0x[0-9a-f]+", lambda number: f"{int(number[0], 16):,}", refused[1])
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
-    inside = re.search(rf"In file included from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
+    inside = re.search(rf" from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
     if not errors and inside:
         errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
     if not errors:
@@ -99,7 +102,9 @@ def of_compiler(source: Source, log: str) -> Finding:
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{line}: {message}" for line, message in shown)
     what = _HOST_OF_NVRTC.sub(HOST, what)
-    hint = _NO_LIBRARY if "cannot open source file" in what else ""
+    hint = (
+        _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
+    )
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", (shown[0][0],))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from gpt2block.bench import measure
-from gpt2block.cuda import cupy, kernels
-from gpt2block.cuda.arrays import Bound, device_attribute
+from gpt2block.cuda import cupy, kernels, replaced
+from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Launch, Parameter
 from gpt2block.errors import Argument, InputError
 from gpt2block.mine import arguments
@@ -81,7 +81,7 @@ class Kernel:
         for name in (result, *others):
             if name not in arrays:
                 arrays[name] = allocate(values.outputs[name])
-        grid, block, shared = self.geometry(values)
+        grid, block, shared = self.geometry(values.sizes)
         function = kernels.load(str(self.source.path), self.source.name, self.defines)
         function.allow_shared(shared)
         kinds: Mapping[str, Any] = INTEGERS | REALS
@@ -104,9 +104,9 @@ class Kernel:
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
-    def geometry(self, values: Values) -> Geometry:
-        """Grid, block and shared memory for these sizes."""
-        text, sizes = self.source.launch, values.sizes
+    def geometry(self, sizes: Mapping[str, int]) -> Geometry:
+        """Grid, block and shared memory for `Values.sizes`."""
+        text = self.source.launch
         block = self._extents("block", text.block, sizes)
         if prod(block) > THREADS:
             raise InputError(
@@ -120,7 +120,7 @@ class Kernel:
                 f": {prod(block)} threads: __launch_bounds__ of {self.source.name} "
                 f"allows {allowed}",
             )
-        named = sizes | {"block": prod(block)}
+        named = {**sizes, "block": prod(block)}
         grid = self._extents("grid", text.grid, named)
         if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
             at = described(sizes)
@@ -132,7 +132,7 @@ class Kernel:
         if not 0 <= shared <= most:
             raise InputError(
                 *self.source.setting("shared", text.shared),
-                f" is {shared} bytes: expected 0 to {most}",
+                f" is {shared:,} bytes at {described(sizes)}: expected 0 to {most:,}{_device()}",
             )
         return grid, block, shared
 
@@ -204,7 +204,14 @@ def matched(
     return Kernel(source, operation.name, dtype, names)
 
 
-def described(sizes: Sizes) -> str:
+def _device() -> str:
+    """The GPU whose limits hold, in words."""
+    major, minor = divmod(compute_capability(), 10)
+    emulated = ", which the emulator has" if replaced() else ""
+    return f" for a block of compute capability {major}.{minor}{emulated}"
+
+
+def described(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 

@@ -141,7 +141,7 @@ def check_kernel(
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
-        outcome = Outcome.of(on_cpu.check_kernel(user, given))
+        outcome = Outcome.of(on_cpu.check_kernel(user, given, timed={**found.sizes, **stated}))
     else:
         outcome = Outcome.of(on_gpu.run(on_gpu.Job(user, given, (), None, stored)))
     return KernelCheck(user, "cpu" if problem else "cuda", outcome.checked, outcome.problem)

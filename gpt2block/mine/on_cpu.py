@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
@@ -19,7 +19,7 @@ from gpt2block.cuda.arrays import Bound, device_attribute
 from gpt2block.emulator import ORDERS, Build, Checks, ShimError, emulated
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
-from gpt2block.mine.arguments import values
+from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.cases import Case
 from gpt2block.mine.check import Checked
 from gpt2block.mine.confined import confined
@@ -30,6 +30,7 @@ from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
+OTHER = "--shape checks and times others"
 
 
 class Run(NamedTuple):
@@ -52,6 +53,18 @@ RUNS = (
     Run(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
     Run(ORDERS[2], fill=check.NEGATIVE_BYTE),
 )
+_INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
+# What the emulator cannot judge, and what to do instead.
+_ON_GPU = {
+    r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
+    _INCLUDED % r"(?:cub|thrust)/.*": "has no CUB and no Thrust: write by hand what the file uses, "
+    "such as the reduction of lib/common.cuh",
+    _INCLUDED % r"cuda_fp\d\.h": "has no type of 8 bits: convert by hand, as fp8/convert.cu does",
+    _INCLUDED % r"cuda/(?:barrier|pipeline)|cooperative_groups/memcpy_async\.h": "does not have "
+    "this header: use __syncthreads() and, for copies, cuda_pipeline.h",
+    _INCLUDED % r"(?:cuda|cute|cutlass)/.*|cu(?:rand|blas)\w*\.h": "does not have this header: "
+    "write by hand what the file uses",
+}
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
 
 
@@ -64,16 +77,20 @@ def require_emulator() -> None:
 
 
 def check_kernel(
-    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S
+    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Sizes | None = None
 ) -> Iterator[Checked | Finding]:
     """The result of each case; ends with a Finding at the first problem.
+
+    timed: the sizes that a GPU times, by default the documented ones, at which a launch is only
+    evaluated.
 
     The compiler of CUDA reads the file before. A case runs forward under AddressSanitizer, then
     with the search for races, then in the other orders; one with special inputs only forward.
     limit_s: of each of these launches.
     """
     require_emulator()
-    needs = _inline_ptx(kernel.source) or refused(kernel)
+    _check_judged(kernel.source)
+    needs = refused(kernel)
     if isinstance(needs, Finding):
         yield needs
         return
@@ -85,25 +102,37 @@ def check_kernel(
             yield found
             if isinstance(found, Finding):
                 return
+    at = timed or kernel.operation.sizes
+    try:
+        late = _unlaunchable(kernel, sizes_at(kernel.operation, at), needs)
+    except InputError as error:
+        late = Finding(str(error))
+    if late:
+        what = f"{late.what}\nright at the sizes before; a GPU times {described(at)}: {OTHER}"
+        yield replace(late, what=what)
 
 
-def _inline_ptx(source: Source) -> Finding | None:
-    """The first line with instructions of a GPU, which g++ cannot compile."""
+def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: Needs) -> Finding | None:
+    """Why no launch of these sizes (`Values.sizes`) can run; raises InputError, too."""
+    with emulated():
+        most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+        return too_many(kernel, needs, kernel.geometry(sizes), most)
+
+
+def _check_judged(source: Source) -> None:
+    """InputError for what only a GPU can run: instructions and headers that g++ cannot compile."""
     text = without_literals(source.text)
-    if found := re.search(r"\b(asm|__asm__|__asm)\b", text):
-        what = "inline PTX (asm) is for a GPU; of lib/sm80.cuh, the emulator has cp.async and mma"
-        return Finding(what, (text.count("\n", 0, found.start()) + 1,))
-    return None
+    for pattern, what in _ON_GPU.items():
+        if found := re.search(pattern, text, re.MULTILINE):
+            place = f"{source.file}:{text.count(chr(10), 0, found.start()) + 1}"
+            raise InputError(f"{place}: {found[1]}: the emulator {what}, or check it on a GPU")
 
 
 def _checked(kernel: Kernel, case: Case, needs: Needs, limit_s: float) -> Checked | Finding:
     """The result of a case, or why it cannot be launched. Raises InputError at a usual size."""
     try:
-        with emulated():
-            most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
-            arrays = tuple(map(measure.uploaded, case.inputs))
-            geometry = kernel.geometry(values(kernel.operation, arrays, case.attrs))
-        if finding := too_many(kernel, needs, geometry, most):
+        sizes = values(kernel.operation, case.inputs, case.attrs).sizes
+        if finding := _unlaunchable(kernel, sizes, needs):
             return replace(finding, at=f"at {case.label}")
         return _in_every_order(kernel, case, limit_s)
     except InputError as error:

@@ -203,7 +203,7 @@ struct Softmax {
         float max = s[0];
 #pragma unroll
         for (int i = 1; i < HELD; ++i) max = fmaxf(max, s[i]);
-        max = fmaxf(m, across_groups<Max>(max));
+        max = fmaxf(m, across_groups<reduction::Max>(max));
         const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
         if (ROUNDS > 1) {
             const float scale = exp2f(m - point);
@@ -233,12 +233,12 @@ struct Softmax {
     __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
         Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
-        l = across_groups<Sum>(l);
+        l = across_groups<reduction::Sum>(l);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             const int vector = lane % LANES + p * LANES;
 #pragma unroll
-            for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<Sum>(o[p][e]);
+            for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<reduction::Sum>(o[p][e]);
             if (lane >= LANES || vector >= VECTORS) continue;
             float* const here = to.parts[slot][place] + vector * AS_WIDTH;
             constexpr int STORE = least(AS_WIDTH, 4);

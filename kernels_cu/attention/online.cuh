@@ -325,7 +325,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
             float max = s[r][0];
 #pragma unroll
             for (int c = 1; c < COLUMNS; ++c) max = fmaxf(max, s[r][c]);
-            max = fmaxf(m[r], combine_row<Max>(max));
+            max = fmaxf(m[r], combine_row<reduction::Max>(max));
             const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
             const float scale = exp2f((m[r] - point) * unit);
             m[r] = max;
@@ -362,7 +362,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float scale = 1.0f / combine_row<Sum>(l[r]);
+        const float scale = 1.0f / combine_row<reduction::Sum>(l[r]);
         if (query + 4 * r >= queries) continue;
         Q* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
 #pragma unroll

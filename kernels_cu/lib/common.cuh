@@ -19,6 +19,8 @@
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+namespace reduction {  // names that files which include this one may have themselves
+
 struct Sum {
     static __device__ float combine(float a, float b) { return a + b; }
 };
@@ -26,6 +28,8 @@ struct Sum {
 struct Max {
     static __device__ float combine(float a, float b) { return fmaxf(a, b); }
 };
+
+}  // namespace reduction
 
 template <typename Op, int BLOCK>
 __device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK floats of shared memory
@@ -50,12 +54,12 @@ __device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK 
 
 template <int BLOCK>
 __device__ float block_reduce_sum(float value, float* scratch) {
-    return block_reduce<Sum, BLOCK>(value, scratch);
+    return block_reduce<reduction::Sum, BLOCK>(value, scratch);
 }
 
 template <int BLOCK>
 __device__ float block_reduce_max(float value, float* scratch) {
-    return block_reduce<Max, BLOCK>(value, scratch);
+    return block_reduce<reduction::Max, BLOCK>(value, scratch);
 }
 
 template <typename Op, int LANES>
@@ -70,10 +74,10 @@ __device__ __forceinline__ float lanes_reduce(float value) {  // over each group
 
 template <int LANES>
 __device__ __forceinline__ float lanes_sum(float value) {
-    return lanes_reduce<Sum, LANES>(value);
+    return lanes_reduce<reduction::Sum, LANES>(value);
 }
 
 template <int LANES>
 __device__ __forceinline__ float lanes_max(float value) {
-    return lanes_reduce<Max, LANES>(value);
+    return lanes_reduce<reduction::Max, LANES>(value);
 }
