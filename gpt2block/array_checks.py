@@ -16,11 +16,14 @@ FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 def host_array(x: Any) -> NDArray[Any] | None:
-    """`x` as a NumPy array without a copy when it lives in host memory, else None."""
+    """`x` as a NumPy array when it lives in host memory, else None.
+
+    It is copied only if it has not this machine's byte order.
+    """
     if isinstance(x, np.ma.MaskedArray):
         raise InputError("x: expected an array without a mask, got a NumPy masked array")
     if isinstance(x, np.ndarray):
-        return x
+        return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
     if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
         shared: NDArray[Any] = imported(np.from_dlpack, x)
         return shared

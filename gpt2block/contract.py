@@ -9,7 +9,7 @@ output with the name of an input is that input, which the operation changes.
 
 The same line checks the NumPy arrays of `gpt2block.reference` (`takes`) and the CUDA arrays of
 `gpt2block.ops` (`gpt2block.ops.call`). A kind restricts the dtype on a GPU; NumPy functions take
-any float dtype, or any integer dtype, in its place:
+any float dtype, or any integer dtype, in its place, in any byte order:
 
     any      float32, float16 or bfloat16, the same for all arrays of this kind
     other    float32, float16 or bfloat16
@@ -34,7 +34,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -177,6 +177,10 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     An array may be None if that is its default, or if the contract says so; scalars are checked by
     name (`scalar`). Raises InputError. `contract_of` returns the contract.
+
+    The function gets float32 in place of 16 bits, whose squares and sums overflow or are coarse.
+    Its results are rounded to 16 bits where all arrays have that dtype, apart from matrices,
+    float64 and the kv_cache, which it may change and gets as it is.
     """
     contract = Contract.parse(line)
     entries = {entry.name: entry for entry in contract.inputs}
@@ -187,21 +191,28 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         optional = {name for name, one in parameters.items() if one.default is None}
         optional |= {entry.name for entry in contract.inputs if entry.optional}
 
-        def fitting(name: str, value: Any, sizes: Sizes) -> Any:
+        def fitting(name: str, value: Any, sizes: Sizes, dtypes: set[Any]) -> Any:
             if value is None and name in optional:
                 return value
             if name in entries:
                 _check(entries[name], value, sizes)
-                return value
+                return _widened(entries[name].kind, value, dtypes)
             return SCALARS[name](name, value) if name in SCALARS else value
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             sizes: Sizes = {}
-            values: Any = [fitting(*pair, sizes) for pair in zip(names, args, strict=False)]
-            named: Any = {name: fitting(name, value, sizes) for name, value in kwargs.items()}
+            dtypes: set[Any] = set()
+            values: Any = [fitting(*pair, sizes, dtypes) for pair in zip(names, args, strict=False)]
+            named: Any = {name: fitting(name, v, sizes, dtypes) for name, v in kwargs.items()}
             values += args[len(values) :]  # the function raises TypeError for these
-            return function(*values, **named)
+            made: Any = function(*values, **named)
+            if len(dtypes) != 1 or (dtype := dtypes.pop()).itemsize != 2:
+                return cast(R, made)
+            given = [*values, *named.values()]
+            if isinstance(made, tuple):
+                return cast(R, tuple(_rounded(each, dtype, given) for each in made))
+            return cast(R, _rounded(made, dtype, given))
 
         checked.contract = contract  # type: ignore[attr-defined]
         return checked
@@ -219,6 +230,22 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
     """The function without the checks of `takes`, for arguments known to be valid."""
     inner: Callable[P, R] = getattr(function, "__wrapped__", function)
     return inner
+
+
+def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
+    """float32 in place of 16 bits, in this machine's byte order; dtypes: of arrays, extended."""
+    if kind == "kv" or not isinstance(value, np.ndarray):
+        return value
+    native = value.dtype.newbyteorder("=")
+    if native.char in _FLOAT[0] and kind not in ("f64", *MATRICES):
+        dtypes.add(native)
+    return value.astype(np.float32 if native.char in "eE" else native, copy=False)
+
+
+def _rounded(made: Any, dtype: Any, given: list[Any]) -> Any:
+    """A result in `dtype` if it is float32; an array that the function changed stays itself."""
+    unchanged = made.dtype != np.float32 or any(made is value for value in given)
+    return made if unchanged else made.astype(dtype)
 
 
 def _check(entry: Entry, value: Any, sizes: Sizes) -> None:

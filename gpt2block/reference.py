@@ -1,7 +1,8 @@
 """The NumPy reference of every operation, written to be compared with its formula.
 
-A function computes and returns the dtype of its input, float32 or float64. Everything else is
-compared with float64. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head),
+A function computes in float32 or float64, as its input is, and returns that dtype. With inputs of
+16 bits it computes in float32 and rounds the result (`takes`). Everything else is compared with
+float64. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head),
 HS = C / NH. Every function takes (T, C) as well as (B, T, C). `takes` checks the arguments against
 the shapes that it lists, and raises InputError if they do not match.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from gpt2block import (
     DeviceError,
     GPT2Config,
     InputError,
+    LlamaBlock,
+    LlamaBlockWeights,
+    LlamaConfig,
     doctor,
     random_input,
     reference,
 )
 from gpt2block.array_checks import host_array
 from gpt2block.compare import errors
+from tests.devices import running_on
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -186,6 +191,33 @@ def test_the_advice_for_a_list_names_the_dtype_of_the_block(
     for call in (half, half.compare):
         with pytest.raises(InputError, match=rf"use np.array\(x, {target}.{dtype}\)$"):
             call([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype"), [("numpy", "float32"), ("numpy", "float16"), ("emulator", "float32")]
+)
+@pytest.mark.parametrize("llama", [False, True])
+def test_x_can_have_any_byte_order(where: str, dtype: str, llama: bool) -> None:
+    """Of about 500: computed in float16, its norm would be a quarter of what it is."""
+    config = LlamaConfig(n_head=3, n_kv_head=1, n_embd=48, n_ff=64)
+    x = (500 * random_input(0, (5, 48))).astype(dtype)
+    swapped = x.astype(x.dtype.newbyteorder())
+
+    def made(device: str, dtype: str) -> Any:
+        if llama:
+            return LlamaBlock(LlamaBlockWeights.random(0, config), device=device, dtype=dtype)
+        return Block(BlockWeights.random(0, SMALL), device=device, dtype=dtype)
+
+    exact = made("cpu", "float32").trace(x.astype("float32"))
+    with nullcontext() if where == "numpy" else running_on("forward"):
+        block = made("cpu" if where == "numpy" else "cuda", dtype)
+        same = block.trace(x)
+        for name, found in block.trace(swapped).items():
+            np.testing.assert_array_equal(found, same[name])
+            assert errors(found, exact[name])[1] < 0.01
+            assert found.dtype.isnative
+        with pytest.raises(InputError, match=f"out: .*got {swapped.dtype.str} "):
+            block(x, out=np.empty_like(swapped))
 
 
 READ_ONLY = np.zeros((5, 48), np.float32)

@@ -6,16 +6,18 @@ of its own; a new one, or a new variant, is tested here as soon as the registry 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from gpt2block import InputError, WeightMatrix, emulator, ops
+from gpt2block import InputError, WeightMatrix, emulator, ops, reference
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy
 from gpt2block.emulator import stand_in
@@ -118,6 +120,46 @@ def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
     got = np.asarray(bound.run())
     assert isinstance(bound.out, np.ndarray)
     assert measure.errors(got, truth)[1] <= measure.tolerance(dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_reference_computes_in_float32_and_in_any_byte_order(
+    operation: Operation, dtype: Any
+) -> None:
+    """Numbers of up to 1500, whose squares float16 does not hold, against the same in float32."""
+    function = getattr(reference, operation.name)
+    names = set(inspect.signature(function).parameters)
+    attrs = {n: v for n, v in attrs_of(operation, 0).items() if n in names}
+    drawn = operation.make(sizes_of(operation, 0), np.random.default_rng(0))
+    made = [a * np.float32(300) if a.dtype == np.float32 else a for a in drawn]
+    narrow = [a.astype(dtype) if a.dtype == np.float32 else a for a in made]
+    wide = [a.astype(np.float32) if a.dtype == dtype else a for a in narrow]
+    orders = [
+        a if a.dtype == ml_dtypes.bfloat16 else a.astype(a.dtype.newbyteorder()) for a in narrow
+    ]
+
+    def computed(arrays: Sequence[Any]) -> list[Any]:
+        with np.errstate(all="ignore"):
+            found = function(*(a.copy() for a in arrays), **attrs)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    for got, swapped, exact in zip(*map(computed, (narrow, orders, wide)), strict=True):
+        assert got.dtype == (dtype if exact.dtype == np.float32 else exact.dtype)
+        with np.errstate(over="ignore"):
+            rounded = exact.astype(got.dtype).astype(np.float64)
+        np.testing.assert_array_equal(got.astype(np.float64), rounded)
+        np.testing.assert_array_equal(swapped.astype(np.float64), got.astype(np.float64))
+
+
+@every_operation
+def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    first, *others = operation.make(sizes_of(operation, 0), np.random.default_rng(0))
+    swapped = first.astype(first.dtype.newbyteorder())
+    with pytest.raises(InputError, match=f"got {swapped.dtype.str}"):
+        operation.bind((swapped, *others), **attrs_of(operation, 0))
 
 
 @on_devices

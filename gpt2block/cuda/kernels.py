@@ -299,8 +299,8 @@ def _typed(
 
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, which NumPy computes each time."""
-    return str(dtype.name)
+    """`dtype.name`, which NumPy computes each time; such as ">f4" for another byte order."""
+    return str(dtype.name if dtype.isnative else dtype.str)
 
 
 @cache

@@ -256,7 +256,7 @@ def _check_array(
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
         raise ShimError(str(error)) from error
-    fits = isinstance(array, np.ndarray) and array.dtype.name == expected
+    fits = isinstance(array, np.ndarray) and kernels.dtype_name(array.dtype) == expected
     if not fits or not array.flags.c_contiguous:
         raise ShimError(f"{label}: expected a contiguous array of {expected}")
     return label

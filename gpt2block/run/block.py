@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.contract import MATRICES, contract_of
+from gpt2block.cuda.kernels import dtype_name
 from gpt2block.errors import InputError
 from gpt2block.passes.blocks import BlockPass, Settings, StepPass
 from gpt2block.passes.forward import Architecture, block
@@ -137,7 +138,7 @@ def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32
         )
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise InputError("out: expected a writable array, got a read-only one")
-    if out.shape != shape or out.dtype.name != dtype or not out.flags.c_contiguous:
+    if out.shape != shape or dtype_name(out.dtype) != dtype or not out.flags.c_contiguous:
         layout = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise InputError(
             f"out: expected a C-contiguous {dtype} array of shape {shape}, "
