@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from gpt2block.text.encoding import Encoding
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 SECONDS = 10.0  # that a rendering may take
 WORKER = Path(__file__).with_name("chat_worker.py")
-MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # which Unicode reserves for programs
 
 
 class ChatTemplate:
@@ -54,7 +52,8 @@ class ChatTemplate:
         CheckpointError for a template that fails, or takes too long.
         """
         checked(messages)
-        return self._rendered(list(messages), add_generation_prompt, variables)
+        text: str = self._rendered(messages, add_generation_prompt, variables, False)["text"]
+        return text
 
     def ids(
         self,
@@ -63,37 +62,28 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of `render`. Names of special tokens in messages are ordinary text."""
+        """Token ids of `render`'s text.
+
+        Names of special tokens, and of other added tokens that are not white space, are tokens only
+        where the template writes all of their characters. Where a character of a name comes from
+        messages or variables (contents, tools, roles that no model is known to have), the name is
+        encoded as ordinary text. The ids of the rest are those of the same messages with a word in
+        the name's place. Raises as `render` does; InputError for a name that the tokenizer cannot
+        write with other tokens.
+        """
         checked(messages)
-        try:
-            return self._ids(encoding, messages, add_generation_prompt, variables)
-        except RecursionError:
-            raise InputError("messages: expected less depth") from None
+        found = self._rendered(messages, add_generation_prompt, variables, True)
+        return tokenizer.encode_chat(encoding, found["text"], found["places"])
 
-    def _ids(
-        self,
-        encoding: Encoding,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-    ) -> list[int]:
-        given, mark = messages, ""
-        names = sorted(filter(None, encoding.special_tokens_set), key=len, reverse=True)
-        if any(name in text for text in _strings(messages) for name in names):
-            everything = "".join((self.source, *_strings([*messages, *variables.values()])))
-            mark = next((each for each in MARKS if each not in everything), "")
-            if not mark:
-                raise InputError("messages: expected no noncharacters (U+FDD0 to U+FDEF) in them")
-            found = re.compile("|".join(map(re.escape, names)))
-            given = _mapped(messages, lambda text: found.sub(lambda at: mark.join(at[0]), text))
-        text = self._rendered(list(given), add_generation_prompt, variables)
-        return tokenizer.encode_chat(encoding, text, mark)
-
-    def _rendered(self, messages: Any, prompt: bool, variables: Mapping[str, Any]) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], places: bool
+    ) -> dict[str, Any]:
+        """The text, and the places of characters that do not come from the template."""
         given = {**self.tokens, "tools": None, "documents": None, **variables}
-        given |= {"messages": messages, "add_generation_prompt": prompt}
+        given |= {"messages": list(messages), "add_generation_prompt": prompt}
+        names = ["messages", *(n for n in variables if not n.endswith("_token"))] if places else []
         try:
-            line = json.dumps(given)
+            line = json.dumps([given, names])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
@@ -118,7 +108,7 @@ class ChatTemplate:
             self._end()
             raise
 
-    def _ask(self, line: str, about: str, kind: type[Exception] = InputError) -> str:
+    def _ask(self, line: str, about: str, kind: type[Exception] = InputError) -> dict[str, Any]:
         """The worker's answer to a line."""
         worker = self._worker
         assert worker is not None
@@ -144,10 +134,10 @@ class ChatTemplate:
             self._end()
             why = f"takes more than {SECONDS:g} s" if late.is_set() else "ends its process"
             raise CheckpointError(f"the chat template {why}: choose another model")
-        found: dict[str, str] = json.loads(answer)
+        found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise kind(about + found["error"])
-        return found["text"]
+        return found
 
     def _end(self) -> None:
         worker, self._worker = self._worker, None
@@ -180,24 +170,3 @@ def checked(messages: Any) -> None:
             problem = f"expected a text as content, got {shown(message.get('content'))}"
             raise InputError(f"messages: {problem} at {index}")
         tokenizer.check_encodable(f"messages: content at {index}", message["content"])
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _strings(each)
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_mapped(each, change) for each in value]
-    return value

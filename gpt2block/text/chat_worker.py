@@ -2,7 +2,12 @@
 
 A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox), and this
 process has limits of memory and output; its parent ends it after a time. It reads and writes lines
-of JSON: first the source of the template, then the variables of each rendering.
+of JSON: first the source of the template, then the variables of each rendering, and which of them
+to follow: the answer has the text, and what places in it come from their strings.
+
+To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
+them as `Text`, which compares, searches and splits as the string without marks would, so that it
+does the same; pieces and joins keep the marks. Both renderings must have the same text.
 """
 
 from __future__ import annotations
@@ -15,18 +20,25 @@ import sys
 sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
+from functools import wraps  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
 from jinja2 import nodes  # noqa: E402
+from jinja2.compiler import CodeGenerator, Frame  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.parser import Parser  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 MEMORY = 2**30  # bytes of address space, where the system has such a limit
 MOST = 2**22  # characters of a rendering
+MARKS = range(0xF0000, 0x10FFFE)  # code points for private use
+# Roles that may be part of a special token's name, as in "<|" + role + "|>".
+ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython",
+         "observation", "environment", "context"}  # fmt: skip
 
 
 class Generation(Extension):
@@ -37,6 +49,141 @@ class Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Marks(dict[int, str]):
+    """From a character to its mark, for `str.translate`; `back` leads from marks to characters."""
+
+    def __init__(self, used: set[str]) -> None:
+        """used: characters that are no marks."""
+        self.back: dict[int, str] = {}
+        self._free = (code for code in MARKS if chr(code) not in used)
+
+    def __missing__(self, code: int) -> str:
+        mark = next(self._free, None)
+        if mark is None:
+            raise jinja2.TemplateError(f"expected at most {len(MARKS):,} different characters")
+        self.back[mark] = chr(code)
+        self[code] = chr(mark)
+        return self[code]
+
+
+marks, now = Marks(set()), datetime.now()  # of the rendering that runs
+
+
+def marked(text: str) -> Text:
+    return Text(text.translate(marks))
+
+
+def plain(value: Any) -> Any:
+    """A value without marks, whose lists and mappings are copied."""
+    if isinstance(value, str):
+        return str.translate(value, marks.back)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    return {plain(k): plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def followed(value: Any, key: str = "") -> Any:
+    """A value of JSON with marks in its strings."""
+    if isinstance(value, str):
+        return Text(value) if key == "role" and value in ROLES else marked(value)
+    if isinstance(value, list):
+        return [followed(each) for each in value]
+    if isinstance(value, dict):
+        return {marked(name): followed(each, name) for name, each in value.items()}
+    return value
+
+
+class Text(str):
+    """A string, part of whose characters are marks, that behaves as the one without them."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+    def __radd__(self, other: str) -> Text:
+        return Text(str.__add__(other, self))
+
+    def __iter__(self) -> Iterator[Text]:
+        return map(Text, str.__iter__(self))
+
+    def replace(self, old: str, new: str, count: Any = -1) -> Text:
+        pieces = str.split(plain(self), plain(old), count)
+        return Text(str.join(new, self._pieces(pieces, len(old))))
+
+    def _pieces(self, found: Any, gap: int) -> Any:
+        """Strings that follow one another in the text, `gap` characters apart or more."""
+        whole, at, pieces = plain(self), 0, []
+        for piece in [found] if isinstance(found, str) else found:
+            start = whole.find(piece, at)
+            if start >= 0:
+                at = start + len(piece) + gap
+                pieces.append(self[start : start + len(piece)])
+            elif len(piece) == len(whole):  # such as in upper case
+                both = zip(piece, whole, str.__iter__(self), strict=True)
+                pieces.append(Text("".join(c if o == m else marked(c) for c, o, m in both)))
+            else:
+                pieces.append(marked(piece))
+        return pieces[0] if isinstance(found, str) else type(found)(pieces)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """A method of `str` for `Text`: its results are pieces of the text, or are marked."""
+    of_str = getattr(str, name)
+
+    def method(self: Text, *args: Any, **options: Any) -> Any:
+        if name in _KEEPING:
+            return Text(of_str(self, *args))
+        found = of_str(plain(self), *plain(args), **plain(options))
+        if not isinstance(found, (str, list, tuple)):
+            return found
+        separator = options.get("sep", args[0] if args else None) if "split" in name else None
+        return self._pieces(found, len(separator) if isinstance(separator, str) else 0)
+
+    return method
+
+
+_KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")  # keep the marks
+_COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
+_OTHERS = {name for name in dir(str) if not name.startswith(("_", "format", "make", "replace"))}
+for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:
+    setattr(Text, _name, _method(_name))
+
+
+class Following(CodeGenerator):
+    """Writes a template whose strings are all `Text`."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (jinja2's name)
+        if isinstance(node.value, str):
+            self.write(f"environment.concat(({node.value!r},))")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.concat(map(str, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose results are those of strings without marks; other ones are marked."""
+
+    @wraps(do)
+    def filtered(*args: Any, **options: Any) -> Any:
+        args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+        found = do(*args, **options)
+        if not isinstance(found, (str, int, float)):
+            return found
+        true = do(*plain(args), **plain(options))
+        if not isinstance(found, str):
+            return true
+        return Text(found) if plain(found) == true else marked(true)
+
+    return filtered
 
 
 def refuse(message: str) -> NoReturn:
@@ -53,18 +200,39 @@ def to_json(
 ) -> str:
     """`tojson` of templates, which escapes nothing for HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        _escaped(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 
-def environment() -> jinja2.Environment:
-    """That in which transformers renders chat templates."""
+def _escaped(value: Any) -> Any:
+    """A value whose marked characters are replaced by those that JSON writes for them."""
+    if isinstance(value, Text):
+        pairs = zip(str.__iter__(value), plain(value), strict=True)
+        return "".join(m if m == c else marked(json.dumps(c, ensure_ascii=False)[1:-1])
+                       for m, c in pairs)  # fmt: skip
+    if isinstance(value, (list, tuple)):
+        return list(map(_escaped, value))
+    return (
+        {_escaped(k): _escaped(v) for k, v in value.items()} if isinstance(value, dict) else value
+    )
+
+
+def environment(follows: bool = False) -> jinja2.Environment:
+    """That in which transformers renders chat templates. follows: the strings, as `Text`."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.globals["strftime_now"] = lambda form: str(now.strftime(form))
+    if follows:
+        made.code_generator_class = Following
+        made.concat = lambda parts: Text("".join(parts))  # type: ignore[method-assign]
+        made.filters |= {name: _followed_filter(do) for name, do in made.filters.items()}
     return made
 
 
@@ -78,21 +246,37 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> dict[str, Any]:
+    """The text, and the places of characters that come from the variables of these names."""
+    global marks, now  # noqa: PLW0603  (of this process)
+    now = datetime.now()  # the same in both renderings
+    text = rendered(templates[0], given)
+    if not names:
+        return {"text": text}
+    marks = Marks({*json.dumps(given, ensure_ascii=False), *text})
+    given |= {name: followed(given[name]) for name in names}
+    following = rendered(templates[1], given)
+    if plain(following) != text:
+        raise jinja2.TemplateError("what it does with their characters cannot be followed")
+    places = [at for at, char in enumerate(str.__iter__(following)) if ord(char) in marks.back]
+    return {"text": text, "places": places}
+
+
 def main() -> None:
     with suppress(ImportError, ValueError):  # Windows has no such limits
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    template: jinja2.Template | None = None
+    templates: list[jinja2.Template] = []
     for line in sys.stdin:
         try:
             given = json.loads(line)
-            if template is None:
-                template = environment().from_string(given)
-                answer = {"text": ""}
+            if not templates:
+                templates = [environment(each).from_string(given) for each in (False, True)]
+                answer: dict[str, Any] = {"text": ""}
             else:
-                answer = {"text": rendered(template, given)}
+                answer = answered(templates, *given)
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY >> 20:,} MiB of memory"}
         except RecursionError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
 from itertools import accumulate
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -85,10 +87,10 @@ class TokenizersEncoding:
         self._bytes: dict[int, bytes] = {}  # of the tokens that were looked up
         self.max_token_value: int = max(self._tokens)
 
-    def _load(self, special: bool) -> tokenizers.Tokenizer:
+    def _load(self, special: bool, definition: str = "") -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415  (optional dependency)
 
-        tokenizer = Tokenizer.from_str(self._definition)
+        tokenizer = Tokenizer.from_str(definition or self._definition)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = not special
@@ -134,18 +136,73 @@ class TokenizersEncoding:
         """
         names = set(self._special)
         allowed = names if allowed_special == "all" else names & set(allowed_special)
-        if allowed and allowed != names:
+        if allowed not in (names, set()):
             raise InputError('allowed_special: expected "all" or no name of a special token')
         refused = names - allowed if disallowed_special == "all" else set(disallowed_special)
         found = next((name for name in sorted(refused) if name in text), None)
         if found is not None:
-            raise InputError(
-                f"text: it has {found!r}, the name of a special token: allow it by "
-                'allowed_special="all", or read it as text by disallowed_special=()'
-            )
+            raise InputError(f'text: {found!r} is a special token: expected allowed_special="all" '
+                             "for its id, or disallowed_special=() for text")  # fmt: skip
         chosen = self._with_special if allowed else self._tokenizer
         ids: list[int] = chosen.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_given(self, text: str, given: Iterable[int]) -> list[int]:
+        """Token ids of a text with names of added tokens.
+
+        given: places of characters; a name with one of them is ordinary text. Other names are
+        replaced by those of `_renamed`, to which no text is equal.
+        """
+        places = set(given)
+        free = without_names(text, self._names, places)
+        found = self._with_special.encode(free, add_special_tokens=False)
+        if free == text:
+            return list(found.ids)
+        tokenizer, names, lost = self._renamed
+        parts, at = [], 0
+        for id, (start, end) in zip(found.ids, found.offsets, strict=True):
+            name, new = names.get(id, ("", ""))
+            taken = text[start:end]  # maybe with white space around it
+            content = name if name in taken else taken.strip()
+            begin = start + taken.index(content)
+            if name and places.isdisjoint(range(begin, begin + len(content))):
+                parts += [text[at:begin], new]
+                at = begin + len(content)
+        parts.append(text[at:])
+        missing = next((name for name in lost if any(name in part for part in parts)), None)
+        if missing is not None:
+            raise InputError(f"messages: the tokenizer has no ordinary token for {missing!r}")
+        ids: list[int] = tokenizer.encode("".join(parts), add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        """Ids of the added tokens that ordinary text may not have: all except for white space."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
+
+    @cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
+        """A Tokenizer with other names for the same ids, which its model makes of no text.
+
+        And by ids both names, the old and the new one; and names that are characters of which the
+        vocabulary has no other token.
+        """
+        spec, prefix = json.loads(self._definition), f"\U000f0000{token_hex(8)}"
+        model, names = spec["model"], self._names
+        new = {name: f"{prefix}{chr(0xF0001 + at)}" for at, name in enumerate(names)}
+        for token in spec["added_tokens"]:
+            token["content"] = new.get(token["content"], token["content"])
+        pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+        model["merges"] = [
+            pair for pair in pairs if new.keys().isdisjoint((*pair, "".join(pair)))
+        ]  # the vocabulary keeps its size, so that other ids stay as they are
+        only = [n for n in names if len(n) == 1 and n in model["vocab"] and not self._byte_fallback]
+        model["vocab"] = {new.get(token, token): id for token, id in model["vocab"].items()}
+        unknown = model.get("unk_token")
+        model["unk_token"] = new.get(unknown, unknown)
+        tokenizer = self._load(True, json.dumps(spec, ensure_ascii=False))
+        return tokenizer, {id: (name, new[name]) for name, id in names.items()}, only
 
     def decode(self, tokens: Sequence[int]) -> str:
         ids = list(map(int, tokens))
@@ -192,6 +249,23 @@ def special_id(encoding: Encoding, name: str) -> int:
     if isinstance(encoding, tiktoken.Encoding):
         return encoding._special_tokens[name]
     return encoding.encode_single_token(name)
+
+
+def without_names(text: str, names: Iterable[str], given: Iterable[int]) -> str:
+    """A text as long, in which each name with a character at a place of `given` is broken.
+
+    One of these characters is replaced by one for private use, if possible not white space.
+    """
+    places, chars = set(given), list(text)
+    free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
+    for name in names if places else ():
+        at = text.find(name)
+        while at >= 0:
+            own = [i for i in range(at, at + len(name)) if i in places]
+            if own:
+                chars[min(own, key=lambda i: text[i].isspace())] = free
+            at = text.find(name, at + 1)
+    return "".join(chars)
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:

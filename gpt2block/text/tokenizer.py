@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from gpt2block.text.encoding import (
     as_array,
     is_rust_failure,
     special_id,
+    without_names,
 )
 from gpt2block.text.tokenizer_json import TiktokenEncoding
 
@@ -322,12 +323,12 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
-def encode_chat(encoding: Encoding, text: str, mark: str = "") -> list[int]:
+def encode_chat(encoding: Encoding, text: str, given: Iterable[int] = ()) -> list[int]:
     """Token ids of a text from a chat template, which has the names of its special tokens.
 
-    mark: a character that stands inside names which are ordinary text, and is left out.
+    given: places of characters that do not come from the template: a name with one is ordinary.
     """
-    return _encode_text(encoding, text, True, "messages", mark)
+    return _encode_text(encoding, text, True, "messages", given)
 
 
 def check_encodable(name: str, text: str) -> None:
@@ -343,28 +344,25 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def _encode_text(
-    encoding: Encoding, text: str, special: bool, name: str, mark: str = ""
+    encoding: Encoding, text: str, special: bool, name: str, given: Iterable[int] = ()
 ) -> list[int]:
-    """Token ids of the text alone. mark: as in `encode_chat`."""
+    """Token ids of the text alone. given: as in `encode_chat`."""
     check_encodable(name, text)
     known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
     names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
     try:
+        if isinstance(encoding, TokenizersEncoding) and special:
+            return encoding.encode_given(text, given)
         if not names:
             return _encode_ordinary(encoding, text)
-        if isinstance(encoding, TokenizersEncoding) and not mark:
-            return encoding.encode(text, allowed_special="all")
         longest_first = sorted(names, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-        return [
-            token
-            for index, part in enumerate(parts)
-            for token in (
-                [special_id(encoding, part)]
-                if index % 2
-                else _encode_ordinary(encoding, part.replace(mark, ""))
-            )
-        ]
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        ids, at = [], 0
+        for found in pattern.finditer(without_names(text, names, given)):
+            ids += _encode_ordinary(encoding, text[at : found.start()])
+            ids.append(special_id(encoding, found[0]))
+            at = found.end()
+        return ids + _encode_ordinary(encoding, text[at:])
     except BaseException as error:
         if not is_rust_failure(error):
             raise
