@@ -862,6 +862,61 @@ def test_pieces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch, server: Runnin
     assert all(at_once)
 
 
+@pytest.mark.parametrize("chunked", [b"chunked", b"Chunked"])
+def test_a_body_with_two_lengths_is_refused(server: Running, chunked: bytes) -> None:
+    """A proxy may read another request from what follows: the connection is closed."""
+    lengths = b"Content-Length: 5\r\nTransfer-Encoding: " + chunked
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + lengths + b"\r\n\r\n0\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = connection.makefile("rb").read()  # until it is closed
+    assert found.startswith(b"HTTP/1.1 400")
+    assert b"got both" in found
+    assert found.count(b"HTTP/1.1") == 1
+
+
+def test_a_line_in_the_log_for_each_request(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With the name of the key, and without what is secret; none unless it is asked for."""
+    body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
+    with serving(model, rows=1, keys=KEYS) as running, caplog.at_level("INFO", "gpt2block.serve"):
+        with suppress(ValueError):  # events are no JSON
+            post(running, COMPLETION, {**body, "stream": True}, **key_of("ann"))
+        post(running, COMPLETION, body, **key_of("bob"))
+        post(running, COMPLETION, body, Authorization="Bearer wrong")
+        with suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{running.url}/play/explain/ticket", timeout=60)
+        eventually(lambda: len(caplog.messages) == 4)
+        caplog.set_level("WARNING", "gpt2block.serve")
+        post(running, COMPLETION, body, **key_of("bob"))
+    found = [re.sub(r"\d\.\d{3} s", "T", message) for message in caplog.messages]
+    assert found == [
+        "POST /v1/completions 200 T, 3 + 2 tokens, ann",
+        "POST /v1/completions 200 T, 3 + 2 tokens, bob",
+        "POST /v1/completions 401 T",
+        "GET /play/explain/… 404 T",
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+@pytest.mark.parametrize(
+    ("limits", "raised", "warns"),
+    [((64, 4096), 1064, False), ((64, 512), 512, True), ((64, -1), 1064, False),
+     ((1064, 1064), None, False), ((-1, -1), None, False)],
+)  # fmt: skip
+def test_files_that_may_be_open(
+    limits: Any, raised: Any, warns: bool, monkeypatch: Any, caplog: Any
+) -> None:
+    """A connection is one: their limit is raised, or too low a one is told."""
+    import resource  # noqa: PLC0415
+
+    given: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, changed: given.append(changed))
+    listening.allow_files(1000)
+    assert given == ([] if raised is None else [(raised, limits[1])])
+    assert ("expected 1064 or more, or fewer --connections than 1000" in caplog.text) == warns
+
+
 def test_garbage_and_slow_connections_stop_nobody(server: Running) -> None:
     rng = random.Random(0)
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]

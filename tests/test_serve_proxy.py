@@ -34,10 +34,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def status_of(port: int, path: str, body: Any = None) -> tuple[int, bytes]:
+def status_of(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
-    request.add_header("Content-Type", "application/json")
+    for name, value in {"Content-Type": "application/json", **headers}.items():
+        request.add_header(name, value)
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return answer.status, answer.read()
@@ -122,3 +123,20 @@ def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
         status, found = status_of(port, COMPLETION, {"prompt": "a", "max_tokens": -1})
         assert status == 400
         assert json.loads(found)["error"]["param"] == "max_tokens"
+
+
+def test_the_host_that_a_browser_asked_for_is_checked(model: Any, tmp_path: Path) -> None:
+    """And the client is the peer of the proxy, whatever it says itself."""
+    with serving(model, rows=1, proxies=("127.0.0.1/32",)) as server:
+        names, submit = [], server.service.submit
+
+        def noted(rows: Any, deliver: Any, name: str) -> None:
+            names.append(name)
+            submit(rows, deliver, name)
+
+        server.service.submit = noted
+        with proxy(tmp_path, server.port, server.port) as port:
+            for host, status in (("localhost", 200), (f"127.0.0.1:{port}", 200), ("evil.com", 400)):
+                given = {"Host": host, "X-Forwarded-For": "9.9.9.9"}
+                assert status_of(port, COMPLETION, SHORT, **given)[0] == status
+    assert names == ["127.0.0.1"] * 2

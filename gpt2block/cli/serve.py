@@ -80,7 +80,7 @@ def serve(
             f"serve needs {', '.join(missing)}: run pip install -e '.[serve]' in a checkout"
         )
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
-    from gpt2block.serve.listening import Listening, config, settle  # noqa: PLC0415
+    from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
 
     set_up_log(log_level)
     keys = {} if api_key_file is None else _keys(api_key_file)
@@ -95,6 +95,7 @@ def serve(
         check_count(option_, value)
     if timeout is not None and not 0 < timeout < math.inf:
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    allow_files(connections)
     listening = _bound(host, port)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None

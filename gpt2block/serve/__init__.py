@@ -4,5 +4,6 @@ protocol   requests as they come, checked; errors as they go
 service    the thread that runs all requests in one batch
 answers    completions, whole and as streams
 play       the page at /, and its own addresses
+access     a line in the log for each request
 app        addresses, limits, keys and metrics
 """

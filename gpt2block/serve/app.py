@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.run.model import Ids
+from gpt2block.serve.access import Access
 from gpt2block.serve.answers import (
     RETRY_AFTER,
     Answer,
@@ -147,7 +148,10 @@ class Server:
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         handlers: dict[Any, Any] = {HTTPException: _http_error}
         return Starlette(
-            routes=routes, middleware=[trusted], exception_handlers=handlers, lifespan=self._life
+            routes=routes,
+            middleware=[Middleware(Access), trusted],
+            exception_handlers=handlers,
+            lifespan=self._life,
         )
 
     @asynccontextmanager
@@ -313,6 +317,7 @@ class Server:
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         assert self.service is not None
+        request.state.asked = asked
         prompt_tokens = sum(map(len, asked.prompts))
         answer = Answer(self.service, asked.rows, request.state.client)
         self.metrics.started(prompt_tokens, asked.rows)

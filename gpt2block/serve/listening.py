@@ -14,7 +14,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpt2block.serve.app import GRACE, Server
+from gpt2block.serve.log import log
 
+OTHER_FILES = 64  # that are open besides connections
 HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
 # How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
 # than a step takes.
@@ -74,6 +76,23 @@ class Listening(uvicorn.Server):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
         await super().startup(sockets)
         self._told()
+
+
+def allow_files(connections: int) -> None:
+    """Raise the limit of open files, as each connection is one; warn where the system refuses."""
+    if sys.platform == "win32":
+        return
+    import resource  # noqa: PLC0415  (Windows has none)
+
+    needed, unlimited = connections + OTHER_FILES, resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == unlimited or soft >= needed:
+        return
+    most = needed if hard == unlimited else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        problem = "ulimit -n is %d: expected %d or more, or fewer --connections than %d"
+        log.warning(problem, most, needed, connections)
 
 
 def settle() -> None:
