@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from reprlib import Repr
 from typing import NamedTuple
 
@@ -100,3 +101,18 @@ class DeviceError(PrintableError, RuntimeError):
 
 class KernelError(RuntimeError):
     """A CUDA source does not compile, or a kernel is launched with wrong arguments."""
+
+
+def require(
+    purpose: str, extra: str, *modules: str, kind: type[PrintableError] = InputError
+) -> None:
+    """Raise an error of this kind unless these modules are installed, which an extra has.
+
+    purpose: what needs them, as the beginning of the message.
+    """
+    missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
+    if missing:
+        raise kind(
+            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run pip install "
+            f"{' '.join(missing)}, or in a checkout pip install -e '.[{extra}]'"
+        )

@@ -249,7 +249,7 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "gpt2block.bulk.cluster", raising=False)
     monkeypatch.delattr("gpt2block.bulk.driver", raising=False)
     said = gpt2block("map", "score", "in.txt", "--output", "nowhere").error
-    assert said.startswith("map needs Dask: pip install dask distributed bokeh")
+    assert said.startswith("map needs distributed, of the extra dask: run pip install")
 
 
 def read_shards(files: list[Path], size: int) -> list[list[Any]]:

@@ -286,7 +286,7 @@ def test_parquet_without_pyarrow(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(InputError, match="Parquet needs pyarrow: pip install pyarrow"):
+    with pytest.raises(InputError, match="Parquet needs pyarrow, of the extra parquet: run "):
         run_job(tmp_path, json_texts("To be"), form="parquet")
     assert client.tries == []
     assert not (tmp_path / "o").exists()

@@ -389,6 +389,26 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module", "error"),
+    [
+        (["chat"], "jinja2", "chat needs jinja2, of the extra serve: run pip install jinja2, or"),
+        (["serve"], "sse_starlette", "serve needs sse-starlette, of the extra serve: run pip ins"),
+        (["kernels", "layernorm", "--sweep", "--plot", "x.png"], "matplotlib",
+         "--plot needs matplotlib, of the extra plot: run pip install matplotlib, or in a check"),
+    ],
+)  # fmt: skip
+def test_a_command_whose_extra_is_missing(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], module: str, error: str
+) -> None:
+    """It says so before a model is loaded; with the usual exit code."""
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("gpt2block.checkpoints.Checkpoint.open", Mock(side_effect=AssertionError))
+    ended = gpt2block(*arguments, stdin=b"hi\n")
+    assert ended.code == 2
+    assert ended.error.startswith(error)
+
+
 def test_a_model_without_a_template() -> None:
     ended = gpt2block("chat", "--model", "shakespeare", "--device", "cpu", stdin=b"hi\n")
     assert "shakespeare: it has no chat template" in ended.error

@@ -339,7 +339,7 @@ def test_an_array_that_is_not_long_enough_needs_little_memory(tmp_path: Path) ->
 
 def test_the_package_is_missing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(tiny, "a GGUF file needs the package gguf: run pip install gguf")
+    refused(tiny, "a GGUF file needs gguf, of the extra gguf: run pip install gguf")
 
 
 def test_a_factor_of_rope_that_is_not_a_number(tmp_path: Path) -> None:

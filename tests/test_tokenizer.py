@@ -289,7 +289,10 @@ def test_the_setting_that_needs_the_package_tokenizers(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     message = refused(small_json(tmp_path, **changed), f"it has {setting}")
-    assert message.endswith("run pip install tokenizers")
+    assert message.endswith(
+        ", which needs tokenizers, of the extra tokenizers: run pip install tokenizers, or in a "
+        "checkout pip install -e '.[tokenizers]'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from gpt2block.bench.ceilings import TF32, Ceilings
 from gpt2block.bench.report import Report, Row
 from gpt2block.bench.token_works import NAME
 from gpt2block.bench.works import KINDS
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, require
 from gpt2block.files import replacing
 
 COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf32": "#e08e0b"}
@@ -75,8 +74,7 @@ def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
 
 def check_file(file: Path) -> None:
     """InputError if no plot can be written there; to be called before anything is timed."""
-    if find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib: pip install matplotlib")
+    require("--plot", "plot", "matplotlib")
     if not file.parent.is_dir():
         raise InputError(f"--plot {file}: there is no directory {file.parent}")
     if file.is_dir():

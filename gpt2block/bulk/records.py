@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt2block.bulk import paths
 from gpt2block.bulk.tasks import Problem, problem_of
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, require
 
 _KINDS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"
@@ -351,10 +351,9 @@ def _record(
 
 def require_pyarrow() -> Any:
     """Import and return pyarrow with pyarrow.parquet. Raises InputError if it is not installed."""
-    try:
-        import pyarrow.parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise InputError("Parquet needs pyarrow: pip install pyarrow") from error
+    require("Parquet", "parquet", "pyarrow")
+    import pyarrow.parquet  # noqa: PLC0415
+
     return pyarrow
 
 

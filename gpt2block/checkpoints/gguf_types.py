@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.stored import DTYPES, Stored
-from gpt2block.errors import CheckpointError
+from gpt2block.errors import CheckpointError, require
 
 _DECODED_AT_ONCE = 2**20  # numbers
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
@@ -21,10 +21,9 @@ _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float6
 
 def library() -> Any:
     """The package `gguf`. Raises CheckpointError where it is missing."""
-    try:
-        import gguf  # noqa: PLC0415  (optional, slow to import)
-    except ImportError as error:
-        raise CheckpointError("a GGUF file needs the package gguf: run pip install gguf") from error
+    require("a GGUF file", "gguf", "gguf", kind=CheckpointError)
+    import gguf  # noqa: PLC0415  (slow to import)
+
     return gguf
 
 

@@ -27,7 +27,7 @@ from gpt2block.cli.model import (
 )
 from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import read_text
-from gpt2block.errors import InputError, PrintableError
+from gpt2block.errors import InputError, PrintableError, require
 
 if TYPE_CHECKING:
     from gpt2block.text.conversation import Conversation
@@ -82,6 +82,7 @@ def chat(
     Each line is a message; /help lists commands. The answers go to stdout, everything else to
     stderr. What the model has read stays in the kv_cache: only new tokens are computed.
     """
+    require("chat", "serve", "jinja2")
     from gpt2block.text.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gpt2block.cli.codes import FAILED, INTERRUPTED
 from gpt2block.cli.model import GenerateOptions, ModelOptions, stride_option
 from gpt2block.cli.options import add_command, argument, option
-from gpt2block.errors import InputError, printable
+from gpt2block.errors import printable, require
 
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
@@ -144,10 +144,8 @@ def _map(
     options: JobOptions,
 ) -> None:
     """Run a job, print its results and set the exit code."""
-    try:
-        from gpt2block.bulk import driver  # noqa: PLC0415
-    except ImportError as error:
-        raise InputError(f"map needs Dask: pip install dask distributed bokeh ({error})") from error
+    require("map", "dask", "dask", "distributed")
+    from gpt2block.bulk import driver  # noqa: PLC0415
     from gpt2block.bulk.job import Job  # noqa: PLC0415
 
     fields = asdict(options) | asdict(model)

@@ -10,7 +10,6 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -24,7 +23,7 @@ from gpt2block.cli.model import ModelOptions, load_model, model_option
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.config import check_count
-from gpt2block.errors import InputError, printable
+from gpt2block.errors import InputError, printable, require
 from gpt2block.serve.log import log, set_up_log
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
@@ -74,11 +73,7 @@ def serve(
     finishes running requests, for up to 30 s, and exits.
     """
     signal.signal(signal.SIGTERM, _end_at_once)
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        raise InputError(
-            f"serve needs {', '.join(missing)}: run pip install -e '.[serve]' in a checkout"
-        )
+    require("serve", "serve", *NEEDED)
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
     from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
 

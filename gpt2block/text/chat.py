@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding
 
@@ -92,8 +91,7 @@ class ChatTemplate:
             return self._ask(line, "the chat template refuses these messages: ")
 
     def _start(self) -> None:
-        if find_spec("jinja2") is None:
-            raise InputError("chat templates need jinja2: run pip install jinja2")
+        require("a chat template", "serve", "jinja2")
         self._worker = subprocess.Popen(
             [sys.executable, str(WORKER)],
             stdin=subprocess.PIPE,

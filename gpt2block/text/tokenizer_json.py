@@ -17,6 +17,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block.errors import require
 from gpt2block.text.encoding import (
     TokenizersEncoding,
     byte_characters,
@@ -329,12 +330,7 @@ def _by_tokenizers(
     name: str, spec: Any, added: Iterable[_Added], problem: str, fallback: bool = False
 ) -> TokenizersEncoding:
     """A tokenizer run by the package tokenizers; ValueError if that is missing or fails."""
-    try:
-        import tokenizers  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise ValueError(
-            f"it has {problem}, which needs the package tokenizers: run pip install tokenizers"
-        ) from error
+    require(f"it has {problem}, which", "tokenizers", "tokenizers")
     definition = json.dumps(
         spec
         | {"truncation": None, "padding": None}
