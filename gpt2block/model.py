@@ -258,7 +258,10 @@ class Model(Generic[Weights]):
         return ChatTemplate(*found)
 
     def tensors(self) -> Tensors:
-        """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`."""
+        """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`.
+
+        Arrays that a model on the CPU computes with are read-only views.
+        """
         return self.engine.tensors()
 
     def save_pretrained(

@@ -543,6 +543,35 @@ def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
     assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729
 
 
+@pytest.mark.parametrize("dtype", ["int32", ">u2"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda model, ids: model.score(ids).tokens,
+        lambda model, ids: model.score([ids, ids])[1].tokens,
+        lambda model, ids: model.stream(ids, max_new_tokens=3, seed=0),
+        lambda model, ids: [model.generate(ids, max_new_tokens=3, seed=0)],
+        lambda model, ids: [model.logit_lens(ids)],
+        lambda model, ids: model.embed(ids),
+        lambda model, ids: model(ids),
+    ],
+)
+def test_a_result_stays_when_the_array_of_ids_changes(of: Any, dtype: str) -> None:
+    model = GPT2.from_pretrained(device="cpu")
+    expected = list(of(model, list(range(40, 60))))
+    ids = np.arange(40, 60).astype(dtype)
+    found = of(model, ids)
+    ids[:] = 7
+    assert repr(list(found)) == repr(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_tensors_cannot_be_written(dtype: str) -> None:
+    for _, array, _ in GPT2.from_pretrained(device="cpu", dtype=dtype).tensors():
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
 @everywhere
 def test_a_model_and_a_cache_in_a_line(device: str) -> None:
     m = model(TINY, device)

@@ -91,7 +91,9 @@ class NumpyModel(NumpySteps, StoredModel):
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
             stored = FLOATS.get(self.dtype, np.float32) if layout else np.float32  # FP8: the values
-            yield name, array.astype(stored, copy=False), layout
+            read = array.astype(stored, copy=False).view()
+            read.flags.writeable = False  # the model computes with these
+            yield name, read, layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
         return NumpyCache(self.config, batch, n_ctx, self.kv_dtype)

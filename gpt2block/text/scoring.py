@@ -304,12 +304,17 @@ def is_list(text: Any) -> bool:
 
 
 def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) -> Tokens:
-    """Checked ids; an array is checked in parts and not copied, since it may be a mapped file."""
+    """Checked ids, which nobody else changes: those of a file mapped read-only are not copied.
+
+    An array is checked in parts.
+    """
     if not is_plain(text):
         return tokenizer.token_ids(encoding, text, vocab_size, name)
     ids = as_array(text, name)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(f"{name}: expected text or a row of integers, got {ids.dtype} {ids.shape}")
+    if not isinstance(ids, np.memmap) or ids.mode != "r":
+        ids = ids.copy()
     for first in range(0, len(ids), _AT_ONCE):
         tokenizer.check_ids(ids[first : first + _AT_ONCE], vocab_size, name, first)
     return ids
