@@ -95,6 +95,18 @@ def serving(
     assert not thread.is_alive()
 
 
+def clients_of(running: Running) -> list[str]:
+    """The clients of rows that are submitted from now on."""
+    names, submit = [], running.service.submit
+
+    def noted(*given: Any) -> None:
+        names.append(given[2])
+        submit(*given)
+
+    running.service.submit = noted
+    return names
+
+
 def post(
     running: Running,
     path: str,

@@ -48,6 +48,7 @@ from tests.serving import (  # noqa: E402
     SECONDS,
     Running,
     Slow,
+    clients_of,
     eventually,
     model_of,
     post,
@@ -558,20 +559,13 @@ def test_clients_take_turns() -> None:
         ("10.0.0.1", (), "127.0.0.1"),
         ("10.0.0.1", ("10.0.0.0/8",), "127.0.0.1"),
         ("9.9.9.9, 1.2.3.4, 10.0.0.2", ("127.0.0.1/32", "10.0.0.0/8"), "1.2.3.4"),
-        ("2001:db8:1:2:3::4", ("127.0.0.0/8",), "2001:db8:1:2::/64"),
-        ("x:y", ("127.0.0.0/8",), "x:y"),
+        ("2001:db8::4", ("127.0.0.0/8",), "2001:db8::4"),
     ],
 )
 def test_clients_without_keys(model: Any, forwarded: str | None, proxies: Any, client: str) -> None:
     headers = {} if forwarded is None else {"X-Forwarded-For": forwarded}
     with serving(model, rows=1, proxies=proxies) as running:
-        names, submit = [], running.service.submit
-
-        def noted(rows: Any, deliver: Any, name: str) -> None:
-            names.append(name)
-            submit(rows, deliver, name)
-
-        running.service.submit = noted
+        names = clients_of(running)
         assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1}, **headers)[0] == 200
     assert names == [client]
 
@@ -1224,6 +1218,7 @@ def test_intervals_of_another_thread_are_only_read() -> None:
     [
         (("--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address"),
         (("--host", "example.com"), "--host example.com: others can reach this address"),
+        (("--host", "::1%none", "--api-key-file", "key.txt"), "--host ::1%none: "),
         (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
         (("--rows", 0), "--rows: expected"),
         (("--queue", 0), "--queue: expected"),
@@ -1240,11 +1235,12 @@ def test_wrong_options(
     arguments: Any, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("abc\n")
-    Path("empty.txt").write_text("# NAME KEY\n\n")
-    Path("unnamed.txt").write_text(f"ann {KEYS['ann']}\n{KEYS['bob']}\n")
-    Path("twice.txt").write_text(f"ann {KEYS['ann']}\nann: {KEYS['bob']}\n")
-    Path("same.txt").write_text(f"ann {KEYS['ann']}\nbob {KEYS['ann']}\n")
+    ann, bob = KEYS.values()
+    for name, text in {
+        "key": ann, "short": "abc", "empty": "# NAME KEY\n", "unnamed": f"ann {ann}\n{bob}",
+        "twice": f"ann {ann}\nann: {bob}", "same": f"ann {ann}\nbob {ann}",
+    }.items():  # fmt: skip
+        Path(f"{name}.txt").write_text(f"{text}\n")
     assert error in gpt2block("serve", "--model", "shakespeare", *arguments).error
 
 
@@ -1284,11 +1280,6 @@ def test_a_port_that_is_taken(listens: bool) -> None:
         port = taken.getsockname()[1]
         ended = gpt2block("serve", "--model", "no-such-file", "--device", "cpu", "--port", port)
     assert re.match(f"--port {port}: .* in use: expected a free port", ended.error)
-
-
-def test_a_port_that_cannot_be_had() -> None:
-    found = gpt2block("serve", "--host", "::1%none", "--port", 0, "--model", "no-such-file").error
-    assert found.startswith("--host ::1%none: ")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block.text.generation import generate
-from tests.serving import BYTES, SECONDS, Slow, eventually, model_of, serving, small
+from tests.serving import BYTES, SECONDS, Slow, clients_of, eventually, model_of, serving, small
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "haproxy.cfg"
 HAPROXY = shutil.which("haproxy")
@@ -128,13 +128,7 @@ def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
 def test_the_host_that_a_browser_asked_for_is_checked(model: Any, tmp_path: Path) -> None:
     """And the client is the peer of the proxy, whatever it says itself."""
     with serving(model, rows=1, proxies=("127.0.0.1/32",)) as server:
-        names, submit = [], server.service.submit
-
-        def noted(rows: Any, deliver: Any, name: str) -> None:
-            names.append(name)
-            submit(rows, deliver, name)
-
-        server.service.submit = noted
+        names = clients_of(server)
         with proxy(tmp_path, server.port, server.port) as port:
             for host, status in (("localhost", 200), (f"127.0.0.1:{port}", 200), ("evil.com", 400)):
                 given = {"Host": host, "X-Forwarded-For": "9.9.9.9"}

@@ -1,4 +1,4 @@
-"""What all requests pass first: a line in the log for each, and a check of their framing."""
+"""What all requests pass first: a check of their framing, and a line in the log for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpt2block.errors import printable
 from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
-FRAMED_TWICE = "expected Content-Length or Transfer-Encoding, got both"
+FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
 
 
 class Access:
@@ -24,45 +24,33 @@ class Access:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._refusal = JSONResponse(ApiError(400, FRAMED_TWICE).body, 400, {"connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        names = {name for name, _ in scope["headers"]}
-        app = self._refusal if {b"content-length", b"transfer-encoding"} <= names else self._app
-        if not log.isEnabledFor(logging.INFO):
-            await app(scope, receive, send)
-            return
-        begun, status = perf_counter(), 500
+        app, begun, status = self._app, perf_counter(), 500
 
         async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
+        if {b"content-length", b"transfer-encoding"} <= {*dict(scope.get("headers", ()))}:
+            app = JSONResponse(FRAMED_TWICE.body, 400, {"connection": "close"})
+        logs = scope["type"] == "http" and log.isEnabledFor(logging.INFO)
         try:
-            await app(scope, receive, noted)
+            await app(scope, receive, noted if logs else send)
         finally:
-            log.info(
-                "%s %d %.3f s%s", _request(scope), status, perf_counter() - begun, _state(scope)
-            )
+            if logs:
+                seconds = perf_counter() - begun
+                log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
 
 
-def _request(scope: Scope) -> str:
-    """Method and path, of which the parts that are parameters may be secret."""
-    path = scope["path"]
+def _line(scope: Scope, ended: str) -> str:
+    """A request in the log. Parts of its path that are parameters may be secret."""
+    path, state = scope["path"], scope.get("state", {})
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")
-    return printable(f"{scope['method']} {path}")
-
-
-def _state(scope: Scope) -> str:
-    """The tokens of a request, and its client, as far as they were found out."""
-    state = scope.get("state", {})
-    found = ""
+    facts = [f"{scope['method']} {path} {ended}"]
     if asked := state.get("asked"):
         new = sum(len(row.tokens) for row in asked.rows)
-        found = f", {sum(map(len, asked.prompts))} + {new} tokens"
-    return printable(f"{found}, {state['client']}" if "client" in state else found)
+        facts.append(f"{sum(map(len, asked.prompts))} + {new} tokens")
+    return ", ".join([*facts, *filter(None, [state.get("client")])])

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from ipaddress import ip_network
 from typing import Any
 
 import anyio
@@ -202,8 +201,7 @@ class Server:
     def _client_of(self, request: Request) -> str:
         """The name of the key that a request has, or where it comes from if none is needed."""
         if not self.settings.keys:
-            host = request.client.host if request.client else ""
-            return _network(host) if ":" in host else host
+            return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         data, keys = given.strip().encode(), self.settings.keys.items()
         names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]  # all keys
@@ -440,14 +438,6 @@ class _Streamed(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
-
-
-def _network(host: str) -> str:
-    """Of an IPv6 address: one machine has all of such a network."""
-    try:
-        return str(ip_network(f"{host}/64", strict=False))
-    except ValueError:
-        return host
 
 
 def _text(encoding: Any, ids: Ids, given: Any = None) -> str:

@@ -86,13 +86,12 @@ def allow_files(connections: int) -> None:
 
     needed, unlimited = connections + OTHER_FILES, resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == unlimited or soft >= needed:
-        return
     most = needed if hard == unlimited else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < needed:
-        problem = "ulimit -n is %d: expected %d or more, or fewer --connections than %d"
-        log.warning(problem, most, needed, connections)
+    if soft != unlimited and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < needed:
+            problem = "ulimit -n is %d: expected %d or more, or fewer --connections than %d"
+            log.warning(problem, most, needed, connections)
 
 
 def settle() -> None:
