@@ -39,6 +39,7 @@ from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
+from gpt2block.text import tokenizer  # noqa: E402
 from gpt2block.text.generation import Run, generate  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
@@ -455,6 +456,26 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
         status, found = post(running, CHAT, {"messages": HELLO})
         assert (status, found["error"]["param"]) == (400, None)
         assert "it has no chat template" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, "/v1/embeddings", "/play/tokens"])
+def test_a_text_that_is_too_long_is_not_encoded(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Its length tells that it has too many tokens: the longest one has 13 bytes."""
+    encoded: list[str] = []
+    monkeypatch.setattr(tokenizer, "_encode_text", lambda *given: encoded.append(given[1]))
+    text = "x" * 13 * 129
+    given = {
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+        "/v1/embeddings": {"input": text},
+    }
+    status, found = post(server, path, given.get(path, {"prompt": text}))
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    assert re.search(
+        r": at least \d+ tokens, the model's context is 128$", found["error"]["message"]
+    )
+    assert not encoded
 
 
 def test_deep_messages(server: Running) -> None:

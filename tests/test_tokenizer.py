@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,11 +28,17 @@ from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.model import as_sequences
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import byte_characters, bytes_of_id, bytes_of_ids, token_sizes
+from gpt2block.text.encoding import (
+    TokenizersEncoding,
+    byte_characters,
+    bytes_of_id,
+    bytes_of_ids,
+    token_sizes,
+)
 from gpt2block.text.rows import Text
-from gpt2block.text.tokenizer_json import SPLIT_WORDS
+from gpt2block.text.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
-from tests import refusals
+from tests import refusals, tokenizer_files
 from tests.tokenizer_files import (
     BYTES,
     PAIRS,
@@ -745,3 +752,56 @@ def test_a_walkthrough_of_a_padded_vocabulary(tmp_path: Path) -> None:
     small_pair(tmp_path / "model")
     found = with_trained_weights(str(tmp_path / "model"), 0, "abcab", None, 1, True, "cpu")
     assert "\ufffd" in [token for token, _ in found.next_tokens]
+
+
+REMOVED = step("Split", pattern={"String": "-"}, behavior="Removed", invert=False)
+REMOVED = step("Sequence", pretokenizers=[REMOVED, BYTE_LEVEL])
+STRIPPED = added_token(258, "<x>") | {"rstrip": True}
+SOME = {char: byte for char, byte in tokenizer_files.BYTES.items() if byte not in b"-\4"}
+SOME |= {"ab": 256, "bc": 257}
+
+
+@pytest.mark.parametrize(
+    ("write", "changed", "known"),
+    [
+        (small_json, {}, True),
+        (small_json, {"normalizer": step("ByteLevel")}, True),
+        (small_json, {"normalizer": step("NFKC")}, False),
+        (small_json, {"normalizer": step("Replace", pattern={"String": "-"}, content="")}, False),
+        (small_json, {"pre_tokenizer": REMOVED}, False),
+        (small_json, {"added_tokens": [STRIPPED]}, False),
+        (small_json, {"vocab": SOME}, True),
+        (sentence_piece, {}, True),
+    ],
+)  # fmt: skip
+def test_a_text_has_the_least_tokens(
+    tmp_path: Path, write: Any, changed: dict[str, Any], known: bool
+) -> None:
+    """Also where steps leave out characters, and where no token stands for some."""
+    encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
+    least = tokenizer.least_tokens(encoding)
+    assert (least("ab" * 1000) > 0) == known
+    for text in ("ab" * 300, "-" * 300, "\4" * 300, "▁a" * 300, " a" * 300, "<x>" + " " * 300):
+        assert least(text) <= len(tokenizer.encode(encoding, text, special=True)), text[:9]
+
+
+@pytest.mark.parametrize("write", [small_json, sentence_piece])
+def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path, write: Any) -> None:
+    changed = {} if write is sentence_piece else {"ignore_merges": True}
+    encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
+    assert isinstance(encoding, TokenizersEncoding)
+    text, ticks, ended = "ab " * 500_000, [time.perf_counter()], threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun = time.perf_counter()
+    for special in (False, True):
+        tokenizer.encode(encoding, text, special)
+    took = time.perf_counter() - begun
+    ended.set()
+    thread.join()
+    assert max(np.diff([*ticks, time.perf_counter()])) < took / 4

@@ -121,6 +121,7 @@ class Server:
     def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
+        self._least_tokens = tokenizer.least_tokens(encoding)
         self._batch = batch_of(model.engine, settings.rows, settings.reuse_prefixes)
         self.service: Service | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -268,8 +269,11 @@ class Server:
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         messages = [message.plain() for message in given.messages]
-        ids = np.array(self.model.chat_template.ids(self.encoding, messages), np.int32)
-        self._check_length(ids, "messages")
+        text, places = self.model.chat_template.placed(messages)
+        self._check_length(self._least_tokens(text), "messages", "at least ")
+        found = tokenizer.encode_chat(self.encoding, text, places)
+        self._check_length(len(found), "messages")
+        ids = np.array(found, np.int32)
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
@@ -281,24 +285,23 @@ class Server:
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
         encoding, V = self.encoding, self.model.config.vocab_size
+        if isinstance(prompt, str) and prompt:
+            self._check_length(self._least_tokens(prompt), field, "at least ")
+            prompt = tokenizer.encode(encoding, prompt, name=field)
+        self._check_length(len(prompt), field)
         ids = tokenizer.token_ids(encoding, prompt, V, field)
         if not len(ids):
             end = tokenizer.end_of_text(encoding, V)
             if end is None:
                 raise ApiError(400, f"{field}: expected at least one token", field)
             ids = np.array([end], np.int32)
-        self._check_length(ids, field)
         return ids
 
-    def _check_length(self, ids: Ids, field: str) -> None:
+    def _check_length(self, count: int, field: str, least: str = "") -> None:
         n_ctx = self.model.config.n_ctx
-        if len(ids) > n_ctx:
-            raise ApiError(
-                400,
-                f"{field}: {len(ids)} tokens, the model's context is {n_ctx}",
-                field,
-                "context_length_exceeded",
-            )
+        if count > n_ctx:
+            problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
+            raise ApiError(400, problem, field, "context_length_exceeded")
 
     def _rows(self, prompts: list[Ids], given: Sampled, most: int, top: int) -> list[Row]:
         """The rows of a request. top: alternatives of each token."""
@@ -383,8 +386,9 @@ class Server:
             if given.messages is not None:
                 messages = [message.plain() for message in given.messages]
                 return list(self.model.chat_template.ids(encoding, messages))
-            found = tokenizer.token_ids(encoding, given.prompt, config.vocab_size, "prompt")
-            return [*map(int, found)]
+            if not given.prompt:
+                return tokenizer.prefix_of(encoding)
+            return tokenizer.encode(encoding, given.prompt, name="prompt")
 
         tokens = await self._in_thread(ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,21 @@ class ChatTemplate:
         the name's place. Raises as `render` does; InputError for a name that the tokenizer cannot
         write with other tokens.
         """
+        text, places = self.placed(messages, add_generation_prompt, **variables)
+        return tokenizer.encode_chat(encoding, text, places)
+
+    def placed(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> tuple[str, Iterable[int]]:
+        """The text of `render`, and the places in it that `tokenizer.encode_chat` takes."""
         checked(messages)
         found = self._rendered(messages, add_generation_prompt, variables, True)
-        return tokenizer.encode_chat(encoding, found["text"], found["places"])
+        return found["text"], chain.from_iterable(starmap(range, found["places"]))
 
     def _rendered(
         self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], places: bool
     ) -> dict[str, Any]:
-        """The text, and the places of characters that do not come from the template."""
+        """The text, and ranges of places whose characters do not come from the template."""
         given = {**self.tokens, "tools": None, "documents": None, **variables}
         given |= {"messages": list(messages), "add_generation_prompt": prompt}
         names = ["messages", *(n for n in variables if not n.endswith("_token"))] if places else []

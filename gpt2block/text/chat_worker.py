@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
 from functools import wraps  # noqa: E402
+from itertools import groupby  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
@@ -247,7 +248,7 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> dict[str, Any]:
-    """The text, and the places of characters that come from the variables of these names."""
+    """The text, and its ranges of characters that come from the variables of these names."""
     global marks, now  # noqa: PLW0603  (of this process)
     now = datetime.now()  # the same in both renderings
     text = rendered(templates[0], given)
@@ -258,7 +259,12 @@ def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> 
     following = rendered(templates[1], given)
     if plain(following) != text:
         raise jinja2.TemplateError("what it does with their characters cannot be followed")
-    places = [at for at, char in enumerate(str.__iter__(following)) if ord(char) in marks.back]
+    own = (ord(char) not in marks.back for char in str.__iter__(following))
+    places, at = [], 0
+    for of_template, run in groupby(own):
+        first, at = at, at + sum(1 for _ in run)
+        if not of_template:
+            places.append((first, at))
     return {"text": text, "places": places}
 
 

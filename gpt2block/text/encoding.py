@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 
 _UNUSED = "\ue000"  # a character that no decoder changes
+UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
+# Steps before the model after which each token still stands for at most its own bytes.
+_KEEPS = {"Sequence", "ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
+_SPACES = ({"String": " "}, "▁")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -106,6 +110,30 @@ class TokenizersEncoding:
         """SHA-256 of the definition, which determines the ids of a text."""
         return sha256(self._definition.encode()).hexdigest()
 
+    @property
+    def sizes(self) -> tuple[int, bytes] | None:
+        """The bytes that a token stands for at most, besides those that no token stands for.
+
+        None where a step, such as a normalizer, can leave out more. In a vocabulary with ▁ for a
+        space, its tokens also stand for a text that has this character.
+        """
+        spec = json.loads(self._definition)
+        steps = [spec.get("normalizer"), spec.get("pre_tokenizer")]
+        while steps:
+            step = steps.pop() or {"type": "Digits"}
+            steps += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+            if step["type"] not in _KEEPS or step.get("behavior") == "Removed":
+                return None
+            if step["type"] == "Replace" and (step["pattern"], step["content"]) != _SPACES:
+                return None
+        if any(each.get("lstrip") or each.get("rstrip") for each in spec.get("added_tokens") or ()):
+            return None
+        fallback, vocab = self._byte_fallback, spec["model"]["vocab"]
+        name = "<0x{:02X}>".format if fallback else byte_characters().__getitem__
+        absent = bytes(byte for byte in UTF_8 if name(byte) not in vocab)
+        most = max(len(each.encode() if fallback else each) for each in self._tokens.values())
+        return None if fallback and absent else (most, absent)
+
     def token_to_id(self, token: str) -> int | None:
         """The id of any token by its content in the file."""
         return self._tokenizer.token_to_id(token)
@@ -119,8 +147,7 @@ class TokenizersEncoding:
         return tuple(whole[:count]) if whole[count:] == plain else None
 
     def encode_ordinary(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._tokenizer, text)
 
     def encode(
         self,
@@ -144,8 +171,7 @@ class TokenizersEncoding:
             raise InputError(f'text: {found!r} is a special token: expected allowed_special="all" '
                              "for its id, or disallowed_special=() for text")  # fmt: skip
         chosen = self._with_special if allowed else self._tokenizer
-        ids: list[int] = chosen.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(chosen, text)
 
     def encode_given(self, text: str, given: Iterable[int]) -> list[int]:
         """Token ids of a text with names of added tokens.
@@ -155,9 +181,9 @@ class TokenizersEncoding:
         """
         places = set(given)
         free = without_names(text, self._names, places)
-        found = self._with_special.encode(free, add_special_tokens=False)
         if free == text:
-            return list(found.ids)
+            return _ids(self._with_special, text)
+        (found,) = self._with_special.encode_batch([free], add_special_tokens=False)
         tokenizer, names, lost = self._renamed
         parts, at = [], 0
         for id, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -172,8 +198,7 @@ class TokenizersEncoding:
         missing = next((name for name in lost if any(name in part for part in parts)), None)
         if missing is not None:
             raise InputError(f"messages: the tokenizer has no ordinary token for {missing!r}")
-        ids: list[int] = tokenizer.encode("".join(parts), add_special_tokens=False).ids
-        return ids
+        return _ids(tokenizer, "".join(parts))
 
     @cached_property
     def _names(self) -> dict[str, int]:
@@ -235,6 +260,13 @@ class TokenizersEncoding:
     @property
     def special_tokens_set(self) -> set[str]:
         return set(self._special)
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Token ids. Releases Python's lock, as `Tokenizer.encode` does not, and finds no offsets."""
+    (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = found.ids
+    return ids
 
 
 def rules(encoding: Encoding) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from gpt2block.text.encoding import (
     as_array,
     is_rust_failure,
     special_id,
+    tokens_of,
     without_names,
 )
 from gpt2block.text.tokenizer_json import TiktokenEncoding
@@ -305,16 +306,16 @@ def prefix_of(encoding: Encoding) -> list[int]:
     return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
 
 
-def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
+def encode(encoding: Encoding, text: str, special: bool = False, name: str = "text") -> list[int]:
     """Token ids of a non-empty text, after those that the tokenizer adds before every text.
 
     special: encode the names of special tokens, such as <|endoftext|>, as their ids; by default
-    they are ordinary text. Raises InputError for an empty text, for a lone surrogate, which UTF-8
-    cannot encode, and for a text on which the tokenizer fails.
+    they are ordinary text. Raises InputError, with `name` in the message, for an empty text, for a
+    lone surrogate, which UTF-8 cannot encode, and for a text on which the tokenizer fails.
     """
     if not text:
-        raise InputError("text: expected at least one character, got none")
-    return _encode(encoding, text, special, "text")
+        raise InputError(f"{name}: expected at least one character, got none")
+    return _encode(encoding, text, special, name)
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
@@ -385,6 +386,26 @@ def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
         ids += encoding._encode_single_piece(text[run.start() : end])
         start = end
     return ids + encoding.encode_ordinary(text[start:])
+
+
+def least_tokens(encoding: Encoding) -> Callable[[str], int]:
+    """A function that says, at once, how many tokens a text has at least; 0 if that is not known.
+
+    The names of special tokens may be their ids.
+    """
+    if isinstance(encoding, TokenizersEncoding):
+        sizes = encoding.sizes
+    elif isinstance(encoding, tiktoken.Encoding) and (
+        encoding._pat_str == tokenizer_json.SPLIT_NOTHING or _splits_words(encoding)
+    ):
+        names = [name.encode() for name in encoding.special_tokens_set]
+        sizes = max(map(len, [*names, *dict(tokens_of(encoding)).values()])), b""
+    else:
+        sizes = None
+    if sizes is None:
+        return lambda text: 0
+    most, absent = sizes
+    return lambda text: -(-len(text.encode(errors="replace").translate(None, absent)) // most)
 
 
 def _splits_words(encoding: tiktoken.Encoding) -> bool:

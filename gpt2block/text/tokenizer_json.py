@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gpt2block.errors import require
 from gpt2block.text.encoding import (
+    UTF_8,
     TokenizersEncoding,
     byte_characters,
     bytes_of,
@@ -31,7 +32,6 @@ SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 SPLIT_NOTHING = r"(?s:.+)"
 
 _LARGEST_ID = 2**31 - 1  # token ids are int32
-_UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
 BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
@@ -102,7 +102,7 @@ def by_tiktoken(
 ) -> TiktokenEncoding:
     """A TiktokenEncoding; ValueError for ids and tokens with which tiktoken would fail."""
     check_distinct([*ranks.values(), *special.values()])
-    absent = [byte for byte in _UTF_8 if bytes([byte]) not in ranks]
+    absent = [byte for byte in UTF_8 if bytes([byte]) not in ranks]
     if absent:
         raise ValueError(f"expected a token for each byte of UTF-8: none for byte {absent[0]}")
     return TiktokenEncoding(name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
@@ -262,7 +262,7 @@ def _merges_problem(
       no other two neighbours can have its bytes.
     """
     known = {byte: char for byte, char in byte_characters().items() if char in vocab}
-    if not known.keys() >= _UTF_8:
+    if not known.keys() >= UTF_8:
         return "bytes without a token"
     order = {char: index for index, char in enumerate(known.values())}
     first = len(order)
