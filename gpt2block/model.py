@@ -33,7 +33,7 @@ from gpt2block.run.model import (
     check_dtype,
     kv_cache_dtype,
 )
-from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, chosen
+from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, chosen, with_defaults
 from gpt2block.text.encoding import Encoding, as_array
 from gpt2block.text.lookup import Lookup, of_inputs
 
@@ -256,6 +256,17 @@ class Model(Generic[Weights]):
                 "trained on conversations have: use generate"
             )
         return ChatTemplate(*found)
+
+    @cached_property
+    def chat_sampling(self) -> dict[str, float]:
+        """The options of sampling that answers have by default, as keywords of `generate`.
+
+        Those of the model's generation_config.json, or a temperature of 0.2 and a top_p of 0.9.
+        Raises CheckpointError for values out of range.
+        """
+        from gpt2block.checkpoints.chat_files import chat_sampling  # noqa: PLC0415
+
+        return chat_sampling(self._checkpoint)
 
     def tensors(self) -> Tensors:
         """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`.
@@ -532,21 +543,23 @@ class Model(Generic[Weights]):
         """The answer to a conversation.
 
         messages: {"role": "user", "content": "…"} and so on, with the roles that the model's
-        template knows. The keywords are those of `generate`. The template writes the messages and
-        the beginning of the answer; names of special tokens in a message are ordinary text.
+        template knows. The keywords are those of `generate`; options of sampling that are not given
+        are those of `chat_sampling`. The template writes the messages and the beginning of the
+        answer; names of special tokens in a message are ordinary text.
 
         Raises as `generate` does; InputError for messages that the template refuses, and
         CheckpointError for a model without a template.
         """
         prompt = self.chat_template.ids(self.tokenizer, messages)
-        return self.generate(prompt, **options)
+        found: Generation = self.generate(prompt, **with_defaults(options, self.chat_sampling))
+        return found
 
     def chat_stream(
         self, messages: Sequence[Message], **options: Unpack[StreamOptions]
     ) -> Generator[str, None, Generation]:
         """Yield the answer of `chat` in pieces, as `stream` does."""
         prompt = self.chat_template.ids(self.tokenizer, messages)
-        return self.stream(prompt, **options)
+        return self.stream(prompt, **with_defaults(options, self.chat_sampling))
 
     def conversation(self, messages: Iterable[Message] = ()) -> Conversation:
         """A conversation that begins with these messages, and whose kv_cache stays.
@@ -555,7 +568,9 @@ class Model(Generic[Weights]):
         """
         from gpt2block.text.conversation import Conversation  # noqa: PLC0415
 
-        return Conversation(self.engine, self.tokenizer, self.chat_template, messages)
+        return Conversation(
+            self.engine, self.tokenizer, self.chat_template, messages, self.chat_sampling
+        )
 
     @overload
     def score(  # type: ignore[overload-overlap]

@@ -118,6 +118,11 @@ def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampli
     return sampling
 
 
+def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `generate`, with defaults of a Sampling's fields unless they have `sampling`."""
+    return {**({} if options.get("sampling") else defaults), **options}
+
+
 class Choice(NamedTuple):
     """A token, and its log-probability under the unmodified logits."""
 

@@ -304,11 +304,46 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
     write(folder, "chat_template.jinja", "{{ messages[-1].content | upper }}:")
     model = gpt2block.from_pretrained(str(folder), device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 8, "seed": 1}
-    expected = model.generate("HELLO:", **options)
+    expected = model.generate("HELLO:", **options, temperature=0.2, top_p=0.9)
     assert model.chat(HELLO, **options).tokens == expected.tokens
     assert "".join(model.chat_stream(HELLO, **options)) == expected.text
+    assert "".join(model.conversation(HELLO).stream(**options)) == expected.text
+    hot = gpt2block.Sampling(temperature=5.0, seed=1)
+    expected = model.generate("HELLO:", max_new_tokens=8, sampling=hot)
+    assert model.chat(HELLO, max_new_tokens=8, sampling=hot).tokens == expected.tokens
     with pytest.raises(InputError, match="unknown keyword 'temprature'"):
         model.chat(HELLO, temprature=1)  # type: ignore[call-arg]
+
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (None, {"temperature": 0.2, "top_p": 0.9}),
+        ({"eos_token_id": 1, "do_sample": True}, {"temperature": 0.2, "top_p": 0.9}),
+        ({"temperature": 0.6, "top_p": 0.95, "do_sample": True},
+         OFF | {"temperature": 0.6, "top_p": 0.95}),
+        ({"top_k": 20, "min_p": None, "repetition_penalty": 1.1},
+         OFF | {"top_k": 20, "repetition_penalty": 1.1}),
+        ({"do_sample": False, "temperature": 0.6}, OFF | {"temperature": 0}),
+        ({"top_p": 3}, "generation_config.json: top_p: expected a probability from 0 to 1"),
+        ({"temperature": "hot"}, "generation_config.json: temperature: expected 0"),
+    ],
+)  # fmt: skip
+def test_the_sampling_of_chat_is_the_model_s(
+    saved: Path, tmp_path: Path, settings: Any, expected: Any
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "m")
+    if settings is not None:
+        write(folder, "generation_config.json", settings)
+    model = gpt2block.from_pretrained(str(folder), device="cpu")
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            _ = model.chat_sampling
+    else:
+        assert model.chat_sampling == expected
 
 
 def test_models_without_a_template(saved: Path) -> None:

@@ -244,7 +244,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`gpt2block chat ARGUMENTS` with these lines as stdin, and an engine that counts letters."""
     engine = counting()
     loaded = SimpleNamespace(name="a table", dtypes="float32", device="no device", engine=engine)
-    loaded.chat_template = LINES
+    loaded.chat_template, loaded.chat_sampling = LINES, {"temperature": 0.2, "top_p": 0.9}
     monkeypatch.setattr(cli_chat, "load_model", lambda options, hint: (loaded, BYTES))
 
     def run(*lines: str, arguments: tuple[object, ...] = ()) -> Ended:
@@ -285,6 +285,7 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == [system, user("one"), answer("bcd")]
     assert "top_k                5\n" in ended.err
     assert "seed                 7\n" in ended.err
+    assert "top_p                0.9\n" in ended.err  # as the model's settings have it
     assert ended.err.count(f"3 messages written to {file}") == 2
     assert "error: there is no message to take back\n" in ended.err
     assert "/save [FILE]" in ended.err

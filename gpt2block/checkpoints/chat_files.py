@@ -9,10 +9,14 @@ from typing import Any
 from gpt2block.checkpoints import gguf
 from gpt2block.checkpoints.checkpoint import Checkpoint
 from gpt2block.checkpoints.files import about, is_file, read_object
+from gpt2block.checkpoints.hugging_face import GENERATION_CONFIG
 from gpt2block.checkpoints.tokenizer_files import CHAT_TEMPLATE, SETTINGS, SPECIAL
-from gpt2block.errors import CheckpointError, shown
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.sampling import Sampling
 
 DEFAULT = "default"  # the name of one among several templates
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # measured: docs/chat.md
 TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -39,6 +43,26 @@ def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
     names = [f"{name}_token" for name in TOKENS]
     tokens = {name: _content(settings[name]) for name in names if settings.get(name)}
     return source, {name: token for name, token in tokens.items() if token is not None}
+
+
+def chat_sampling(checkpoint: Checkpoint | None) -> dict[str, float]:
+    """The options of sampling by which a model answers by default, as keywords of `generate`.
+
+    Those of its generation_config.json; without any there, CHAT_SAMPLING. Raises CheckpointError
+    for values out of range.
+    """
+    given = checkpoint.generation_config() if checkpoint else {}
+    found = {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    if given.get("do_sample") is False:
+        found["temperature"] = 0
+    if not found:
+        return dict(CHAT_SAMPLING)
+    try:
+        made = Sampling(**{"temperature": 1.0, **found})
+    except InputError as error:
+        assert checkpoint is not None
+        raise CheckpointError(f"{checkpoint.name}: {GENERATION_CONFIG}: {error}") from error
+    return {name: getattr(made, name) for name in OPTIONS}
 
 
 def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:

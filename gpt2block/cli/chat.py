@@ -54,10 +54,22 @@ class ChatModelOptions(ModelOptions):
     model: str = model_option("smollm2")
 
 
+def _usual(name: str) -> Any:
+    """An option of sampling whose default is the model's setting."""
+    (own,) = (each for each in fields(SamplingOptions) if each.name == name)
+    said = own.metadata["info"].help.removesuffix(".")
+    return option(f"{said}; by default the model's setting.", None)
+
+
 @dataclass(frozen=True)
 class ChatOptions(SamplingOptions):
-    """The keywords of `Conversation.stream`."""
+    """The keywords of `Conversation.stream`; None: as the model's settings have it."""
 
+    temperature: float | None = _usual("temperature")  # type: ignore[assignment]
+    top_k: int | None = _usual("top_k")  # type: ignore[assignment]
+    top_p: float | None = _usual("top_p")  # type: ignore[assignment]
+    min_p: float | None = _usual("min_p")  # type: ignore[assignment]
+    repetition_penalty: float | None = _usual("repetition_penalty")  # type: ignore[assignment]
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
 
@@ -92,6 +104,9 @@ def chat(
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
     loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
     assert encoding is not None
+    usual = asdict(SamplingOptions()) | loaded.chat_sampling
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)
     conversation = Conversation(loaded.engine, encoding, loaded.chat_template, messages)
     if as_json:
         _answer_lines(conversation, options)

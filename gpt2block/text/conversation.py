@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
 from gpt2block.run.model import ModelEngine
+from gpt2block.sampling import with_defaults
 from gpt2block.text.batching import Batch
 from gpt2block.text.chat import ChatTemplate, Message, checked
 from gpt2block.text.encoding import Encoding
@@ -43,11 +44,13 @@ class Conversation:
         encoding: Encoding,
         template: ChatTemplate,
         messages: Iterable[Message] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
+        """sampling: options that answers have by default, as keywords of `GPT2.stream`."""
         self.messages: list[Message] = list(messages)
         if self.messages:
             checked(self.messages)
-        self.left_out = 0
+        self.left_out, self._sampling = 0, dict(sampling or {})
         self.answer: Row | None = None
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
@@ -129,6 +132,7 @@ class Conversation:
 
     def _run(self, messages: Sequence[Message], options: dict[str, Any]) -> Run:
         """The run of an answer to messages, in the batch of the last one where that has room."""
+        options = with_defaults(options, self._sampling)
         new = check_count("max_new_tokens", options.get("max_new_tokens", ANSWER))
         ids = self._fitting(messages, new)
         run = Run(self._engine, self._encoding, ids, **options)  # checks the options
