@@ -25,6 +25,35 @@ LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
+# Keys of config.json with which other architectures change the result: the values that change
+# nothing, and what is computed here. A list has a value for each layer.
+_ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
+_UNSCALED = "embeddings, residuals and logits are not scaled"
+OF_OTHERS: Settings = (
+    ("layer_types", (None, "full_attention"), _ALL_SEEN),
+    ("sliding_window_pattern", (None, 1), _ALL_SEEN),
+    ("use_sliding_window", (None, False), _ALL_SEEN),
+    ("attention_chunk_size", (None,), _ALL_SEEN),
+    ("no_rope_layers", (None, 1), "RoPE turns all layers"),
+    ("no_rope_layer_interval", (None, 0), "RoPE turns all layers"),
+    ("rope_interleaved", (None, False), "RoPE turns the halves of a head"),
+    ("llama_4_scaling_beta", (None, 0), "queries are not scaled by their position"),
+    ("attn_temperature_tuning", (None, False), "queries are not scaled by their position"),
+    ("use_qk_norm", (None, False), _PLAIN_NORMS),
+    ("qk_layernorm", (None, False), _PLAIN_NORMS),
+    ("clip_qkv", (None,), "queries, keys and values are not clipped"),
+    ("alibi", (None, False), "attention has no biases by distance"),
+    ("attn_logit_softcapping", (None,), "attention's scores are not capped"),
+    ("final_logit_softcapping", (None,), "logits are not capped"),
+    ("embedding_multiplier", (None, 1), _UNSCALED),
+    ("residual_multiplier", (None, 1), _UNSCALED),
+    ("logits_scaling", (None, 1), _UNSCALED),
+    ("logit_scale", (None, 1), _UNSCALED),
+    ("scale_emb", (None, 1), _UNSCALED),
+    ("use_parallel_residual", (None, False), "the feed-forward follows attention"),
+    ("parallel_attn", (None, False), "the feed-forward follows attention"),
+)
+_PER_LAYER = ("layer_types", "no_rope_layers")
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
 
@@ -122,7 +151,21 @@ class ModelConfig(ABC):
         if model_type(config) != cls.MODEL_TYPE:
             got = shown(config.get("model_type"))
             raise CheckpointError(f"config.json: expected model_type {cls.MODEL_TYPE!r}, got {got}")
-        return cls(**cls._fields_in(config), eos_token_ids=end_tokens_in(config))
+        made = cls(**cls._fields_in(config), eos_token_ids=end_tokens_in(config))
+        check_settings(config, (*OF_OTHERS, *made._neutral_for_sizes(config)))
+        return made
+
+    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
+        """Keys of other architectures whose neutral values follow from the sizes."""
+        scale, window = "attention divides by the square root of the head size", "sliding_window"
+        neutral = (
+            (None, config.get(window)) if sees_all(config.get(window), self.n_ctx) else (None,)
+        )
+        return (
+            (window, neutral, f"{_ALL_SEEN} of {self.n_ctx}"),
+            ("query_pre_attn_scalar", (None, self.head_size), scale),
+            ("attention_multiplier", (None, self.head_size**-0.5), scale),
+        )
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,12 +314,18 @@ def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = 
     """
     for name, supported, why in settings:
         value = config.get(name, supported[0])
-        scalar = value is None or isinstance(value, (str, int, float))
-        if not scalar or value not in supported:
+        several = value if name in _PER_LAYER and isinstance(value, list) else [value]
+        scalars = all(each is None or isinstance(each, (str, int, float)) for each in several)
+        if not scalars or not {*several} <= {*supported}:
             expected = " or ".join(_as_json(option) for option in supported)
             raise CheckpointError(
                 f"config.json: {prefix}{name}: expected {expected}, got {_as_json(value)}: {why}"
             )
+
+
+def sees_all(window: Any, n_ctx: Any) -> bool:
+    """Whether attention over this many tokens sees all of a context."""
+    return isinstance(window, int) and isinstance(n_ctx, int) and window >= n_ctx
 
 
 def _as_json(value: Any) -> str:

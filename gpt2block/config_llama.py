@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import check_number, several
 from gpt2block.config import (
     ALL_LIMITS,
+    OF_OTHERS,
     ModelConfig,
     Settings,
     Shapes,
@@ -25,7 +26,12 @@ from gpt2block.errors import CheckpointError, InputError, shown
 
 _RopeKind = Literal["linear", "llama3", "longrope"]
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-_ROPE_SETTINGS = (("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),)
+_ROPE_SETTINGS: Settings = (
+    ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
+    ("full_attention", (None,), "RoPE turns all layers alike"),  # with parameters of its own
+    ("sliding_attention", (None,), "RoPE turns all layers alike"),
+    *(each for each in OF_OTHERS if each[0] == "llama_4_scaling_beta"),
+)
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -117,8 +123,7 @@ class LlamaConfig(ModelConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-6}
     SETTINGS: ClassVar[Settings] = (
         ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
-        ("sliding_window", (None,), "attention sees all earlier tokens"),
-        ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
+        ("hidden_activation", (None, "silu", "swish"), "the feed-forward computes SiLU only"),
         ("quantization_config", (None,), "quantized weights are not supported"),
     )
 

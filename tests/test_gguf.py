@@ -219,7 +219,9 @@ def test_the_header_is_what_the_package_reads(version: int, tmp_path: Path) -> N
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "qwen2"}, "general.architecture: expected 'llama'"),
     "split": ({"split.count": 3}, "split.count is 3: expected one file"),
-    "window": ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window: 4096"),
+    "window": ({"llama.attention.sliding_window": 9}, "llama.attention.sliding_window: 9"),
+    "logits": ({"llama.logit_scale": 0.5}, "llama.logit_scale: 0.5 is not supported"),
+    "embedding": ({"llama.embedding_scale": 12.0}, "llama.embedding_scale: 12.0 is not supported"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
     "unknown": ({"llama.new_setting": True}, "llama.new_setting: True is not supported"),
     "layers": ({"llama.block_count": 3}, "block_count is 3, the file has 2 blocks"),
@@ -247,12 +249,16 @@ def test_settings_that_are_not_supported_are_refused_by_name(name: str, tmp_path
     refused(changed(tmp_path, model, changes), message)
 
 
-def test_settings_that_change_nothing_are_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [False, True])
+def test_settings_that_change_nothing_are_ignored(window: bool, tmp_path: Path) -> None:
     neutral = {
         "llama.attention.sliding_window": 0, "llama.expert_count": 0, "general.name": "x",
         "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 8.0,
         "somebody.note": ["a"], "llama.attention.causal": True,
+        "llama.logit_scale": 1.0, "llama.embedding_scale": 1.0, "llama.residual_scale": 1.0,
     }  # fmt: skip
+    if window:
+        neutral["llama.attention.sliding_window"] = 4096
     file = changed(tmp_path, "llama-plain", neutral)
     assert Checkpoint.open(file).config == Checkpoint.open(GOLDEN / "llama-plain").config
 

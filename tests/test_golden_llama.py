@@ -32,6 +32,7 @@ from gpt2block import (
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.checkpoints.hugging_face import parse_config
 from gpt2block.compare import exact_tensors
+from gpt2block.config import OF_OTHERS
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -199,7 +200,19 @@ def test_the_class_follows_the_architecture() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sliding_window": 128}, "sliding_window: expected null, got 128: attention sees all"),
+        ({"sliding_window": 255}, "sliding_window: expected null, got 255: attention sees all"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: expected null or 'full_attention', got ['full_attention', 'sliding_atten",
+        ),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers: expected null or 1, got [1, 0]: RoPE turns"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar: expected null or 12, got 256"),
+        ({"attention_multiplier": 1.0}, "attention_multiplier: expected null or 0.288675134594812"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters: full_attention: expected null, got {'rope_theta': 1000000.0}: RoPE",
+        ),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: expected null or 'silu'"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
         ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected one of 'default'"),
@@ -267,6 +280,24 @@ def test_a_config_that_is_not_honoured(
         Checkpoint.open(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-plain"])
+def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) -> None:
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    plain = parse_config(config)
+    heads = {
+        "query_pre_attn_scalar": plain.head_size,
+        "attention_multiplier": plain.head_size**-0.5,
+    }
+    usual = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 1], **heads}
+    usual |= {key: supported[-1] for key, supported, _ in OF_OTHERS if key not in usual}
+    assert parse_config(config | usual | {"sliding_window": plain.n_ctx}) == plain
+    for key in (*usual, "sliding_window"):
+        values: tuple[Any, ...] = ("sliding_attention", 0.5, [1, 0], plain.n_ctx - 1, {})
+        for value in values:
+            with pytest.raises(CheckpointError, match=f"json: {key}: expected null"):
+                parse_config(config | {key: value})
 
 
 @pytest.mark.parametrize(

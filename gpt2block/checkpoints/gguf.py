@@ -18,7 +18,7 @@ from gpt2block.checkpoints.files import about, read_start
 from gpt2block.checkpoints.gguf_header import MAGIC, Header, read_header
 from gpt2block.checkpoints.naming import ROPE_FACTORS, naming_of
 from gpt2block.checkpoints.stored import Stored
-from gpt2block.config import GPT2Config, ModelConfig
+from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config_llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
 
@@ -97,7 +97,10 @@ def _config(header: Header) -> ModelConfig:
     for key, value in settings.items():
         if isinstance(value, (list, np.ndarray)):
             raise CheckpointError(f"{prefix}{key}: expected one value for all blocks, got an array")
-        if key not in _READ and value != _NEUTRAL.get(key, _NEUTRAL):
+        wide = key.endswith(".sliding_window") and sees_all(
+            value, settings.get("context_length", 2048)
+        )
+        if key not in _READ and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
     if missing or "token_embd.weight" not in tensors:
