@@ -23,6 +23,7 @@ from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 SECONDS = 60  # in which whatever a test waits for must happen
 BYTES = byte_encoding()
+SAMPLING = {"temperature": 0.75, "top_p": 0.9}  # of conversations by default
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
 
 
@@ -32,7 +33,7 @@ def small() -> GPT2:
 
 def model_of(engine: Any, **more: Any) -> Any:
     """What the server uses of a model: tokens are bytes."""
-    given = {"chat_template": LINES, "config": engine.config, **more}
+    given = {"chat_template": LINES, "config": engine.config, "chat_sampling": SAMPLING, **more}
     return SimpleNamespace(engine=engine, **given)
 
 

@@ -18,7 +18,7 @@ from gpt2block.text.generation import generate
 from gpt2block.text.rows import Row
 from tests import test_explain_page as explain_page
 from tests.markov import LINES
-from tests.serving import Running, eventually, model_of, post, serving
+from tests.serving import SAMPLING, Running, eventually, model_of, post, serving
 from tests.test_explain import model as bundled
 from tests.test_explain_page import CONTRAST, find, focused, press, slide
 
@@ -45,6 +45,7 @@ def page(browser: Any, server: Running) -> Any:
     """The page, just loaded; whatever a test does to it causes no message in the console."""
     browser.get(server.url)
     eventually(lambda: find(browser, "h1").text == "small")
+    find(browser, "#tab-text").click()  # the model has a template: the page opens on Chat
     browser.execute_script(
         "for (const [id, value] of [['seed', arguments[0]], ['length', 12]])"
         " document.getElementById(id).value = value",
@@ -191,6 +192,9 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
 
     find(page, "#tab-chat").click()
     assert not find(page, "#distribution").is_displayed()
+    options = ("temperature", "top-k", "top-p", "min-p", "length")
+    shown = [find(page, f"#{each}").get_attribute("value") for each in options]
+    assert shown == ["0.75", "0", "0.9", "0", "512"]  # those of conversations with this model
     message = "<b>Hi</b>" + "x" * 230
     find(page, "#message").send_keys(message, Keys.ENTER)
     status_is(page, "the context is full", "#chat-status")
@@ -198,7 +202,7 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
         each.get_property("textContent") for each in page.find_elements("css selector", ".said")
     ]
     prompt = f"u{message}\na".encode()
-    expected = continued(model, prompt, 300)
+    expected = continued(model, prompt, 300, **SAMPLING)
     assert said == [message, "".join(expected).replace("↵", "")]
     find(page, ".under button").click()
     eventually(lambda: len(strip(page)) == len(prompt) + len(expected))
@@ -209,7 +213,28 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
     find(page, "#tab-chat").click()
     find(page, "#reset").click()
     assert page.find_elements("css selector", ".said") == []
+    page.execute_script("document.getElementById('length').value = 3")
+    find(page, "#message").send_keys("Hi", Keys.ENTER)
+    status_is(page, "3 new tokens", "#chat-status")
+    status_is(page, "cut at the limit of new tokens", "#chat-status")
     assert_only_refused(page, 400)
+
+
+def test_it_opens_on_chat_and_fills_a_window(browser: Any, server: Running) -> None:
+    """Both parts end near the lower edge of the window, and the conversation is the wide one."""
+    browser.set_window_size(1366, 900)
+    browser.get(server.url)
+    eventually(lambda: find(browser, "#chat-view").is_displayed())
+    assert find(browser, "#tab-chat").get_attribute("aria-selected") == "true"
+    chat, options = find(browser, "#chat-view").rect, find(browser, "#next").rect
+    inner = browser.execute_script("return innerHeight")
+    assert chat["width"] > 2.5 * options["width"]
+    for part in (chat, options):
+        assert 0.8 * inner < part["y"] + part["height"] < inner
+    find(browser, "#tab-text").click()
+    shown = [find(browser, f"#{each}").get_attribute("value") for each in ("temperature", "length")]
+    assert shown == ["0.8", "100"]
+    assert browser.get_log("browser") == []
 
 
 def assert_only_refused(page: Any, status: int) -> None:
@@ -266,6 +291,7 @@ def test_a_stream_that_breaks(page: Any) -> None:
     ):
         page.refresh()
         eventually(lambda: find(page, "h1").text == "small")
+        find(page, "#tab-text").click()
         page.execute_script(CUT, rest)
         find(page, "#text").send_keys(TEXT)
         find(page, "#continue").click()
@@ -310,6 +336,7 @@ def test_a_key(browser: Any, model: GPT2) -> None:
                 status_is(browser, "The server refuses this key.", "#key-problem")
         eventually(lambda: find(browser, "h1").text == "small")
         assert not find(browser, "#key-dialog").is_displayed()
+        find(browser, "#tab-text").click()
         find(browser, "#text").send_keys(TEXT)
         find(browser, "#continue").click()
         eventually(lambda: len(strip(browser)) > len(TEXT))
@@ -332,6 +359,7 @@ def test_a_server_that_goes_and_comes(browser: Any, model: GPT2) -> None:
         browser.get(running.url)
         eventually(lambda: "running" in find(browser, "#facts").text)
     status_is(browser, "The server does not answer.", "#fact-requests")
+    find(browser, "#tab-text").click()
     find(browser, "#text").send_keys(TEXT)
     find(browser, "#continue").click()
     status_is(browser, "The server does not answer.", "#text-problem")

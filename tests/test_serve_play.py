@@ -22,7 +22,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 from gpt2block import from_pretrained
 from gpt2block.sampling import Sampling, choose, probabilities
 from gpt2block.serve import play
-from tests.serving import BYTES, Running, eventually, model_of, post, serving, small
+from tests.serving import BYTES, SAMPLING, Running, eventually, model_of, post, serving, small
 
 TOKENS, NEXT, EXPLAIN = "/play/tokens", "/play/next", "/play/explain"
 OPTIONS: list[dict[str, Any]] = [
@@ -189,6 +189,7 @@ def test_what_the_page_knows_of_a_model(server: Running) -> None:
     found = json.loads(text)
     assert (status, found["model"], found["n_ctx"], found["vocab_size"]) == (200, "small", 128, 257)
     assert (found["chat"], found["explained"]) == (True, 128)
+    assert found["chat_sampling"] == SAMPLING
     loaded = from_pretrained("shakespeare", device="cpu")
     with serving(loaded, loaded.tokenizer, rows=1) as running:
         assert json.loads(get(running, "/play/model")[2])["chat"] is False

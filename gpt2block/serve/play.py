@@ -109,13 +109,15 @@ class Play:
     async def about(self, request: Request) -> Response:
         """What the page has to know of the model."""
         config, engine = self._model.config, self._model.engine
+        chat = await self._in_thread(self._has_template)
         found = {
             "model": self._name,
             "device": engine.describe(),
             "dtype": engine.dtype,
             "n_ctx": config.n_ctx,
             "vocab_size": config.vocab_size,
-            "chat": await self._in_thread(self._has_template),
+            "chat": chat,
+            "chat_sampling": self._model.chat_sampling if chat else {},
             "explained": self._most_explained(),
         }
         return JSONResponse(found)
