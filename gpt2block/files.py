@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 from uuid import uuid4
 
 from gpt2block.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -79,5 +86,46 @@ def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder `.name-…` in `directory`, which is removed after the block.
+
+    It is locked until then. The folders of this name without a lock, which killed processes have
+    left, are removed first. Where folders cannot be locked, as on Windows and NFS, the new one has
+    another name, and none is removed. Raises OSError.
+    """
+    with ExitStack() as held:
+        with _lock(directory) as locks:  # nobody sees the new folder before it is locked
+            for left in directory.glob(f".{name}-*") if locks else ():
+                if left.is_symlink() or not left.is_dir():
+                    continue
+                with suppress(OSError), _lock(left, wait=False) as dead:
+                    if dead:
+                        shutil.rmtree(left, ignore_errors=True)
+            prefix = f".{name}-" if locks else f".unlocked-{name}-"
+            new = Path(held.enter_context(TemporaryDirectory(dir=directory, prefix=prefix)))
+            if locks:
+                held.enter_context(_lock(new))
+        yield new
+
+
+@contextmanager
+def _lock(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Lock a folder during the block, if that is possible: yields whether it is."""
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
     finally:
         os.close(descriptor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, reference
+from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, files, reference
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from tests.refusals import assert_same_tensors
 from tests.tokenizer_files import PAIRS, SINGLE, llm_c, pair
@@ -274,6 +276,47 @@ def test_replaced_files_keep_their_permissions_and_links_their_targets(tmp_path:
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o600
     assert shared.read_text() == "shared"
     assert not (folder / "config.json").is_symlink()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes save to the same folder, one is killed, and a third one saves."""
+    script = """if True:
+        import sys, time
+        from gpt2block import GPT2Config, GPT2Weights
+        from gpt2block.checkpoints import save_pretrained
+        class Endless:
+            config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=4, vocab_size=5)
+            def tensors(self):
+                yield from list(GPT2Weights.random(0, self.config).tensors())[:3]
+                print("written", flush=True)
+                time.sleep(600)
+        save_pretrained(sys.argv[1], Endless())
+    """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    savers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for saver in savers:
+            assert saver.stdout is not None
+            assert saver.stdout.readline() == b"written\n"
+        assert len(names_in(tmp_path)) == 2
+        savers[0].kill()
+        savers[0].wait()
+        save_pretrained(tmp_path, GPT2Weights.random(1, SMALL))
+        left = [name for name in names_in(tmp_path) if name.startswith(".saving-")]
+        assert len(left) == 1
+        assert names_in(tmp_path / left[0]) == ["model.safetensors"]
+    finally:
+        for saver in savers:
+            saver.kill()
+            saver.communicate()
+    with monkeypatch.context() as without:
+        without.setattr(files, "fcntl", None)
+        save_pretrained(tmp_path, GPT2Weights.random(1, SMALL), overwrite=True)
+        assert left[0] in names_in(tmp_path)
+    save_pretrained(tmp_path, GPT2Weights.random(1, SMALL), overwrite=True)
+    assert names_in(tmp_path) == ["config.json", "model.safetensors"]
 
 
 def test_a_model_is_replaced_with_overwrite_only(tmp_path: Path) -> None:

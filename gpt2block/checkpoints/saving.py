@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +29,7 @@ from gpt2block.checkpoints.stored import DTYPES, converted, itemsize
 from gpt2block.checks import check_choice, is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files import put_in_place
+from gpt2block.files import put_in_place, temporary_folder
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
 _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
@@ -63,8 +62,9 @@ def save_pretrained(
 
     `overwrite` is required to replace a model in the directory. It removes the old model's configs,
     weights (including PyTorch's), shards and tokenizer files even where the new one has no file of
-    that name; other files stay. An error before the new files are complete changes nothing. Returns
-    the directory.
+    that name; other files stay. An error before the new files are complete changes nothing. What a
+    killed process has left in the directory is removed (`files.temporary_folder`). Returns the
+    directory.
 
     Raises InputError for wrong arguments and for weights outside the dtype's range, CheckpointError
     where files cannot be written or a tokenizer cannot be read.
@@ -166,9 +166,9 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            with TemporaryDirectory(dir=directory, prefix=".saving-") as name:
-                yield Path(name)
-                files = sorted(Path(name).iterdir())
+            with temporary_folder(directory, "saving") as folder:
+                yield folder
+                files = sorted(folder.iterdir())
                 for file in files:  # a link is replaced: its target may be of other models, too
                     put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
