@@ -691,8 +691,9 @@ def received(connection: socket.socket) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
-    """While it runs, and while it waits."""
+@pytest.mark.parametrize("behind", [0, 1000, 2**16, 10**6])
+def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
+    """While it runs, and while it waits; also if it has sent more behind its request."""
     engine = Slow()
     with serving(model_of(engine), rows=1, queue=8) as running:
         body = {"prompt": "a", "max_tokens": 99_999, "temperature": 0, "stream": stream}
@@ -701,6 +702,8 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         engine.go.set()
         eventually(lambda: engine.steps > 2)
         for connection in connections:
+            with suppress(OSError):  # of a connection that has sent too much
+                connection.sendall(b"x" * behind)
             connection.close()
         eventually(lambda: running.service.open == 0)
         assert engine.steps < 99_999
@@ -711,6 +714,60 @@ def test_a_client_that_goes_frees_its_slots(stream: bool) -> None:
         assert counted("gpt2block_requests_total", status) == 3 + stream
 
 
+def test_requests_that_are_sent_before_the_answer() -> None:
+    """They are answered one after the other, however their bytes come."""
+    engine, at_once = Slow(), [f"/v1/models/{name}" for name in ("small", "other", "small")]
+    heads = "".join(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n" for path in at_once)
+    with serving(model_of(engine)) as running:
+        connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 3})
+        eventually(lambda: running.service.open == 1)
+        for part in (heads[:70], heads[70:]):
+            connection.sendall(part.encode())
+            time.sleep(0.05)
+        engine.go.set()
+        data = b""
+        while data.count(b"HTTP/1.1 ") < 4:
+            data += connection.recv(2**16)
+        assert re.findall(rb"HTTP/1.1 (\d+)", data) == [b"200", b"200", b"404", b"200"]
+
+
+PASSES = [
+    ("/v1/embeddings", {"input": ["a" * 128] * 256}),
+    (COMPLETION, {"prompt": ["a" * 128] * 256, "max_tokens": 0, "echo": True, "logprobs": 1}),
+    ("/play/next", {"ids": [1]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PASSES)
+@pytest.mark.parametrize("seconds", [None, 0.05])
+def test_passes_end_with_their_request(
+    model: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, seconds: float | None
+) -> None:
+    """When the client goes, or in time: no pass begins later."""
+    passes, forward = [], model.engine.forward
+
+    def slow(*arguments: Any) -> Any:
+        passes.append(arguments)
+        time.sleep(0.2)
+        return forward(*arguments)
+
+    monkeypatch.setattr(model.engine, "forward", slow)
+    with serving(model, seconds=seconds) as running:
+        connection = sent(running, path, body)
+        if seconds:
+            status, found = received(connection)
+            assert (status, found["error"]["code"]) == (504, "timeout")
+        else:
+            eventually(lambda: bool(passes))
+            connection.close()
+        counted = running.server.metrics.registry.get_sample_value
+        ended = {"path": path, "status": "504" if seconds else "499"}
+        eventually(lambda: counted("gpt2block_requests_total", ended) == 1)
+        begun = len(passes)
+        time.sleep(0.5)
+        assert len(passes) <= begun + 1
+
+
 def test_scoring_stops_nobody_and_ends_with_its_client(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -719,7 +776,7 @@ def test_scoring_stops_nobody_and_ends_with_its_client(
     def slow(*arguments: Any) -> Any:
         scored.append(arguments)
         go.wait(60)
-        return of(*arguments)
+        yield from of(*arguments)
 
     monkeypatch.setattr(app, "scored_prompt", slow)
     body = {"prompt": ["ab"] * 50, "max_tokens": 0, "echo": True, "logprobs": 1}
@@ -1002,7 +1059,7 @@ def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[s
 class Given:
     """A service whose pieces a test delivers."""
 
-    def submit(self, rows: Any, deliver: Any, client: str) -> None:
+    def submit(self, rows: Any, deliver: Any, client: str, deadline: Any) -> None:
         (self.deliver,) = deliver
 
     def cancel(self, rows: Any) -> None:

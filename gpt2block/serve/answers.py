@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from gpt2block.serve.protocol import ApiError
@@ -81,27 +82,34 @@ def _failure(piece: Piece) -> ApiError | None:
     """What a client is told about a row that failed."""
     if piece.finish_reason == "error":
         return ApiError(500, piece.error or "an error")
-    if piece.finish_reason == "cancelled":
-        return ApiError(499, "the client is gone")
-    if piece.finish_reason == "deadline":
-        problem = "the server did not finish it in time: try again later, or ask for less"
-        return ApiError(504, problem, code="timeout")
-    return None
+    return late() if piece.finish_reason == "deadline" else None
+
+
+def late() -> ApiError:
+    """What a client is told whose request took too long."""
+    problem = "the server did not finish it in time: try again later, or ask for less"
+    return ApiError(504, problem, code="timeout")
 
 
 UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
 
 
 class Answer:
-    """The rows of a client's request in the service. Raises ApiError if it takes no more rows."""
+    """The rows of a client's request in the service. Raises ApiError if it takes no more rows.
 
-    def __init__(self, service: Service, rows: Sequence[Row], client: str = "") -> None:
+    seconds: in which they have to end; infinity: no limit.
+    """
+
+    def __init__(
+        self, service: Service, rows: Sequence[Row], client: str = "", seconds: float = math.inf
+    ) -> None:
         self.rows, self._service = rows, service
         self._pieces: list[tuple[int, Piece]] = []  # that are not sent yet
         self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
-            service.submit(rows, deliver, client)
+            deadline = None if seconds == math.inf else monotonic() + seconds
+            service.submit(rows, deliver, client, deadline)
         except Full:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
@@ -133,10 +141,6 @@ class Answer:
         """Let the rows of these pieces, which are being sent, give their next ones."""
         for index, _ in pieces:
             self.rows[index].held = False
-
-    def leave(self) -> None:
-        """Let `pieces` end with an error, as the client has gone."""
-        self._put(0, Piece("", [], [], [], "cancelled"))
 
     def close(self) -> None:
         """End rows that run or wait."""

@@ -7,6 +7,7 @@ import base64
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gpt2block.errors import CheckpointError, InputError
-from gpt2block.run.model import Ids
+from gpt2block.run.model import Ids, in_groups
 from gpt2block.serve.access import Access
 from gpt2block.serve.answers import (
     RETRY_AFTER,
@@ -37,6 +38,7 @@ from gpt2block.serve.answers import (
     Echo,
     Form,
     TextForm,
+    late,
     streamed,
     usage,
     whole,
@@ -69,6 +71,7 @@ BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
+EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Settings:
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
     the beginning of a prompt that a slot has computed before are not computed again. seconds: in
-    which a continuation has to end, from its arrival; None: no limit.
+    which a request has to end, from its arrival; None: no limit.
     """
 
     name: str
@@ -156,9 +159,10 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads, self._passes = (anyio.CapacityLimiter(AT_ONCE) for _ in range(2))
-        loop, settings = asyncio.get_running_loop(), self.settings
-        self.service = Service(self._batch, settings.queue, loop, settings.seconds, self.on_failure)
+        self._threads, self._passes = (ThreadPoolExecutor(AT_ONCE) for _ in range(2))
+        self._caches = anyio.CapacityLimiter(AT_ONCE)  # of prompts that are scored
+        loop = asyncio.get_running_loop()
+        self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
         try:
             yield
@@ -173,15 +177,22 @@ class Server:
     ) -> Route:
         """An address behind the key. kind: of the body of a POST, which the handler gets parsed.
 
-        ApiErrors of the handler become answers.
+        ApiErrors of the handler become answers. It is cancelled after the seconds that a request
+        has, and when the client goes.
         """
 
         async def handled(request: Request) -> Response:
             with self.metrics.request(path) as counted:
                 try:
-                    request.state.client = self._client_of(request)
-                    given = () if kind is None else (await self._parsed(request, kind),)
-                    response = await handler(request, *given)
+                    with anyio.fail_after(self.settings.seconds):
+                        request.state.client = self._client_of(request)
+                        if kind is None:
+                            response = await handler(request)
+                        else:
+                            given = await self._parsed(request, kind)
+                            response = await _while_there(request, handler(request, given))
+                except TimeoutError:
+                    response = _error(late())
                 except ApiError as error:
                     response = _error(error)
                 except (InputError, CheckpointError) as error:
@@ -226,11 +237,14 @@ class Server:
         return await self._in_thread(call, *arguments)
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await to_thread.run_sync(call, *arguments, limiter=self._threads)
+        """What a call returns. A request that is cancelled does not wait for a call that runs."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(call, *arguments))
 
     async def _in_pass(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """As _in_thread, for what computes a pass: no request waits for it to be read."""
-        return await to_thread.run_sync(call, *arguments, limiter=self._passes)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._passes, partial(call, *arguments))
 
     # --- completions ------------------------------------------------------------------------------
 
@@ -238,10 +252,10 @@ class Server:
         asked = await self._prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client is gone")
-                scored = scored_prompt, self.model.engine, ids, given.logprobs
-                echo.scored = await self._in_pass(*scored)
+                async with self._caches:
+                    parts = scored_prompt(self.model.engine, ids, given.logprobs)
+                    while part := await self._in_pass(next, parts, None):
+                        echo.scored.add(part)
         return await self._answer(request, asked)
 
     async def chat(self, request: Request, given: ChatRequest) -> Response:
@@ -320,7 +334,8 @@ class Server:
         assert self.service is not None
         request.state.asked = asked
         prompt_tokens = sum(map(len, asked.prompts))
-        answer = Answer(self.service, asked.rows, request.state.client)
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        answer = Answer(self.service, asked.rows, request.state.client, left)
         self.metrics.started(prompt_tokens, asked.rows)
         told = partial(self._usage, asked)
         if asked.stream:
@@ -334,11 +349,9 @@ class Server:
         for choice, echo in zip(choices, asked.echoes, strict=True):
             choice.scored.add(echo.scored)
             choice.reason = None if asked.rows else "length"
-        gone = asyncio.ensure_future(_leave_if_gone(request, answer))
         try:
             await whole(answer, choices)
         finally:
-            gone.cancel()
             answer.close()
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
@@ -363,8 +376,9 @@ class Server:
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
-        vectors = await self._in_pass(self.model.embed, ids)
-        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        groups = in_groups(ids, EMBEDDED)
+        vectors = np.concatenate([await self._in_pass(self.model.embed, each) for each in groups])
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         shown: list[Any] = vectors.tolist()
         if given.encoding_format == "base64":
             shown = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
@@ -471,11 +485,21 @@ async def _body(request: Request) -> bytes:
     return bytes(found)
 
 
-async def _leave_if_gone(request: Request, answer: Answer) -> None:
-    """Wait until the client goes; its answer ends then."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    answer.leave()
+async def _while_there(request: Request, work: Awaitable[Response]) -> Response:
+    """The answer to a request, whose work is cancelled when the client goes."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        watching = asyncio.ensure_future(watch())
+        try:
+            return await work
+        finally:
+            watching.cancel()
+    raise ApiError(499, "the client is gone")
 
 
 def _error(error: ApiError) -> Response:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,6 +18,7 @@ from gpt2block.serve.app import GRACE, Server
 from gpt2block.serve.log import log
 
 OTHER_FILES = 64  # that are open besides connections
+MOST_BEHIND = 2**16  # bytes that a client may send behind a request that is being answered
 HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
 # How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
 # than a step takes.
@@ -26,17 +28,39 @@ YOUNG_OBJECTS = 20_000
 
 
 class Protocol(H11Protocol):
-    """HTTP on a connection, which is closed if no request comes."""
+    """HTTP on a connection, which is closed if no request comes.
+
+    It is read also while a request is answered, to see the client go. uvicorn stops reading as soon
+    as the next request has begun to come.
+    """
 
     def connection_made(self, transport: Any) -> None:
+        self._behind = b""
         super().connection_made(transport)
         # asyncio sets it for sockets that name their protocol, which accepted ones do not. Without
         # it a piece of a stream waits for the client to acknowledge the one before it, up to 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._expect_request()
 
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.DONE:
+            self._behind += data
+        else:
+            super().data_received(data)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self.conn.their_state is h11.DONE:
+            self.flow.resume_reading()
+            if len(self._behind) > MOST_BEHIND:
+                self.transport.abort()
+
     def on_response_complete(self) -> None:
+        behind, self._behind = self._behind, b""
+        if behind:  # no bytes would be the client's end
+            self.conn.receive_data(behind)
         super().on_response_complete()
+        self._read_on()
         self._waiting.cancel()
         self._expect_request()
 

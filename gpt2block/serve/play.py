@@ -14,6 +14,7 @@ import secrets
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -90,7 +91,7 @@ class Play:
         self._headers = _headers(_policy(self._html))
         self._logits: OrderedDict[bytes, asyncio.Future[Floats]] = OrderedDict()
         self._pages: OrderedDict[str, str] = OrderedDict()
-        self._explaining, self._one = 0, asyncio.Lock()
+        self._explaining, self._one = 0, ThreadPoolExecutor(1, "explain")
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
         """The page itself needs no key; a page of `explain` has an address that none can guess."""
@@ -152,8 +153,8 @@ class Play:
             raise ApiError(503, problem, code="overloaded")
         self._explaining += 1
         try:
-            async with self._one:
-                html = await self._in_pass(self._explanation, ids)
+            loop = asyncio.get_running_loop()
+            html = await loop.run_in_executor(self._one, self._explanation, ids)
         finally:
             self._explaining -= 1
         ticket = secrets.token_urlsafe(16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gpt2block import reference
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.serve.answers import Scored
@@ -9,12 +11,12 @@ from gpt2block.serve.answers import Scored
 POSITIONS = 64  # whose logits are in memory together
 
 
-def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Scored:
-    """All tokens of a prompt, by a pass over it.
+def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Iterator[Scored]:
+    """Yield all tokens of a prompt in parts, each by a pass.
 
     The first one has neither a log-probability nor alternatives.
     """
-    found = Scored(ids[:1].tolist(), [None], [()])
+    yield Scored(ids[:1].tolist(), [None], [()])
     cache = engine.new_cache(1, len(ids))
     for begin in range(0, len(ids) - 1, POSITIONS):
         inputs = ids[begin : min(begin + POSITIONS, len(ids) - 1)]
@@ -24,5 +26,4 @@ def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Scored:
         top_ids, top_logprobs = (each.tolist() for each in reference.top_logprobs(logits))
         pairs = zip(top_ids, top_logprobs, strict=True)
         tops = [tuple(zip(*pair, strict=True))[:alternatives] for pair in pairs]
-        found.add(Scored(targets.tolist(), logprobs, tops))
-    return found
+        yield Scored(targets.tolist(), logprobs, tops)

@@ -11,7 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +69,9 @@ class Service:
     others have filled them, until there are twice as many rows.
 
     batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
-    pieces are delivered. seconds: in which a row has to end; None: no limit. on_failure: called
-    there after the last pieces of an engine that has failed. observe_first, observe_between: called
-    in the thread with the seconds to the first token of a row, and with those before each further
-    token of a step. tokens: generated so far.
+    pieces are delivered. on_failure: called there after the last pieces of an engine that has
+    failed. observe_first, observe_between: called in the thread with the seconds to the first token
+    of a row, and with those before each further token of a step. tokens: generated so far.
     """
 
     def __init__(
@@ -80,13 +79,12 @@ class Service:
         batch: Batch,
         most_waiting: int,
         loop: asyncio.AbstractEventLoop,
-        seconds: float | None = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._batch, self._seconds, self._on_failure = batch, seconds, on_failure
+        self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver]] = deque()
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # and its deadline
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
         self._deliver: dict[int, Deliver] = {}  # of running and waiting rows, by their id
@@ -114,8 +112,17 @@ class Service:
         """The number of rows that wait for a slot."""
         return max(0, self.open - self.slots)
 
-    def submit(self, rows: Sequence[Row], deliver: Sequence[Deliver], client: str = "") -> None:
-        """Let a client's rows run when slots are free. Raises Full, or Failed, and runs none."""
+    def submit(
+        self,
+        rows: Sequence[Row],
+        deliver: Sequence[Deliver],
+        client: str = "",
+        deadline: float | None = None,
+    ) -> None:
+        """Let a client's rows run when slots are free. Raises Full, or Failed, and runs none.
+
+        deadline: as for Batch.
+        """
         with self._changed:
             if self.failure is not None:
                 raise Failed(self.failure)
@@ -127,7 +134,7 @@ class Service:
             for row in rows:
                 row.client = client
                 self._open_of[client] += 1
-            self._new.extend(zip(rows, deliver, strict=True))
+            self._new.extend(zip(rows, deliver, [deadline] * len(rows), strict=True))
             self._changed.notify()
 
     def cancel(self, rows: Iterable[Row]) -> None:
@@ -178,12 +185,11 @@ class Service:
                 self._changed.wait()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-            self._deliver |= {id(row): deliver for row, deliver in new}
+            self._deliver |= {id(row): deliver for row, deliver, _ in new}
         now = perf_counter()
-        self._since |= {id(row): now for row, _ in new}
-        deadline = None if self._seconds is None else monotonic() + self._seconds
-        for client, rows in groupby((row for row, _ in new), lambda row: row.client):
-            self._batch.submit(list(rows), deadline, client)
+        self._since |= {id(row): now for row, *_ in new}
+        for (client, deadline), each in groupby(new, lambda each: (each[0].client, each[2])):
+            self._batch.submit([row for row, *_ in each], deadline, client)
         gone = [row for row in cancelled if id(row) in self._deliver]
         self._batch.cancel(gone)
         for row in gone:
@@ -228,7 +234,7 @@ class Service:
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
-            left = [*self._deliver.values(), *(deliver for _, deliver in self._new)]
+            left = [*self._deliver.values(), *(deliver for _, deliver, _ in self._new)]
             self._deliver, self._new = {}, deque()
         self._send([(deliver, Piece("", [], [], [], "error", self.failure)) for deliver in left])
         self._loop.call_soon_threadsafe(self._on_failure)
