@@ -34,8 +34,12 @@ FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
 
 
 class BaseBlock:
-    """What blocks share: their weights, and an engine that computes with them."""
+    """What blocks share: their weights, and an engine that computes with them.
 
+    A copied or unpickled block is made again from its arguments.
+    """
+
+    causal: bool
     spec: BlockSpec
     dtype: str
     weights: Any
@@ -52,9 +56,9 @@ class BaseBlock:
         check_choice("dtype", dtype, FLOATS)
         check_choice("kernels", kernels, KERNELS)
 
-    def _start(self, spec: BlockSpec, index: int | None, graph: bool) -> None:
+    def _start(self, spec: BlockSpec, device: str | None, index: int | None, graph: bool) -> None:
         """Make the engine. index: of the GPU; None for the CPU."""
-        self.spec = spec
+        self.spec, self._device, self._graph = spec, device, graph
         tensors = self._tensors(self.weights)
         if index is None:
             self._engine = NumpyEngine(spec, tensors, self.dtype)
@@ -62,6 +66,10 @@ class BaseBlock:
         from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
         self._engine = CudaEngine(spec, tensors, index, graph, self.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = self.causal, self._device, self.dtype, self.kernels, self._graph
+        return type(self), (self.weights, *options)
 
     def _tensors(self, weights: Any) -> dict[str, Any]:
         """Weights and constants by name."""
@@ -137,7 +145,7 @@ class Block(BaseBlock):
         bounds = None
         if index is not None and kernels == "fused" and dtype == "float32":
             bounds = largest(weights)
-        self._start(spec_of(weights, self.causal, kernels, bounds), index, graph)
+        self._start(spec_of(weights, self.causal, kernels, bounds), device, index, graph)
 
     def __repr__(self) -> str:
         w = self.weights

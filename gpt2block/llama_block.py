@@ -62,7 +62,7 @@ class LlamaBlock(BaseBlock):
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
         settings = Settings(*heads, self.causal, weights.half_split, rope=True)
         spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
-        self._start(spec, index, graph)
+        self._start(spec, device, index, graph)
 
     def _check_kernels(self, config: LlamaConfig, kernels: str, supported: str, index: int) -> None:
         """Raise InputError unless the device computes these kernels and heads in this dtype."""

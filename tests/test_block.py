@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -24,7 +26,7 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.array_checks import host_array
+from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.compare import errors
 from tests.devices import running_on
 
@@ -218,6 +220,23 @@ def test_x_can_have_any_byte_order(where: str, dtype: str, llama: bool) -> None:
             assert found.dtype.isnative
         with pytest.raises(InputError, match=f"out: .*got {swapped.dtype.str} "):
             block(x, out=np.empty_like(swapped))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda b: pickle.loads(pickle.dumps(b))]
+)
+@pytest.mark.parametrize(("where", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
+def test_a_copied_or_unpickled_block_is_the_same(where: str, dtype: str, copied: Any) -> None:
+    config = LlamaConfig(n_head=3, n_kv_head=1, n_embd=48, n_ff=64)
+    x = random_input(0, (5, 48)).astype(FLOATS[dtype])
+    with nullcontext() if where == "cpu" else running_on("forward"):
+        for block in (
+            Block(BlockWeights.random(0, SMALL), False, where, dtype, graph=False),
+            LlamaBlock(LlamaBlockWeights.random(0, config), False, where, dtype, graph=False),
+        ):
+            again = copied(block)
+            assert repr(again) == repr(block)
+            np.testing.assert_array_equal(again(x), block(x))
 
 
 READ_ONLY = np.zeros((5, 48), np.float32)

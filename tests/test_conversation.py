@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import pty
 import select
 import signal
@@ -52,6 +54,20 @@ def user(text: str) -> dict[str, str]:
 
 def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copied_conversation_goes_on_with_the_messages(copied: Any) -> None:
+    conversation = talk(counting(), {"role": "system", "content": "S"})
+    said(conversation, "hi", max_new_tokens=3)
+    begun = conversation.stream("ho", temperature=0)
+    next(begun)
+    again = copied(conversation)
+    begun.close()
+    before = list(again.messages)
+    assert said(again, "hu", max_new_tokens=2) == "bc"
+    assert again.messages[:-2] == before
+    assert conversation.messages[-2:] == [user("ho"), answer("b")]
 
 
 def test_messages_grow_and_go() -> None:

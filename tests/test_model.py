@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import pickle
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
 from gpt2block.text.generation import Run
 from gpt2block.weights.matrix import WeightMatrix
+from tests.devices import running_on
 from tests.plain import rounding
 
 Array = NDArray[Any]
@@ -563,6 +566,23 @@ def test_a_result_stays_when_the_array_of_ids_changes(of: Any, dtype: str) -> No
     found = of(model, ids)
     ids[:] = 7
     assert repr(list(found)) == repr(expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_model_on_the_cpu_is_copied_and_one_on_a_gpu_says_why_not(copied: Any) -> None:
+    ids = random_ids(TINY, 9)
+    of_cpu = model(TINY, "cpu")
+    cache = of_cpu.new_cache()
+    of_cpu(ids[:4], cache)
+    again = copied(of_cpu)
+    np.testing.assert_array_equal(again(ids), of_cpu(ids))
+    np.testing.assert_array_equal(again(ids[4:], copied(cache)), of_cpu(ids[4:], cache))
+    with running_on("forward"):
+        of_gpu = GPT2(weights(TINY), device="cuda")
+        with pytest.raises(InputError, match=r"cannot be copied or pickled: load it again with fr"):
+            copied(of_gpu)
+        with pytest.raises(InputError, match=r"a kv_cache on a GPU cannot .*: make one with new_c"):
+            copied(of_gpu.new_cache())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

@@ -10,6 +10,7 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
 from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
 
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
@@ -45,6 +46,12 @@ class CudaCache:
         ]
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: Any = None
+
+    def __getstate__(self) -> Any:
+        raise InputError(
+            "a kv_cache on a GPU cannot be copied or pickled: make one with new_cache, and call "
+            "the model with it and all ids"
+        )
 
     @property
     def nbytes(self) -> int:

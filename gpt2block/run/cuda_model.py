@@ -24,6 +24,7 @@ from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
 from gpt2block.cuda.kernels import FP8, TWO_PART
+from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
@@ -130,6 +131,12 @@ class CudaModel(StoredModel):
                         config, self._divisors, self._matrices, self._vectors
                     )
                 self.stream.synchronize()
+
+    def __getstate__(self) -> Any:
+        raise InputError(
+            "a model on a GPU cannot be copied or pickled: load it again with from_pretrained, in "
+            "another process too (a Predictor is pickled without its model), or use device='cpu'"
+        )
 
     def _vector(self, array: NDArray[Any]) -> CudaArray:
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")

@@ -35,7 +35,8 @@ class Conversation:
     and is 0 again after `clear`.
 
     answer: the Row of the last answer: its `tokens`, the tokens of its `prompt`, and how many of
-    those were `reused`. Not thread-safe.
+    those were `reused`. Not thread-safe. A copied or unpickled conversation on the CPU has the
+    messages, and computes its kv_cache again.
     """
 
     def __init__(
@@ -55,6 +56,9 @@ class Conversation:
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
         self._latest: ref[Generator[str, None, Generation | None]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "answer": None, "_batch": None, "_latest": None}
 
     def __repr__(self) -> str:
         return f"Conversation({len(self.messages)} messages)"
