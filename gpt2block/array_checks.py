@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checks import of_bfloat16
 from gpt2block.errors import InputError
 
 DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
@@ -50,5 +51,5 @@ def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"expected an array that can be shared, got {type(x).__name__}: {error}"
+            f"expected an array that can be shared, got {type(x).__name__}: {error}{of_bfloat16(x)}"
         ) from error

@@ -78,10 +78,16 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def meant(value: object, known: Iterable[str]) -> str:
-    """The end of an error message, ": did you mean bfloat16?"; "" if no known string is near."""
+    """The end of an error message, ": did you mean bfloat16?"; "" if no known string is near.
+
+    A dtype of NumPy or torch means the string of its name.
+    """
     from difflib import get_close_matches  # noqa: PLC0415
 
-    text, names = str(value).lower(), list(known)
+    name = value.__name__ if isinstance(value, type) else str(value)
+    text, names = name.lower().removeprefix("torch."), list(known)
+    if isinstance(value, (type, np.dtype)) or str(value).startswith("torch."):
+        return f": use {text!r}" if text in names else ""
     near = [_DTYPE_OF.get(text, "")] if _DTYPE_OF.get(text) in names else []
     near = near or get_close_matches(text, names, 1)
     return f": did you mean {near[0]}?" if near else ""
@@ -128,6 +134,13 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
         return np.asarray(given)
     except RuntimeError as error:
         raise InputError(f"{name}: cannot be read as an array: {error}") from error
+
+
+def of_bfloat16(array: Any) -> str:
+    """The end of an error message for torch tensors of bfloat16, which NumPy cannot read, or ""."""
+    if str(getattr(array, "dtype", "")) != "torch.bfloat16":
+        return ""
+    return ": use x.float().numpy(), and .astype(ml_dtypes.bfloat16) for a bfloat16 array"
 
 
 def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from gpt2block.checks import check_flag, check_integer, check_number, is_plain
+from gpt2block.checks import check_flag, check_integer, check_number, is_plain, of_bfloat16
 from gpt2block.config import check_count, check_eps
 from gpt2block.errors import InputError, shown
 
@@ -270,5 +270,5 @@ def _described(name: str, value: Any) -> str:
     if isinstance(value, np.matrix):
         return f"an np.matrix: use np.asarray({name})"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype} {value.shape}"
+        return f"{value.dtype} {value.shape}{of_bfloat16(value)}"
     return f"{type(value).__name__} {shown(value):.60}"

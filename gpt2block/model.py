@@ -738,6 +738,11 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
     for b, row in enumerate(rows):
         name = f"ids: row {b}" if len(rows) > 1 else "ids"
+        if row.dtype.kind in "US":
+            raise InputError(
+                f"{name}: expected token ids, got text: use model.tokenizer.encode_ordinary(text): "
+                "generate, score, embed, explain and logit_lens take text"
+            )
         if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
             raise InputError(
                 f"{name}: expected integers of shape (T,), (B, T), or a list of (T,), with at "

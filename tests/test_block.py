@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,21 @@ def test_pinned_memory_is_host_memory() -> None:
     np.testing.assert_array_equal(shared, x)
 
 
+class Bfloat16:
+    """What a torch tensor of bfloat16 in host memory does."""
+
+    dtype, shape, ndim = "torch.bfloat16", (3,), 1
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("Unsupported dtype in DLTensor.")
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
 class CudaTensor:
     """What a CUDA array looks like to a Block without a GPU."""
 
@@ -174,6 +190,10 @@ class CudaTensor:
         ([[0.0] * 48], r"on the CPU, got list: use np.array\(x, np.float32\)$"),
         (None, "x: expected a NumPy array for a Block on the CPU, got NoneType$"),
         (Unshared(), "expected an array that can be shared, got Unshared: requires grad"),
+        (
+            Bfloat16(),
+            r"got Bfloat16: Unsupported dtype in DLTensor.: use x.float\(\).numpy\(\), and",
+        ),
         (CudaTensor(), "got CudaTensor: copy it to the host, or make the Block with device='cuda'"),
     ],
 )
@@ -183,6 +203,20 @@ def test_wrong_x_is_refused(block: Block, x: Any, message: str) -> None:
             call(x)
     with pytest.raises(InputError, match="expected"):
         block.compare(x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        BlockWeights.from_packed,
+        lambda x: replace(BlockWeights.random(0, SMALL), gamma1=x),
+        lambda x: replace(BlockWeights.random(0, SMALL), beta1=x),
+        reference.gelu,
+    ],
+)
+def test_what_to_write_for_a_tensor_of_bfloat16(call: Any) -> None:
+    with pytest.raises(InputError, match=r": use x\.float\(\)\.numpy\(\), and \.astype\(ml_dtypes"):
+        call(Bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "target"), [("float16", "np"), ("bfloat16", "ml_dtypes")])
@@ -267,7 +301,12 @@ def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: st
             {"dtype": "float64"},
             "dtype: expected one of float32, float16, bfloat16, got 'floa",
         ),
-        ({"dtype": np.float32}, "dtype: expected one of"),
+        (
+            {"dtype": np.float16},
+            "dtype: expected one of .* got <class 'numpy.float16'>: use 'float16'",
+        ),
+        ({"dtype": np.dtype("float32")}, r".*got dtype\('float32'\): use 'float32'$"),
+        ({"dtype": np.float64}, r".*got <class 'numpy.float64'>$"),
         ({"dtype": ["float32"]}, "dtype: expected"),
         ({"dtype": None}, "dtype: expected"),
         ({"kernels": "fast"}, "kernels: expected one of auto, skeleton, fused, got 'fast'"),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.checks import check_integer, is_plain, plain_array, several
+from gpt2block.checks import check_integer, is_plain, of_bfloat16, plain_array, several
 from gpt2block.config import ModelConfig, Shapes, check_count, check_eps, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -45,7 +45,8 @@ class BlockArrays(ABC):
         gamma1: Any = self.gamma1
         if not is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
             got = getattr(gamma1, "shape", type(gamma1).__name__)
-            raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}")
+            hint = of_bfloat16(gamma1)
+            raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}{hint}")
         object.__setattr__(self, "n_head", check_count("n_head", self.n_head))
         object.__setattr__(self, "eps", check_eps(self.eps))
         self._check_settings()
@@ -266,13 +267,15 @@ def packed_array(packed: Any) -> Array:
     except InputError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"packed weights: expected a 1-D array of floats: {error}") from error
+        problem = f"{error}{of_bfloat16(packed)}"
+        raise InputError(f"packed weights: expected a 1-D array of floats: {problem}") from error
 
 
 def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
     """Return the array. Raises InputError unless it is a plain array of floats of this shape."""
     if not is_plain(array):
-        raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
+        got = type(array).__name__ + of_bfloat16(array)
+        raise InputError(f"{name}: expected a NumPy array, got {got}")
     if array.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if array.dtype not in (np.float32, np.float64):

@@ -317,6 +317,16 @@ class Predictor:
 
 def _entries(name: str, column: Any) -> list[Any]:
     """Return a column's entries, one per record. InputError where it is not a column."""
+    if isinstance(column, np.ma.MaskedArray):
+        raise InputError(
+            f"{name}: expected an array without a mask, got a NumPy masked array: leave out the "
+            "masked records, or use .filled()"
+        )
+    if isinstance(column, Iterator):  # the result has the columns of the batch, too
+        raise InputError(
+            f"{name}: expected a column that can be read twice, got {type(column).__name__}: use "
+            "list(column)"
+        )
     if not isinstance(column, (str, bytes, Mapping, set, frozenset)):
         with suppress(TypeError):  # also raised by arrays of zero dimensions
             return list(column)
