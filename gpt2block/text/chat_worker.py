@@ -61,9 +61,7 @@ class Marks(dict[int, str]):
         self._free = (code for code in MARKS if chr(code) not in used)
 
     def __missing__(self, code: int) -> str:
-        mark = next(self._free, None)
-        if mark is None:
-            raise jinja2.TemplateError(f"expected at most {len(MARKS):,} different characters")
+        mark = next(self._free)
         self.back[mark] = chr(code)
         self[code] = chr(mark)
         return self[code]
@@ -122,9 +120,6 @@ class Text(str):
             if start >= 0:
                 at = start + len(piece) + gap
                 pieces.append(self[start : start + len(piece)])
-            elif len(piece) == len(whole):  # such as in upper case
-                both = zip(piece, whole, str.__iter__(self), strict=True)
-                pieces.append(Text("".join(c if o == m else marked(c) for c, o, m in both)))
             else:
                 pieces.append(marked(piece))
         return pieces[0] if isinstance(found, str) else type(found)(pieces)
@@ -201,24 +196,7 @@ def to_json(
 ) -> str:
     """`tojson` of templates, which escapes nothing for HTML."""
     return json.dumps(
-        _escaped(value),
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _escaped(value: Any) -> Any:
-    """A value whose marked characters are replaced by those that JSON writes for them."""
-    if isinstance(value, Text):
-        pairs = zip(str.__iter__(value), plain(value), strict=True)
-        return "".join(m if m == c else marked(json.dumps(c, ensure_ascii=False)[1:-1])
-                       for m, c in pairs)  # fmt: skip
-    if isinstance(value, (list, tuple)):
-        return list(map(_escaped, value))
-    return (
-        {_escaped(k): _escaped(v) for k, v in value.items()} if isinstance(value, dict) else value
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
