@@ -612,7 +612,8 @@ def test_a_special_token_with_the_bytes_of_an_ordinary_one() -> None:
 def test_encode_of_the_package_tokenizers_is_that_of_tiktoken(tmp_path: Path) -> None:
     for ignored in (False, True):  # by tiktoken, by the package tokenizers
         name = "<x>"
-        path = small_json(tmp_path, ignore_merges=ignored, added_tokens=[added_token(258, name)])
+        tokens = [added_token(258, name), added_token(259, "<y>")]
+        path = small_json(tmp_path, ignore_merges=ignored, added_tokens=tokens)
         encoding: Any = tokenizer.from_path(path, 1000)
         assert encoding.encode("ab") == [256]
         with pytest.raises(ValueError, match="special token"):
@@ -620,6 +621,8 @@ def test_encode_of_the_package_tokenizers_is_that_of_tiktoken(tmp_path: Path) ->
         assert encoding.encode(f"ab{name}", allowed_special="all") == [256, 258]
         assert encoding.encode(f"ab{name}", allowed_special={name}) == [256, 258]
         assert encoding.encode(name, disallowed_special=()) == encoding.encode_ordinary(name)
+        ids = encoding.encode(f"{name}<y>", allowed_special={name}, disallowed_special=())
+        assert ids == [258, *b"<y>"]
 
 
 def test_lone_surrogates_are_refused_with_their_place(tmp_path: Path) -> None:

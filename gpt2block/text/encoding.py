@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -158,20 +158,21 @@ class TokenizersEncoding:
     ) -> list[int]:
         """Token ids, as `tiktoken.Encoding.encode`: ValueError for names that are not allowed.
 
-        allowed_special: names of special tokens that become their ids: all or none of them.
+        allowed_special: names of special tokens that become their ids.
         disallowed_special: names that the text may not have; others are ordinary text.
         """
         names = set(self._special)
         allowed = names if allowed_special == "all" else names & set(allowed_special)
-        if allowed not in (names, set()):
-            raise InputError('allowed_special: expected "all" or no name of a special token')
         refused = names - allowed if disallowed_special == "all" else set(disallowed_special)
         found = next((name for name in sorted(refused) if name in text), None)
         if found is not None:
             raise InputError(f'text: {found!r} is a special token: expected allowed_special="all" '
                              "for its id, or disallowed_special=() for text")  # fmt: skip
-        chosen = self._with_special if allowed else self._tokenizer
-        return _ids(chosen, text)
+        if not allowed:
+            return _ids(self._tokenizer, text)
+        others = "|".join(map(re.escape, names - allowed)) or "(?!)"
+        spans = (found.span() for found in re.finditer(others, text))
+        return self.encode_given(text, chain.from_iterable(starmap(range, spans)))
 
     def encode_given(self, text: str, given: Iterable[int]) -> list[int]:
         """Token ids of a text with names of added tokens.
@@ -289,8 +290,10 @@ def without_names(text: str, names: Iterable[str], given: Iterable[int]) -> str:
     One of these characters is replaced by one for private use, if possible not white space.
     """
     places, chars = set(given), list(text)
+    if not places:
+        return text
     free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
-    for name in names if places else ():
+    for name in names:
         at = text.find(name)
         while at >= 0:
             own = [i for i in range(at, at + len(name)) if i in places]
