@@ -1,10 +1,9 @@
 """The NumPy reference of every operation, written to be compared with its formula.
 
-A function computes in float32 or float64, as its input is, and returns that dtype. With inputs of
-16 bits it computes in float32 and rounds the result (`takes`). Everything else is compared with
-float64. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head),
-HS = C / NH. Every function takes (T, C) as well as (B, T, C). `takes` checks the arguments against
-the shapes that it lists, and raises InputError if they do not match.
+A function computes in float32 or float64, as its input is, and with 16 bits in float32 (`takes`),
+and returns that dtype. Everything else is compared with float64. Shapes: B batch, T sequence
+length, C channels (n_embd), NH heads (n_head), HS = C / NH. Every function takes (T, C) as well as
+(B, T, C). `takes` checks the arguments against its shapes, and raises InputError.
 """
 
 from __future__ import annotations
