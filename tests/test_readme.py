@@ -21,6 +21,7 @@ from gpt2block.cuda import kernels
 from gpt2block.emulator import missing
 from gpt2block.ops.registry import OPERATIONS
 from tests.command_line import gpt2block, printed
+from tests.devices import running_on
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -220,7 +221,7 @@ def test_the_index_of_kernels_has_every_header() -> None:
     [("README.md", "text"), ("docs/gpt2.md", "python"), ("docs/block.md", None)],
 )
 def test_the_python_snippets_run(page: str, expected: str | None) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / page], re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGES[ROOT / page], re.DOTALL)
     code = code.replace("from_pretrained()", "from_pretrained(device='cpu')")
     code = code.replace("Block(weights)", "Block(weights, device='cpu')", 1)
     assert "device='cpu'" in code
@@ -232,6 +233,17 @@ def test_the_python_snippets_run(page: str, expected: str | None) -> None:
         assert lines == shown(expected)
     else:
         assert lines[2].startswith("attn reference.attention")
+
+
+@pytest.mark.parametrize("where", ["forward", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_block_of_ones_own_weights(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGES[ROOT / "docs/block.md"], re.DOTALL)[1:]
+    out = StringIO()
+    with running_on(where) as cupy, redirect_stdout(out):
+        if where != "gpu":
+            monkeypatch.setitem(sys.modules, "cupy", cupy)
+        exec(compile("\n".join(code), "docs/block.md", "exec"), {"__name__": "__main__"})
+    assert out.getvalue().splitlines() == ["(10, 64)", "True True"]
 
 
 # The examples
