@@ -288,8 +288,12 @@ def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [*b"ab"])
 
 
-def test_the_score_of_a_prompt(client: Any, model: Any) -> None:
+@pytest.mark.parametrize("many", [0, app.MANY_TOKENS])
+def test_the_score_of_a_prompt(
+    client: Any, model: Any, monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
     """As evaluations ask for it: nothing new, the prompt with its log-probabilities."""
+    monkeypatch.setattr(app, "MANY_TOKENS", many)
     found = client.completions.create(
         model="small", prompt=["abcd", "x"], max_tokens=0, echo=True, logprobs=1
     )
@@ -358,6 +362,10 @@ def test_tokenize(server: Running) -> None:
     assert post(server, "/tokenize", {"messages": HELLO})[1]["count"] == len("uHello\na")
     assert post(server, "/detokenize", {"tokens": [97, 195, 177]})[1] == {"prompt": "añ"}
     assert post(server, "/detokenize", {"tokens": [257]})[0] == 400
+    text = "añ" * 9000  # read and written in parts
+    status, found = post(server, "/tokenize", {"prompt": text})
+    assert (status, found["tokens"]) == (200, [*text.encode()])
+    assert post(server, "/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
     assert post(server, "/tokenize", {})[1]["error"]["param"] == "prompt"
 
 
@@ -381,6 +389,16 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, {"prompt": [-1]}, 400, "prompt", "-1"),
         (COMPLETION, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's"),
         (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "UTF-8"),
+        (COMPLETION, {"prompt": [1] * 20_000}, 400, "prompt", "20000 tokens, the model's"),
+        (COMPLETION, {"prompt": [[1], [1] * 129]}, 400, "prompt", "129 tokens, the model's"),
+        (COMPLETION, {"logit_bias": {str(i): 0 for i in range(20_000)}}, 400, "logit_bias",
+         "expected at most 16,384 token ids"),
+        (CHAT, {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 messages, parts"),
+        (CHAT, {"messages": [HELLO[0] | {"name": [[]] * 17_000}]}, 400, "messages", "at most"),
+        ("/tokenize", {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 messages"),
+        ("/detokenize", {"tokens": [1] * 9000 + [-1]}, 400, "tokens", "expected token ids"),
+        ("/detokenize", {"tokens": [1] * 9000 + [True]}, 400, "tokens", "expected token ids"),
+        ("/detokenize", {"tokens": [1] * 9000 + [257]}, 400, "tokens", "token 9000 is 257"),
         (COMPLETION, {"temperature": "hot"}, 400, "temperature", "expected a valid number"),
         (COMPLETION, {"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
         (COMPLETION, {"temperature": True}, 400, "temperature", "expected a valid number"),

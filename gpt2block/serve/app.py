@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -48,6 +50,7 @@ from gpt2block.serve.metrics import Metrics
 from gpt2block.serve.play import Play
 from gpt2block.serve.prompts import scored_prompt
 from gpt2block.serve.protocol import (
+    PART,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -55,6 +58,7 @@ from gpt2block.serve.protocol import (
     EmbeddingRequest,
     Sampled,
     TokenizeRequest,
+    check_length,
     parsed,
     refused,
 )
@@ -70,7 +74,9 @@ SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
 BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+Value = TypeVar("Value")
 AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
+MANY_TOKENS = 1024  # of an answer that takes long to write
 EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
 
@@ -228,7 +234,8 @@ class Server:
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
         body = await _body(request)
-        return await self._prepared(request, parsed, kind, body, {self.settings.name})
+        names, n_ctx = {self.settings.name}, self.model.config.n_ctx
+        return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
     async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
         """What a call makes of a request: at once if that is small, else in a thread."""
@@ -236,7 +243,7 @@ class Server:
             return call(*arguments)
         return await self._in_thread(call, *arguments)
 
-    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(self, call: Callable[..., Value], *arguments: Any) -> Value:
         """What a call returns. A request that is cancelled does not wait for a call that runs."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(call, *arguments))
@@ -312,10 +319,7 @@ class Server:
         return ids
 
     def _check_length(self, count: int, field: str, least: str = "") -> None:
-        n_ctx = self.model.config.n_ctx
-        if count > n_ctx:
-            problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
-            raise ApiError(400, problem, field, "context_length_exceeded")
+        check_length(count, self.model.config.n_ctx, field, least)
 
     def _rows(self, prompts: list[Ids], given: Sampled, most: int, top: int) -> list[Row]:
         """The rows of a request. top: alternatives of each token."""
@@ -337,9 +341,8 @@ class Server:
         left = anyio.current_effective_deadline() - anyio.current_time()
         answer = Answer(self.service, asked.rows, request.state.client, left)
         self.metrics.started(prompt_tokens, asked.rows)
-        told = partial(self._usage, asked)
         if asked.stream:
-            wanted = told if asked.usage else None
+            wanted = partial(self._usage, asked) if asked.usage else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.metrics.between_pieces, partial(self._fault, request.url.path),
@@ -353,15 +356,24 @@ class Server:
             await whole(answer, choices)
         finally:
             answer.close()
+        new = sum(len(row.tokens) for row in asked.rows)
+        told_of = sum(len(choice.scored.tokens) for choice in choices) if asked.logprobs else new
+        if told_of > MANY_TOKENS:
+            return await self._in_thread(self._whole, asked, choices, new, _Patient)
+        return self._whole(asked, choices, new, JSONResponse)
+
+    def _whole(
+        self, asked: Asked, choices: Sequence[Choice], new: int, kind: type[JSONResponse]
+    ) -> Response:
+        """The answer to a request with so many new tokens."""
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
-        new = sum(len(row.tokens) for row in asked.rows)
-        found = form.object(form.whole, written, usage=told(new))
+        found = form.object(form.whole, written, usage=self._usage(asked, new))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):
                 each["token_ids"] = asked.rows[index].tokens if asked.rows else []
             form.with_prompts(found, prompts)
-        return JSONResponse(found)
+        return kind(found)
 
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """That of a request with so many new tokens."""
@@ -389,7 +401,7 @@ class Server:
         count = sum(map(len, ids))
         told = {"prompt_tokens": count, "total_tokens": count}
         found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
-        return JSONResponse(found)
+        return await self._in_thread(_Patient, found)
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
@@ -406,12 +418,19 @@ class Server:
 
         tokens = await self._in_thread(ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
-        return JSONResponse(told)
+        return await self._in_thread(_Patient, told)
 
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
-        V = self.model.config.vocab_size
-        ids = tokenizer.token_ids(None, given.tokens, V, "tokens")
-        return JSONResponse({"prompt": _text(self.encoding, ids)})
+        encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
+
+        def text() -> Response:
+            for first in range(0, len(given.tokens), PART):
+                part = given.tokens[first : first + PART]
+                tokenizer.check_ids(np.array(part), V, "tokens", first)
+                found.extend(bytes_of_ids(encoding, part))
+            return JSONResponse({"prompt": found.decode(errors="replace")})
+
+        return await self._in_thread(text)
 
     async def models(self, request: Request) -> Response:
         name, wanted = self.settings.name, request.path_params.get("name")
@@ -442,6 +461,14 @@ class Server:
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Patient(JSONResponse):
+    """JSON of many values, written in Python, so that other threads run meanwhile."""
+
+    def render(self, content: Any) -> bytes:
+        texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
+        return b"".join(iter(lambda: "".join(islice(texts, PART)).encode(), b""))
 
 
 class _Streamed(EventSourceResponse):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
 from gpt2block.errors import shown
 from gpt2block.sampling import MOST_ALTERNATIVES, LogitBias
@@ -19,6 +19,8 @@ MOST_PROMPTS = 256  # of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # characters of each
+MOST_VALUES = 2**14  # biases; messages, parts and fields; values of a body that is read in C
+PART = 2**13  # entries of a list that are looked at, or written, at a time
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a text
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
@@ -43,17 +45,59 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 Request = TypeVar("Request", bound="Body")
-Tokens = list[Annotated[int, Field(ge=0)]]
 
 
-def _texts(given: Any) -> list[Any]:
-    """A text, token ids, or a list of either, as a list."""
-    of_ids = isinstance(given, list) and set(map(type, given)) == {int}
+def _token_ids(given: Any) -> Any:
+    """Token ids as they are: pydantic would keep Python's lock over all of them."""
+    for first in range(0, len(given) if isinstance(given, list) else 0, PART):
+        part = given[first : first + PART]
+        if set(map(type, part)) != {int} or min(part) < 0:
+            raise ValueError("expected token ids")
+    return given
+
+
+def _values(given: Any, info: ValidationInfo) -> Any:
+    """Messages as they are, if they are not so many that to read them takes long."""
+    count, waiting = 0, [given]
+    while waiting:
+        each = waiting.pop()
+        inner = [*each.values()] if isinstance(each, dict) else each
+        if isinstance(inner, list):
+            count += len(inner)
+            if count > MOST_VALUES:
+                raise _too_many(info, MOST_VALUES, "messages, parts and fields")
+            waiting += inner
+    return given
+
+
+def _too_many(info: ValidationInfo, most: int, what: str) -> ApiError:
+    """An error that does not show them: even to sort them takes long."""
+    return ApiError(400, f"{info.field_name}: expected at most {most:,} {what}", info.field_name)
+
+
+def _at_most(most: int, what: str) -> BeforeValidator:
+    def check(given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, (list, dict)) and len(given) > most:
+            raise _too_many(info, most, what)
+        return given
+
+    return BeforeValidator(check)
+
+
+Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
+
+
+def _texts(given: Any, info: ValidationInfo) -> list[Any]:
+    """A text, token ids, or a list of either, as a list. Their lengths are checked first."""
+    of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
+    if isinstance(found, list):
+        if not 1 <= len(found) <= MOST_PROMPTS:
+            raise ValueError(f"expected 1 to {MOST_PROMPTS} of them, not {len(found)}")
+        most = max(len(each) if isinstance(each, list) else 0 for each in found)
+        check_length(most, cast(int, info.context), info.field_name or "")
     if not isinstance(found, list) or not all(map(_is_text, found)):
         raise ValueError("expected a text, token ids, or a list of texts or of token ids")
-    if not 1 <= len(found) <= MOST_PROMPTS:
-        raise ValueError(f"expected 1 to {MOST_PROMPTS} of them, not {len(found)}")
     return found
 
 
@@ -79,6 +123,13 @@ class ApiError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": found}
+
+
+def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
+    """Refuse more tokens than the model's context."""
+    if count > n_ctx:
+        problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
+        raise ApiError(400, problem, field, "context_length_exceeded")
 
 
 class Body(BaseModel):
@@ -123,19 +174,20 @@ class Sampled(Drawn):
 
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     repetition_penalty: float | None = Field(1.0, gt=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+        _at_most(MOST_VALUES, "token ids"),
+    ] = None
     return_token_ids: bool | None = False
 
     def options(self) -> dict[str, Any]:
         """The keywords of `GPT2.generate` for these."""
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
-        if len(stop) > MOST_STOPS:
-            raise ApiError(400, f"stop: expected at most {MOST_STOPS} texts", "stop")
         if any(len(text) > MOST_STOP for text in stop):
             raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
         found: dict[str, Any] = {
@@ -198,10 +250,13 @@ class ChatMessage(BaseModel):
         return found
 
 
+Messages = Annotated[list[ChatMessage], BeforeValidator(_values)]
+
+
 class ChatRequest(Sampled):
     """Of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -218,7 +273,7 @@ class TokenizeRequest(Body):
     """Of /tokenize."""
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Messages | None = Field(None, min_length=1)
 
 
 class DetokenizeRequest(Body):
@@ -227,13 +282,21 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
-def parsed(kind: type[Request], data: bytes, names: Collection[str]) -> Request:
-    """A request from its body. names: of the model, any other one is refused.
+class _Patient(json.JSONDecoder):
+    """Reads JSON in Python, except for its texts, so that other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
+    """A request from its body. names: of the model, any other one is refused. n_ctx: the model's.
 
     Raises ApiError, which names the first field that is wrong.
     """
     try:
-        given = json.loads(data)
+        given = json.loads(data, cls=_Patient if data.count(b",") > MOST_VALUES else None)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None
     if not isinstance(given, dict):
@@ -241,7 +304,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str]) -> Request:
     for name in [name for name in NEUTRAL if name in given and name not in kind.model_fields]:
         _check_neutral(name, given.pop(name))
     try:
-        found = kind.model_validate(given)
+        found = kind.model_validate(given, context=n_ctx)
     except ValidationError as error:
         raise _of_field(error) from None
     if found.model is not None and found.model not in names:
