@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
-from itertools import accumulate, chain, starmap
+from itertools import accumulate, chain, islice, starmap
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -180,7 +180,10 @@ class TokenizersEncoding:
         given: places of characters; a name with one of them is ordinary text. Other names are
         replaced by those of `_renamed`, to which no text is equal.
         """
-        places = set(given)
+        each = iter(given)
+        places: set[int] = set()
+        for part in iter(lambda: [*islice(each, 2**13)], []):  # other threads run in between
+            places.update(part)
         free = without_names(text, self._names, places)
         if free == text:
             return _ids(self._with_special, text)
@@ -289,18 +292,23 @@ def without_names(text: str, names: Iterable[str], given: Iterable[int]) -> str:
 
     One of these characters is replaced by one for private use, if possible not white space.
     """
-    places, chars = set(given), list(text)
+    places = given if isinstance(given, set) else set(given)
     if not places:
         return text
+    broken: set[int] = set()
     free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
     for name in names:
         at = text.find(name)
         while at >= 0:
             own = [i for i in range(at, at + len(name)) if i in places]
             if own:
-                chars[min(own, key=lambda i: text[i].isspace())] = free
+                broken.add(min(own, key=lambda i: text[i].isspace()))
             at = text.find(name, at + 1)
-    return "".join(chars)
+    parts, at = [], 0
+    for place in sorted(broken):
+        parts += [text[at:place], free]
+        at = place + 1
+    return "".join([*parts, text[at:]])
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
