@@ -23,7 +23,7 @@ from fuzzing import (
     refuses,
 )
 from fuzzing import gpt2 as plain
-from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, spoil
+from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, spoil, swapped
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
@@ -84,6 +84,8 @@ def _block(rng: Rng, folder: Path) -> None:
     x: Any = rng.standard_normal(shape).astype(plain.DTYPES[dtype])
     if rng.chance(0.2):
         x = np.asfortranarray(x)
+    elif rng.chance(0.2) and dtype != "bfloat16":
+        x = swapped(x)
     changed = rng.chance(0.4)
     out = None
     if changed and rng.chance(0.4):

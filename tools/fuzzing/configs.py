@@ -38,6 +38,15 @@ class Rules(NamedTuple):
     fields: dict[str, Any]
 
 
+# Keys of other architectures, each with a value that changes nothing and one that does
+FOREIGN: dict[str, tuple[Any, Any]] = {
+    "layer_types": (["full_attention"], ["full_attention", "sliding_attention"]),
+    "sliding_window": (None, 0), "embedding_multiplier": (1.0, 12.0), "logit_scale": (1, 0.0625),
+    "use_qk_norm": (False, True), "final_logit_softcapping": (None, 30.0),
+    "no_rope_layers": ([1, 1], [1, 0]), "query_pre_attn_scalar": (None, 0.5),
+}  # fmt: skip
+
+
 def rules(config: Any) -> Rules:
     """Interpret a config.json by the documentation of Hugging Face's GPT2Config."""
     if not isinstance(config, dict) or config.get("model_type", "gpt2") != "gpt2":
@@ -77,6 +86,7 @@ def rules(config: Any) -> Rules:
         wrong |= name in config and config[name] not in (True, False, None)
     doubtful |= "add_cross_attention" in config and config["add_cross_attention"] is not False
     wrong |= config.get("add_cross_attention", False) not in (False, None)
+    wrong |= any(config.get(name) == other for name, (_, other) in FOREIGN.items())
     return Rules(wrong, wrong or doubtful, fields)
 
 
@@ -120,6 +130,9 @@ def random_object(rng: Rng) -> Any:
     if "n_head" not in config or "n_embd" not in config:  # most of the others would not divide
         config |= {"n_head": n_head, "n_embd": usual["n_embd"]} if rng.chance(0.8) else {}
     rename(rng, config)
+    if rng.chance(0.2):
+        name = rng.pick(*FOREIGN)
+        config[name] = FOREIGN[name][rng.whole(2)]
     for _ in range(int(rng.choice([0, 0, 1, 2]))):
         name = str(rng.choice([*usual, "num_hidden_layers", "num_attention_heads", "hidden_size"]))
         config[name] = odd_value(rng)

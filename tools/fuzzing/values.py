@@ -72,6 +72,11 @@ def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
         parent[key] = rng.pick(odd_value(rng), *others)
 
 
+def swapped(array: Any) -> Any:
+    """The same numbers in the other byte order."""
+    return array.astype(array.dtype.newbyteorder())
+
+
 def _shape(rng: Rng) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.integers(0, 5, rng.whole(0, 5)))
 
@@ -80,6 +85,8 @@ _ARRAYS: tuple[Callable[[Rng], Any], ...] = (
     lambda rng: rng.standard_normal(_shape(rng)),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float32),
     lambda rng: rng.standard_normal(_shape(rng)).astype(np.float16),
+    lambda rng: rng.standard_normal(_shape(rng)).astype(rng.pick(">f2", ">f4", ">f8")),
+    lambda rng: rng.integers(0, 9, _shape(rng)).astype(rng.pick(">i2", ">i8", ">u4")),
     lambda rng: rng.integers(-3, 9, _shape(rng)),
     lambda rng: rng.integers(0, 9, _shape(rng)).astype(np.uint8),
     lambda rng: rng.random(_shape(rng)) < 0.5,
