@@ -202,13 +202,6 @@ def test_the_class_follows_the_architecture() -> None:
     [
         ({"sliding_window": 255}, "sliding_window: expected null, got 255: attention sees all"),
         (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types: expected null or 'full_attention', got ['full_attention', 'sliding_atten",
-        ),
-        ({"no_rope_layers": [1, 0]}, "no_rope_layers: expected null or 1, got [1, 0]: RoPE turns"),
-        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar: expected null or 12, got 256"),
-        ({"attention_multiplier": 1.0}, "attention_multiplier: expected null or 0.288675134594812"),
-        (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_parameters: full_attention: expected null, got {'rope_theta': 1000000.0}: RoPE",
         ),
