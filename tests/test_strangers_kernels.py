@@ -17,6 +17,7 @@ from gpt2block.errors import KernelError
 from gpt2block.mine import confined
 from gpt2block.mine.kernel import matched
 from gpt2block.mine.refused import Needs, too_many
+from gpt2block.mine.solutions import HERE
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find
@@ -190,7 +191,27 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
             "    __syncthreads();\n    if (i < n) y[i] = a[i] + b[i] + (before >= gridDim.x);",
             "__device__ int calls;\n",
         ),
-        "right in the first launch of a process, wrong in the second",
+        "right in the first launch of a process, wrong in a later one",
+    ),
+    "one of two counters that is not set back": (
+        "add",
+        add(
+            "__shared__ int before;\n    if (threadIdx.x == 0) before = atomicAdd(&calls, 1);\n"
+            "    __syncthreads();\n    if (i < n) y[i] = a[i] + b[i] + (before >= gridDim.x);\n"
+            "    if (threadIdx.x == 0 && atomicAdd(&done, 1) == gridDim.x - 1)\n"
+            "        atomicExch(&calls, 0);",
+            "__device__ int calls, done;\n",
+        ),
+        "right in the first launch of a process, wrong in a later one",
+    ),
+    "a maximum with lanes outside the mask": (
+        "softmax",
+        SOFTMAX.replace(
+            "    for (int i = 0; i < n; ++i) y",
+            "    if (row < 8) m = fmaxf(m, __shfl_down_sync(0xff, m, 8));\n"
+            "    for (int i = 0; i < n; ++i) y",
+        ).replace("START", "-3.0e38f"),
+        "are wrong",
     ),
     "results kept for the next launch": (
         "add",
@@ -230,6 +251,47 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
     ),
 }
 
+# Mistakes in the solutions of docs/learn: a file, its text, the mistake, and what is said.
+MISTAKES: dict[str, tuple[str, str, str, str]] = {
+    "no last barrier": ("layernorm/2.2", "    __syncthreads();  // all threads have", "//", "race"),
+    "a return before a barrier": ("layernorm/2.2", "    float sum = 0.0f;",
+                                  "if (threadIdx.x >= C) return; float sum = 0;", "divergent"),
+    "an offset of 16 bits": ("layernorm/2.2", "x + (long long)blockIdx.x * C",
+                             "x + (unsigned short)(blockIdx.x * C)", "at B=1, T=65, C=1032"),
+    "an output that is read": ("layernorm/2.2", "out_row[c] = (", "out_row[c] += (", "are NaN"),
+    "half of the block": ("layernorm/2.2", "n = THREADS / 2", "n = THREADS / 4", "are wrong"),
+    "vectors of any row": ("layernorm/3.1", "C % 4 == 0", "C >= 4", "misaligned access"),
+    "one vector of a thread": ("layernorm/3.1", "i < n4; i += THREADS) squares",
+                               "i < min(n4, THREADS); i += THREADS) squares", "C=4104"),
+    "zeros that are no values": ("layernorm/3.2", "if (threadIdx.x + k * THREADS >= C / 4)",
+                                 "if (k == HELD)", "are wrong"),
+    "rows that do not fit": ("layernorm/3.2", "C <= 4 *", "C <= 16 *", "at B=1, T=2, C=4104"),
+    "the row after the last": ("layernorm/5.3", "if (two) out_row", "out_row", "out of bounds"),
+    "half of the lanes": ("softmax/7.2", "distance = 16", "distance = 8", "are wrong"),
+    "a lane that returns": ("softmax/7.2", "(row >= rows)", "(row >= rows || lane >= n)", "diverg"),
+    "a maximum from 0": ("softmax/7.2", "{-INFINITY, 0", "{0.0f, 0", "scores near -1024"),
+    "no rescaling": ("softmax/7.2", "b.s * expf(b.m - point)", "b.s", "are wrong"),
+    "a maximum of three": ("softmax/3.4", "fmaxf(held[k].z, held[k].w)", "held[k].z", "one large"),
+    "no second barrier": ("matmul_bias/4.1", "    __syncthreads();  // all threads", "//", "race"),
+    "no zeros after K": ("matmul_bias/4.1", "m < M && k + tx < K ?", "m < M ?", "out of bounds"),
+    "tiles that fit": ("matmul_bias/4.1", "k < K; k", "k + TILE <= K; k", "are wrong"),
+    "an output of 16 bits": ("matmul_bias/5.2", "C[(long long)m * N + n]",
+                             "C[(unsigned short)(m * N + n)]", "race"),
+    "an input of 16 bits": ("matmul_bias/5.2", "A[(long long)m * K + k + tx]",
+                            "A[(unsigned short)(m * K + k + tx)]", "at M=65, K=1032, N=8"),
+    "weights of 16 bits": ("linear/9.2", "w + (long long)n * K", "w + (unsigned short)(n * K)",
+                           "at M=4, K=1032, N=72"),
+    "a barrier of warps": ("linear/9.2", "    __syncthreads();", "    __syncwarp();", "race"),
+    "squares of one warp": ("rmsnorm_matmul/10.2", "squares += part[0][p][lane];", "", "are wrong"),
+    "a tail of 3": ("to_fp8/11.1", "first + 4 <= size", "first + 3 <= size", "out of bounds"),
+    "no end of keys": ("attention/8.2", "first + key < T;", "true;", "out of bounds"),
+    "no barrier after a tile": ("attention/8.2", "__syncthreads();  // the prev", "//", "race"),
+    "keys after the query": ("attention/8.2", "+ lane <= query", "+ lane < T", "are wrong"),
+    "memory that grows with T": ("attention/8.1", "shared=4 * T", "shared=4 * T * HS", "a GPU"),
+    "sums of float16": ("trimat/6.2", "sum += a.hi * c.hi;",
+                        "sum = two_part(sum + a.hi * c.hi).hi;", "are wrong"),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_kernel_passes(name: str) -> None:
@@ -246,6 +308,16 @@ def test_a_wrong_kernel_does_not(name: str) -> None:
     assert not found.right
     assert said in str(found)
     assert said in found.verdict
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_right_kernel_is_found(name: str) -> None:
+    file, text, mistake, said = MISTAKES[name]
+    right = (HERE / f"{file}.cu").read_text("ascii")
+    assert text in right
+    found = check_kernel(file.split("/")[0], right.replace(text, mistake, 1), device="cpu").problem
+    assert found
+    assert said in f"{found.what} {found.at}"
 
 
 @pytest.mark.parametrize(

@@ -390,10 +390,16 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
     text = read_source(file)
     if Path(file).is_absolute():
         text = without_host_headers(text)
-        constants += Path(__file__).with_name("prelude.cuh").read_text("ascii")
+        constants += prelude()
     elif kernel:
         text = with_only(kernel, text)
     return f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{text}'
+
+
+@cache
+def prelude() -> str:
+    """What precedes a file that is not in kernels_cu."""
+    return Path(__file__).with_name("prelude.cuh").read_text("ascii")
 
 
 @cache

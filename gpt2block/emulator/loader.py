@@ -94,7 +94,10 @@ _STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")  # whi
 _SHARED_ALIGNED = re.compile(
     r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
 )  # in C++: before
-_DEVICE_VARIABLE = re.compile(r"\b__device__\s+[\w: ]+?\s\w+\s*(?:\[[^]]*\]\s*)*(?:=|;|\{)")
+_DEVICE_VARIABLE = re.compile(  # also one of a function, which is static
+    r"\b__device__\s(?:(?:__align__|alignas)\s*\([^()]*\)|[^(){};=])*[=;{]"
+    r"|\bstatic\s+(?!const|__)[\w:<> ]+\s\w+\s*(?:\[[^]]*\]\s*)*[=;{]"
+)
 _TELLING = re.compile(
     r"cuda_on_cpu: |SUMMARY: |.*runtime error: |.*(READ|WRITE) of size|.* is located \d+ bytes "
     r"|.*hard rss limit"
@@ -130,7 +133,7 @@ class Checks(NamedTuple):
     races: bool = False  # instead of accesses out of bounds
     limit_s: float | None = None  # by default TIMEOUT_S
     printed: Callable[[str], None] = lambda _: None  # gets the text that a kernel prints
-    rehearsed: bool = False  # launch on other values before, in the same process
+    rehearsed: bool = False  # launch twice on other values before, in the same process
     within: tuple[str, ...] = ()  # a command that runs the program, such as prlimit and its options
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # gets what may be why a result is wrong

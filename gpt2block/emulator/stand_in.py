@@ -210,7 +210,7 @@ class RawModule:
     """The file that a text of `kernels.program` is of."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
-        constants, _, text = code.partition("#line 1 ")
+        constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
         defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
         self._defines: kernels.Defines = tuple(defines)
         self._source = loader.Source.shipped(text.partition("\n")[0].strip('"'))

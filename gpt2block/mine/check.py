@@ -109,7 +109,7 @@ def finding(found: Checked, given: Case) -> Finding:
 def of_second_launch(found: Finding) -> Finding:
     """A finding of a launch that was right as the first one of a process."""
     what = (
-        "right in the first launch of a process, wrong in the second: variables of the file "
+        "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"
     )
     return replace(found, what=f"{what}\n{found.what}")

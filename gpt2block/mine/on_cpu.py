@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     order: emulator.Order
     races: bool = False
-    rehearsed: bool = False  # after a launch on other values in the same process
+    rehearsed: bool = False  # after two launches on other values in the same process
     build: Build = "patterned"
     fill: int = check.NAN_BYTE  # the bytes of the outputs before
 
@@ -177,6 +177,7 @@ def _run(
 ) -> Checked | Finding:
     """The result of one launch, or what the emulator reports. notes: gets what may be a cause."""
     texts: list[str] = []
+    limit_s *= 3 if run.rehearsed else 1
     checks = Checks(
         run.races, limit_s, texts.append, run.rehearsed, confined(run.races), run.build,
         notes.append,
