@@ -173,6 +173,8 @@ class Server:
         try:
             yield
         finally:
+            for threads in (self._threads, self._passes):
+                threads.shutdown(wait=False, cancel_futures=True)
             service, self.service = self.service, None
             await to_thread.run_sync(service.close)
 
@@ -357,8 +359,7 @@ class Server:
         finally:
             answer.close()
         new = sum(len(row.tokens) for row in asked.rows)
-        told_of = sum(len(choice.scored.tokens) for choice in choices) if asked.logprobs else new
-        if told_of > MANY_TOKENS:
+        if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
             return await self._in_thread(self._whole, asked, choices, new, _Patient)
         return self._whole(asked, choices, new, JSONResponse)
 
