@@ -372,6 +372,8 @@ def test_tokenize(server: Running) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+CALL = {"type": "function", "function": {"name": "f"}}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without content
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,10 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
         (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON"),
         (COMPLETION, [1], 400, None, "expected a JSON object, got [1]"),
+        (COMPLETION, b'{"n": 1, "stop": "a", "n": 1}', 400, None, "each key once, got 'n' 2 times"),
+        (CHAT, b'{"messages": [{"role": "user", "role": "a"}]}', 400, None, "got 'role' 2 times"),
+        (COMPLETION, b'{"stop": {%s"7": 1}}' % b"".join(b'"%d": 0,' % i for i in range(17_000)),
+         400, None, "each key once, got '7' 2 times"),
         (COMPLETION, {"prompt": 3}, 400, "prompt", "expected a text, token ids"),
         (COMPLETION, {"prompt": []}, 400, "prompt", "expected 1 to 256 of them, not 0"),
         (COMPLETION, {"prompt": ["a"] * 257}, 400, "prompt", "expected 1 to 256 of them, not 257"),
@@ -413,7 +419,8 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, {"seed": 2**63}, 400, "seed", "less than"),
         (COMPLETION, {"model": "gpt-5"}, 404, "model", "there is no 'gpt-5': expected small"),
         (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
-        (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, or none"),
+        (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, as n, or"),
+        (COMPLETION, {"best_of": 1, "n": 2}, 400, "best_of", "1 is not supported: expected 2, as"),
         (COMPLETION, {"presence_penalty": 0.5}, 400, "presence_penalty", "is not supported"),
         (COMPLETION, {"logit_bias": {"a": 1}}, 400, "logit_bias", "expected token ids, got 'a'"),
         (COMPLETION, {"logit_bias": {"5": 101}}, 400, "logit_bias", "less than or equal to 100"),
@@ -426,7 +433,12 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {}, 400, "messages", "expected, but missing"),
         (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "content: expected, but missing"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        (CHAT, {"messages": [HELLO[0] | {"content": None}]}, 400, "messages", "got None"),
+        (CHAT, {"messages": [{"role": ["assistant"]}]}, 400, "messages", "valid string"),
+        (CHAT, {"messages": HELLO, "tools": [CALL], "tool_choice": "auto"}, 400, "tools",
+         'is not supported: expected [], or none, or tool_choice "none" with it'),
+        (CHAT, {"messages": HELLO, "functions": [CALL], "tool_choice": "none"}, 400, "functions",
+         'or function_call "none" with it'),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
          "response_format", "is not supported"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "expected logprobs"),
@@ -435,7 +447,8 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
          "messages", "expected"),
         ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions", "8 is not"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions",
+         "8 is not supported: expected 32, the model's, or none"),
         ("/v1/audio", {}, 404, None, "there is no such address"),
         ("/v1/models", {}, 405, None, "another method is expected"),
     ],
@@ -522,6 +535,26 @@ def test_fields_that_change_nothing(client: Any) -> None:
         temperature=None, n=None, top_p=None, reasoning_effort=None, verbosity=None,
     )  # fmt: skip
     assert len(found.choices) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "plain"),
+    [
+        (COMPLETION, {"prompt": "a", "best_of": 2, "n": 2}, {"prompt": "a", "n": 2}),
+        (COMPLETION, {"prompt": "a", "best_of": 1}, {"prompt": "a"}),
+        (CHAT, {"messages": HELLO, "tools": [CALL], "tool_choice": "none"}, {"messages": HELLO}),
+        (CHAT, {"messages": HELLO, "functions": [CALL], "function_call": "none"},
+         {"messages": HELLO}),
+        (CHAT, {"messages": [*HELLO, CALLED, {**CALLED, "content": None}]},
+         {"messages": [*HELLO, {**CALLED, "content": ""}, {**CALLED, "content": [] }]}),
+        ("/v1/embeddings", {"input": "a", "dimensions": 32}, {"input": "a"}),
+    ],
+)  # fmt: skip
+def test_what_clients_send_for_nothing(server: Running, path: str, body: Any, plain: Any) -> None:
+    more = {} if "input" in body else {"seed": 1, "max_tokens": 9}
+    (status, found), (_, expected) = (post(server, path, {**b, **more}) for b in (body, plain))
+    same = "data" if "input" in body else "choices"
+    assert (status, found.get(same)) == (200, expected[same])
 
 
 def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ from gpt2block.serve.protocol import (
     Sampled,
     TokenizeRequest,
     check_length,
+    check_only,
     parsed,
     refused,
 )
@@ -388,6 +389,7 @@ class Server:
     # --- everything else --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
+        check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
         ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
         groups = in_groups(ids, EMBEDDED)
         vectors = np.concatenate([await self._in_pass(self.model.embed, each) for each in groups])

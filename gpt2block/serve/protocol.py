@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from gpt2block.errors import shown
 from gpt2block.sampling import MOST_ALTERNATIVES, LogitBias
@@ -29,7 +39,6 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
-    "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
@@ -40,9 +49,9 @@ NEUTRAL: Mapping[str, Any] = {
     "modalities": (["text"],),
     **dict.fromkeys(("reasoning_effort", "verbosity", "prediction", "audio"), ()),
     "web_search_options": (),
-    "dimensions": (),
     "add_special_tokens": (True,),
 }
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" there: not called
 
 Request = TypeVar("Request", bound="Body")
 
@@ -132,12 +141,24 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
         raise ApiError(400, problem, field, "context_length_exceeded")
 
 
+def check_only(field: str, given: int | None, only: int, whose: str) -> None:
+    """Refuse another number than the only one that is supported."""
+    if given not in (None, only):
+        problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
+        raise ApiError(400, problem, field, "unsupported_parameter")
+
+
 class Body(BaseModel):
     """The body of a request. Numbers are not read from texts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
+
+
+def _as_n(given: int | None, info: ValidationInfo) -> int | None:
+    check_only("best_of", given, info.data.get("n") or 1, "as n")
+    return given
 
 
 class StreamOptions(BaseModel):
@@ -174,6 +195,7 @@ class Sampled(Drawn):
 
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
+    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # all are returned
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
@@ -243,6 +265,14 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[Part]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_calls(cls, given: Any) -> Any:
+        """An assistant's message that called tools has no text."""
+        if isinstance(given, dict) and given.get("role") == "assistant":
+            return given if given.get("content") is not None else {**given, "content": ""}
+        return given
+
     def plain(self) -> dict[str, Any]:
         found = self.model_dump()
         if not isinstance(self.content, str):
@@ -267,6 +297,7 @@ class EmbeddingRequest(Body):
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None  # the model's only
 
 
 class TokenizeRequest(Body):
@@ -285,9 +316,18 @@ class DetokenizeRequest(Body):
 class _Patient(json.JSONDecoder):
     """Reads JSON in Python, except for its texts, so that other threads run meanwhile."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Other readers may take the first of two values, Python the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ApiError(400, f"the body: expected each key once, got {shown(key)} {count} times")
+    return found
 
 
 def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
@@ -296,11 +336,14 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     Raises ApiError, which names the first field that is wrong.
     """
     try:
-        given = json.loads(data, cls=_Patient if data.count(b",") > MOST_VALUES else None)
+        reader = _Patient if data.count(b",") > MOST_VALUES else None
+        given = json.loads(data, cls=reader, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
+    for name in [name for name, choice in TOOLS.items() if given.get(choice) == "none"]:
+        given.pop(name, None)
     for name in [name for name in NEUTRAL if name in given and name not in kind.model_fields]:
         _check_neutral(name, given.pop(name))
     try:
@@ -322,6 +365,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if accepted is ANYTHING or value is None or any(value == each for each in accepted):
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
+    only += f', or {TOOLS[name]} "none" with it' if name in TOOLS else ""
     raise ApiError(
         400, f"{name}: {shown(value)} is not supported{only}", name, "unsupported_parameter"
     )
