@@ -88,7 +88,6 @@ def test_every_chapter_has_its_kernel_picture_figure_and_exercise(site: Path) ->
         page = (site / "learn" / f"{chapter.stem}.html").read_text(encoding="utf-8")
         text = unescape(re.sub(r"<[^>]+>", "", page))
         assert re.search(r"__global__|__device__", text), chapter.name
-        assert "<!-- source:" not in page
         assert "images/" in page
         assert "NVIDIA H200" in text
         assert 'id="exercise"' in page
@@ -147,12 +146,11 @@ def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:
     )
     expected = "// doubles\n#pragma unroll\nfor (;;) {  // {\n  { y(); }\n}"
     assert excerpts.excerpt(file, "for (") == (expected, 2)
-    page = "<!-- source: for ( -->\n[`a.cu`](a.cu)\n"
-    shown = f"```cuda\n{expected}\n```\n\n[`a.cu`](a.cu#L2)\n"
-    assert excerpts.insert(page, tmp_path) == shown
-    indented = "    <!-- source -->\n    [`a.cu`](a.cu)\n"
-    whole = f"```cuda\n{file.read_text().strip()}\n```\n\n[`a.cu`](a.cu)\n"
-    assert excerpts.insert(indented, tmp_path) == indent(whole, "    ")
+    for named, code, line in ((": for (", expected, 2), ("", file.read_text().strip(), 1)):
+        mark = f"<!-- source{named} -->\n"
+        shown = f"{mark}```cuda\n{code}\n```\n\n[`a.cu`](a.cu#L{line})\n"
+        for page in (f"{mark}[`a.cu`](a.cu)\n", shown, shown.replace(code, "old;\nold;")):
+            assert excerpts.insert(page + shown, tmp_path) == 2 * shown
     for text in ("while (", "y"):
         file.write_text("y();\ny();\n")
         with pytest.raises(ValueError, match="expected once"):
@@ -162,11 +160,12 @@ def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:
     assert excerpts.excerpt(python, "f") == ("def f():\n    return 1", 2)
 
 
-def test_every_excerpt_of_a_chapter_is_there() -> None:
-    for chapter in CHAPTERS:
-        text = chapter.read_text(encoding="utf-8")
-        assert excerpts.MARK.search(text), chapter.name
-        assert "<!-- source:" not in excerpts.insert(text, chapter.parent)
+def test_the_pages_have_the_excerpts_that_they_name() -> None:
+    for page in (*CHAPTERS, DOCS / "forward-pass.md"):
+        text = page.read_text(encoding="utf-8")
+        assert text.count("<!-- source") == len(excerpts.MARK.findall(text)) > 0, page.name
+        same = excerpts.insert(text, page.parent) == text
+        assert same, f"{page.name} differs from its sources: run python tools/excerpts.py"
 
 
 @pytest.mark.parametrize("source", [None, "https://b.c/d"])

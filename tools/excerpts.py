@@ -1,13 +1,12 @@
-"""Excerpts of source files for the documentation, found by their text, so that they never go stale.
+"""Excerpts of source files in the documentation: `python tools/excerpts.py` writes them again.
 
 A page names an excerpt and links to its file:
 
     <!-- source: layernorm_forward_kernel1( -->
     [`layernorm/ladder.cu`](../../kernels_cu/layernorm/ladder.cu)
 
-In a checkout the reader sees the link; on the site the excerpt is above it, and the link leads to
-its first line. `<!-- source -->` alone shows the whole file. Both may be indented, as in an answer
-that the reader opens.
+The block of code is written between the two lines, and the link leads to its first line.
+`<!-- source -->` alone is the whole file. `tests/test_site.py` compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
+DOCS = Path(__file__).parent.parent / "docs"
 MARK = re.compile(
-    r"^(?P<indent> *)<!-- source(?:: (?P<text>.+))? -->\n"
-    r" *(?P<name>\[[^]]*\])\((?P<path>[^)]+)\)$",
+    r"^(?P<mark><!-- source(?:: (?P<text>.+))? -->)\n"
+    r"(?:```\w+\n(?:(?!```).*\n)*```\n\n)?"
+    r"(?P<name>\[[^]]*\])\((?P<path>[^)#]+)(?:#L\d+)?\)$",
     re.MULTILINE,
 )
 LANGUAGES = {".cu": "cuda", ".cuh": "cuda", ".py": "python"}
@@ -28,19 +28,15 @@ LEADING = ("//", "template", "#pragma")  # lines above an excerpt that belong to
 
 
 def insert(page: str, folder: Path) -> str:
-    """A page of `folder` with the excerpts that it names."""
+    """A page of `folder` with the excerpts that it names, as their files have them now."""
 
-    def with_link(match: re.Match[str]) -> str:
-        file, text, link = folder / match["path"], match["text"], f"{match['name']}({match['path']}"
-        if text:
-            code, line = excerpt(file, text)
-            link += f"#L{line}"
-        else:
-            code = file.read_text(encoding="utf-8").strip()
-        block = f"```{LANGUAGES[file.suffix]}\n{code}\n```\n\n{link})"
-        return indent(block, match["indent"])
+    def shown(match: re.Match[str]) -> str:
+        file, text = folder / match["path"], match["text"]
+        code, line = excerpt(file, text) if text else (file.read_text("utf-8").strip(), 1)
+        block = f"```{LANGUAGES[file.suffix]}\n{code}\n```"
+        return f"{match['mark']}\n{block}\n\n{match['name']}({match['path']}#L{line})"
 
-    return MARK.sub(with_link, page)
+    return MARK.sub(shown, page)
 
 
 def excerpt(file: Path, text: str) -> tuple[str, int]:
@@ -82,3 +78,8 @@ def _braces(lines: list[str], at: int) -> tuple[int, int]:
         if depth == 0 and re.search(r"[};]\s*$", code):
             return start, end + 1
     raise ValueError(f"line {at + 1}: a block without an end")
+
+
+if __name__ == "__main__":
+    for path in DOCS.rglob("*.md"):
+        path.write_text(insert(path.read_text("utf-8"), path.parent), "utf-8")

@@ -1,4 +1,4 @@
-"""A hook of mkdocs.yml: pages that lie outside docs/, excerpts, and links to the sources.
+"""A hook of mkdocs.yml: pages that lie outside docs/, and links to the sources.
 
 Links in the repository are relative paths, which work in a checkout. On the site, a link to a page
 leads to that page. Any other link that leaves docs/ leads to the file in the repository that
@@ -17,7 +17,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import excerpts
 import explain_pages
 import notebook_pages
 from kernel_pages import KernelPages, Page
@@ -119,10 +118,9 @@ def _mentions() -> dict[str, list[Page]]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert the excerpts of a page, and resolve its links except in blocks of code."""
+    """Resolve the links of a page except in blocks of code."""
     at = page.file.src_uri
     source = next((file for file, name in OUTSIDE.items() if name == at), f"docs/{at}")
-    markdown = excerpts.insert(markdown, (ROOT / source).parent)
     ends = [0, *(end for block in CODE.finditer(markdown) for end in block.span()), len(markdown)]
     parts = [markdown[a:b] for a, b in pairwise(ends)]
 
