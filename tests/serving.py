@@ -81,7 +81,7 @@ def serving(
     model: Any, encoding: Any = BYTES, connections: int = 1024, proxies: Any = (), **settings: Any
 ) -> Iterator[Running]:
     """Run a server until the context ends."""
-    server = Server(model, encoding, Settings("small", **settings))
+    server = Server(model, encoding, Settings(**{"names": ("small",), **settings}))
     listening = socket.create_server(("127.0.0.1", 0))
     runner = uvicorn.Server(config(server, connections, 5, proxies))
     thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)

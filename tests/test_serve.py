@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPResponse
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +93,17 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError, match="there is no 'large': expected small"):
         client.models.retrieve("large")
+
+
+def test_several_names(model: Any) -> None:
+    """All are accepted; answers have the first one."""
+    with serving(model, names=("small", "b/c"), rows=1) as running, client_of(running) as client:
+        assert [each.id for each in client.models.list().data] == ["small", "b/c"]
+        assert client.models.retrieve("b/c").id == "b/c"
+        for name in ("small", "b/c"):
+            assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "small"
+        with pytest.raises(openai.NotFoundError, match="no 'large': expected small or b/c"):
+            client.completions.create(model="large", prompt="a")
 
 
 def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
@@ -475,7 +486,7 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
     shakespeare = from_pretrained("shakespeare", device="cpu")
     broken = model_of(shakespeare.engine, embed=embed)
     with serving(broken, shakespeare.tokenizer, rows=1, queue=3) as running:
-        assert app.Settings("x").rows > running.service.slots == 1
+        assert app.Settings(("x",)).rows > running.service.slots == 1
         body = {"prompt": "x", "n": 5}
         status, found = post(running, COMPLETION, body)
         assert (status, found["error"]["param"]) == (400, "n")
@@ -594,6 +605,41 @@ def test_a_key(model: Any) -> None:
         assert client_of(running, key).models.list().data[0].id == "small"
         ready = {"status": "ready", "running": 0, "waiting": 0}
         eventually(lambda: health(running) == (200, ready))
+
+
+PREFLIGHT = {f"Access-Control-Request-{name}": value
+             for name, value in (("Method", "POST"), ("Headers", "authorization"))}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("origins", "keyed", "method", "headers", "status", "allowed"),
+    [
+        (("https://a.b",), False, "POST", {}, 200, "https://a.b"),
+        (("https://a.b",), False, "POST", {"Origin": "https://c.d"}, 200, None),
+        (("https://a.b",), False, "POST", {"Host": "a.b"}, 400, None),
+        (("https://c.d", "https://a.b"), True, "POST", {}, 401, "https://a.b"),
+        (("https://a.b",), True, "OPTIONS", PREFLIGHT, 200, "https://a.b"),
+        (("https://a.b",), False, "OPTIONS", PREFLIGHT | {"Host": "a.b"}, 400, None),
+        (("https://a.b",), True, "OPTIONS", PREFLIGHT | {"Origin": "https://c.d"}, 400, None),
+        (("*",), True, "OPTIONS", PREFLIGHT, 200, "*"),
+        (("*",), True, "POST", {}, 401, "*"),
+        ((), False, "POST", {}, 200, None),
+        ((), False, "OPTIONS", PREFLIGHT, 405, None),
+    ],
+)  # fmt: skip
+def test_pages_of_other_origins(
+    model: Any, origins: Any, keyed: bool, method: str, headers: Any, status: int, allowed: Any
+) -> None:
+    """Only those that are named may ask; a preflight has no key, but the host of a request."""
+    headers = {"Origin": "https://a.b", "Content-Type": "application/json", **headers}
+    with serving(model, rows=1, origins=origins, keys=KEYS if keyed else {}) as running:
+        connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
+        connection.request(method, "/tokenize", b'{"prompt": "x"}', headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Access-Control-Allow-Origin")) == (status, allowed)
+        if (method, status) == ("OPTIONS", 200):
+            assert answer.getheader("Access-Control-Allow-Headers") == "authorization"
+        connection.close()
 
 
 KEYS = {"ann": "0123456789abcdef", "bob": "fedcba9876543210"}
@@ -1352,6 +1398,9 @@ def test_intervals_of_another_thread_are_only_read() -> None:
         (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
         (("--rows", 0), "--rows: expected"),
         (("--queue", 0), "--queue: expected"),
+        (("--cors-origin", "*"), "--cors-origin *: any page in a browser could use the model"),
+        (("--cors-origin", "https://a.b/"), "--cors-origin: expected an origin without a path"),
+        (("--cors-origin", "null"), "--cors-origin: expected an origin without a path"),
         (("--trusted-proxy", "proxy.local"), "--trusted-proxy: expected an address, or a network"),
         (("--api-key-file", "short.txt"), "expected a key of at least 16 ASCII characters"),
         (("--api-key-file", "empty.txt"), "expected a key of at least 16 ASCII characters"),
@@ -1440,13 +1489,16 @@ def client_of_command(line: str) -> Any:
 def test_a_signal_finishes_what_runs(number: int) -> None:
     """Its port can be had again, though the server closed a connection."""
     host = "127.0.0.2" if sys.platform == "linux" and number == signal.SIGTERM else "127.0.0.1"
+    more = "--name", "small", "--name", "b", "--cors-origin", "http://A.b", "--rows", "2"
     with (
-        command("--rows", "2", "--host", host) as (child, line),
+        command("--host", host, *more) as (child, line),
         client_of_command(line) as client,
     ):
         stream = client.completions.create(
-            model="shakespeare", prompt="ROMEO:", stream=True, max_tokens=200, seed=1
-        )
+            model="b", prompt="ROMEO:", stream=True, max_tokens=200, seed=1,
+            extra_headers={"Origin": "http://a.b"},
+        )  # fmt: skip
+        assert stream.response.headers["Access-Control-Allow-Origin"] == "http://a.b"
         chunks = iter(stream)
         next(chunks)
         child.send_signal(number)

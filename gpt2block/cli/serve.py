@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import signal
 import socket
 from contextlib import suppress
@@ -45,12 +46,19 @@ def serve(
         "127.0.0.1",
     ),
     port: int = option("Port to listen at; 0 for any that is free.", 8000),
-    name: str | None = option("Name of the model for clients; by default that of --model."),
+    name: list[str] | None = option(
+        "Name of the model for clients, by default that of --model; repeat for more. Answers have "
+        "the first one."
+    ),
     api_key_file: Path | None = path_option(
         "File with the keys of which clients must give one: lines NAME KEY, or one key alone."
     ),
     trusted_proxy: list[str] | None = option(
         "Address or network of a proxy whose X-Forwarded-For tells clients apart; repeat for more."
+    ),
+    cors_origin: list[str] | None = option(
+        "Origin of web pages that may ask, such as https://example.com; repeat for more. *, with a "
+        "key: any."
     ),
     rows: int = option("Continuations computed together.", 64),
     queue: int = option("Continuations that may wait; further ones are refused.", 512),
@@ -84,6 +92,12 @@ def serve(
         raise InputError(
             f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
         )
+    origins = tuple(map(_origin, cors_origin or ()))
+    if "*" in origins and not keys:
+        raise InputError(
+            "--cors-origin *: any page in a browser could use the model of this machine: expected "
+            "--api-key-file with it, or origins such as https://example.com"
+        )
     if not 0 <= port < 2**16:
         raise InputError(f"--port: expected 0 to 65535, got {port}")
     for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
@@ -95,8 +109,8 @@ def serve(
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
-    served = name or _name(model.model)
-    settings = Settings(served, rows, queue, keys, hosts, reuse_prefixes, timeout)
+    names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
+    settings = Settings(names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins)
     server = Server(loaded, encoding, settings)
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"
@@ -171,6 +185,16 @@ def _network(proxy: str) -> str:
         raise InputError(
             f"--trusted-proxy: expected an address, or a network such as 10.0.0.0/8, got {proxy!r}"
         ) from None
+
+
+def _origin(given: str) -> str:
+    """As browsers send it: in lower case, without a path."""
+    if given != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", given.lower()):
+        raise InputError(
+            "--cors-origin: expected an origin without a path, such as https://example.com, or "
+            f"http://localhost:3000, got {given!r}"
+        )
+    return given.lower()
 
 
 def _loopback(host: str) -> bool:

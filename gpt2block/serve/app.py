@@ -23,6 +23,7 @@ from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -83,21 +84,28 @@ EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are sev
 
 @dataclass(frozen=True)
 class Settings:
-    """name: of the model, for clients. keys: of which clients must give one, by their names; none:
-    clients are on this machine, or those of a proxy there, and told apart by their addresses.
+    """names: of the model, for clients; answers have the first. keys: of which clients must give
+    one, by their names; none: clients are on this machine, or those of a proxy there, and told
+    apart by their addresses.
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
     the beginning of a prompt that a slot has computed before are not computed again. seconds: in
-    which a request has to end, from its arrival; None: no limit.
+    which a request has to end, from its arrival; None: no limit. origins: of web pages that may ask
+    and read answers; "*": all.
     """
 
-    name: str
+    names: tuple[str, ...]
     rows: int = 64
     queue: int = 512
     keys: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = LOOPBACK
     reuse_prefixes: bool = False
     seconds: float | None = None
+    origins: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -156,10 +164,16 @@ class Server:
         ]
         hosts = list(self.settings.hosts) if not self.settings.keys else ["*"]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        middleware = [Middleware(Access), trusted]
+        if self.settings.origins:  # within: a page whose name was changed to this address is none
+            middleware += [Middleware(
+                CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
+                allow_methods=("GET", "POST"), expose_headers=("Retry-After",),
+            )]  # fmt: skip
         handlers: dict[Any, Any] = {HTTPException: _http_error}
         return Starlette(
             routes=routes,
-            middleware=[Middleware(Access), trusted],
+            middleware=middleware,
             exception_handlers=handlers,
             lifespan=self._life,
         )
@@ -237,7 +251,7 @@ class Server:
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
         body = await _body(request)
-        names, n_ctx = {self.settings.name}, self.model.config.n_ctx
+        names, n_ctx = self.settings.names, self.model.config.n_ctx
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
     async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -436,15 +450,15 @@ class Server:
         return await self._in_thread(text)
 
     async def models(self, request: Request) -> Response:
-        name, wanted = self.settings.name, request.path_params.get("name")
+        names, wanted = self.settings.names, request.path_params.get("name")
         c = self.model.config
-        found = {"id": name, "object": "model", "created": self._begun, "owned_by": "gpt2block"}
+        found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
         found |= {"max_model_len": c.n_ctx}
         if wanted is None:
-            return JSONResponse({"object": "list", "data": [found]})
-        if wanted != name:
-            raise ApiError(404, f"there is no {wanted!r}: expected {name}", "model")
-        return JSONResponse(found)
+            return JSONResponse({"object": "list", "data": [{"id": n, **found} for n in names]})
+        if wanted not in names:
+            raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
+        return JSONResponse({"id": wanted, **found})
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""

@@ -353,7 +353,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     if found.model is not None and found.model not in names:
         raise ApiError(
             404,
-            f"model: there is no {shown(found.model)}: expected {' or '.join(sorted(names))}",
+            f"model: there is no {shown(found.model)}: expected {' or '.join(names)}",
             "model",
             "model_not_found",
         )
