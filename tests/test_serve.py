@@ -1154,6 +1154,49 @@ def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[s
         assert (found["answered"], found["refused"]) == (0, 3)
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sends", "how", "cut"),
+    [
+        (CHUNKED + b"d\r\ndata: {}\n\n", [], 3),  # in a chunk
+        (CHUNKED + b"a\r\ndata: {}\n\n\r\n", [], 3),  # before a chunk
+        (CHUNKED + b"a\r\ndata: {}\n\n\r\n0\r\n\r\n", [], 3),  # without data: [DONE]
+        (CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n", [], 3),
+        (CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n", [], 0),
+        (HEAD + b"Content-Length: 99\r\n\r\n{", ["--whole"], 3),
+    ],
+)
+def test_a_load_counts_answers_that_are_cut(
+    capsys: pytest.CaptureFixture[str], sends: bytes, how: list[str], cut: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(2**16)
+                        connection.sendall(sends)
+
+        threading.Thread(target=answer, daemon=True).start()
+        load.main([f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "--requests", "3", *how])
+        found = json.loads(capsys.readouterr().out)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert (found["answered"], found["refused"], found["cut"]) == (3 - cut, 0, cut)
+
+
+def test_a_load_with_large_requests(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    found = loaded(server, capsys, "--at-once", "2", "--seconds", "1", "--large-every", "0.2")
+    assert (found["refused"], found["cut"]) == (0, 0)
+    assert found["answered"] > 0
+    assert found["between p99 ms"] <= found["between max ms"]
+    first, *others = f"{COMPLETION} 400", "/tokenize 200", f"{CHAT} 400"
+    assert {first} <= set(found["large"]) <= {first, *others}
+
+
 class Given:
     """A service whose pieces a test delivers."""
 

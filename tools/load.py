@@ -4,8 +4,9 @@
 
 Requests arrive at random (a Poisson process), or as fast as `--at-once` of them are answered. Each
 is a completion of ids drawn at random: a stream or, with `--whole`, an answer in one piece. Several
-processes ask, so that they do not limit the server. Any server of the protocol can be loaded, as a
-peer, over HTTP without TLS.
+processes ask, so that they do not limit the server. With `--large-every`, one more process sends
+the largest requests that gpt2block's server reads, so that the gaps of streams with and without
+these can be compared. Any server of the protocol can be loaded, as a peer, over HTTP without TLS.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import asyncio
 import json
 import multiprocessing
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, cycle
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +30,8 @@ import numpy as np
 
 PERCENTILES = (50, 95, 99)
 TIMES = ("first", "between", "answer")
-COUNTS = ("pieces", "tokens", "answered", "closed", "refused")
+COUNTS = ("pieces", "tokens", "answered", "closed", "refused", "cut")
+MOST_BODY, MOST_VALUES = 2**22, 2**14  # bytes; entries of lists: what gpt2block's server reads
 LINE = 2**20  # bytes that a line of an answer has at most
 
 
@@ -37,7 +40,8 @@ class Seen:
     """What clients saw.
 
     first, between: seconds to the first piece of a stream, and between pieces. answer: seconds to
-    the end of an answer. tokens: of whole answers.
+    the end of an answer. tokens: of whole answers. cut: answers that began and did not come to
+    their end. large: of the largest requests, how many had each status.
     """
 
     first: list[float] = field(default_factory=list)
@@ -48,11 +52,13 @@ class Seen:
     answered: int = 0
     closed: int = 0
     refused: int = 0
+    cut: int = 0
+    large: Counter[str] = field(default_factory=Counter)
     begun: float = float("inf")
     ended: float = 0.0
 
     def add(self, other: Seen) -> None:
-        for name in (*TIMES, *COUNTS):
+        for name in (*TIMES, *COUNTS, "large"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.begun, self.ended = min(self.begun, other.begun), max(self.ended, other.ended)
 
@@ -61,7 +67,8 @@ class Seen:
 class Load:
     """What is asked for. lengths: of prompts, the fewest and the most tokens.
 
-    requests: that are sent in all; None: as many as `seconds` have room for. numbers: of those of
+    requests: that are sent in all; None: as many as `seconds` have room for. large_every: seconds
+    from one of the largest requests to the next; 0: there are none. numbers: of the requests of
     this process, the first and the step.
     """
 
@@ -79,6 +86,7 @@ class Load:
     whole: bool
     closing: float
     seed: int
+    large_every: float = 0
     numbers: tuple[int, int] = (0, 1)
 
     def prompt(self, number: int) -> list[int]:
@@ -103,6 +111,21 @@ class Load:
         }
         return json.dumps(given).encode()
 
+    def large(self) -> list[tuple[str, bytes]]:
+        """The addresses and bodies of the largest requests."""
+        text = "All work and no play. " * (MOST_BODY // 22 - 16)  # with room for the other fields
+        message = {"role": "user", "content": "Hello"}  # which counts as three values
+        base = urlsplit(self.url).path
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            (f"{base}/completions", {"prompt": text}),
+            (base.removesuffix("/v1") + "/tokenize", {"prompt": text}),
+            (f"{base}/chat/completions", {"messages": [message] * (MOST_VALUES // 3)}),
+            (f"{base}/chat/completions", {"messages": [message] * MOST_VALUES}),
+            (f"{base}/completions", {"prompt": [1], "max_tokens": 1,
+                                     "logit_bias": dict.fromkeys(map(str, range(MOST_VALUES)), 1)}),
+        ]  # fmt: skip
+        return [(at, json.dumps({"model": self.model, **body}).encode()) for at, body in bodies]
+
     def of_process(self, index: int, processes: int) -> Load:
         """The part of one of several processes."""
         share = len(range(index, self.at_once, processes))
@@ -111,7 +134,11 @@ class Load:
 
 
 class Refused(Exception):  # noqa: N818  (it is counted)
-    """An answer that is an error."""
+    """An answer that is an error: its status, or the event of a stream."""
+
+
+class Cut(Exception):  # noqa: N818
+    """An answer whose connection was closed before its end."""
 
 
 class Client:
@@ -120,22 +147,27 @@ class Client:
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
         self._address = parts.hostname, parts.port or 80
+        self._completions = f"{parts.path}/completions"
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._head = (
-            f"POST {parts.path}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
         )
 
-    async def post(self, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The parts of an answer, as they come. Raises Refused for a status other than 200."""
+    async def post(self, body: bytes, address: str | None = None) -> AsyncGenerator[bytes, None]:
+        """The parts of an answer, as they come. address: by default that of completions.
+
+        Raises Refused for a status other than 200, Cut for an answer without its end.
+        """
         reader, writer = await self._connection()
         ended = False
         try:
-            writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            head = await reader.readuntil(b"\r\n\r\n")
-            async for part in _parts(reader, head):
-                if head.split()[1] != b"200":
-                    raise Refused(part)
+            head = f"POST {address or self._completions} {self._head}Content-Length: {len(body)}"
+            writer.write(f"{head}\r\n\r\n".encode() + body)
+            begun = await reader.readuntil(b"\r\n\r\n")
+            async for part in _parts(reader, begun):
+                if (status := begun.split()[1]) != b"200":
+                    raise Refused(status.decode())
                 yield part
             ended = True
         finally:
@@ -159,18 +191,21 @@ class Client:
 
 async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
     """The chunks of a body, or all of it."""
-    if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
-        yield await reader.readexactly(int(length[1]))
-        return
-    while size := int(await reader.readline(), 16):
-        yield await reader.readexactly(size)
-        await reader.readline()
-    await reader.readline()
+    try:
+        if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
+            yield await reader.readexactly(int(length[1]))
+            return
+        while size := int(await reader.readuntil(), 16):
+            yield await reader.readexactly(size)
+            await reader.readuntil()
+        await reader.readuntil()
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        raise Cut from error
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events. Raises Refused for one that is an error."""
-    rest = b""
+    """The data of server-sent events. Raises Refused for an error, Cut without their end."""
+    rest, done = b"", False
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
@@ -178,6 +213,9 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 raise Refused(line)
             if line.startswith(b"data: {"):
                 yield line
+            done = done or line.rstrip() == b"data: [DONE]"
+    if not done:
+        raise Cut
 
 
 async def ask(client: Client, load: Load, number: int, seen: Seen) -> None:
@@ -202,8 +240,32 @@ async def ask(client: Client, load: Load, number: int, seen: Seen) -> None:
         seen.answer.append(perf_counter() - begun)
     except (Refused, OSError, asyncio.IncompleteReadError):
         seen.refused += 1
+    except Cut:
+        seen.cut += 1
     finally:
         seen.pieces += pieces
+
+
+async def ask_large(load: Load) -> Seen:
+    """Send the largest requests in turn until the time is over."""
+    client, seen = Client(load.url, load.key), Seen(begun=perf_counter())
+    for turn, (address, body) in enumerate(cycle(load.large())):
+        await asyncio.sleep(max(0.0, seen.begun + turn * load.large_every - perf_counter()))
+        if perf_counter() - seen.begun >= load.seconds:
+            break
+        status = "200"
+        try:
+            async with aclosing(client.post(body, address)) as parts:
+                async for _ in parts:
+                    pass
+        except Refused as error:
+            status = str(error)
+        except (Cut, OSError, asyncio.IncompleteReadError):
+            status = "cut"
+        seen.large[f"{address} {status}"] += 1
+    client.close()
+    seen.ended = perf_counter()
+    return seen
 
 
 async def run(load: Load) -> Seen:
@@ -243,19 +305,21 @@ def _joined(together: Any) -> None:
     _together = together
 
 
-def _run_together(load: Load) -> Seen:
+def _run_together(load: Load, large: bool) -> Seen:
     _together.wait()
-    return asyncio.run(run(load))
+    return asyncio.run(ask_large(load) if large else run(load))
 
 
 def run_all(load: Load, processes: int = 1) -> Seen:
     """The requests of so many processes, which begin together."""
     spawn = multiprocessing.get_context("spawn")  # clocks of processes agree on Linux and Windows
     parts = [load.of_process(index, processes) for index in range(processes)]
-    joined = (spawn.Barrier(processes),)
-    with ProcessPoolExecutor(processes, spawn, _joined, joined) as pool:
+    parts += [load] * (load.large_every > 0)
+    large = [index == processes for index in range(len(parts))]
+    joined = (spawn.Barrier(len(parts)),)
+    with ProcessPoolExecutor(len(parts), spawn, _joined, joined) as pool:
         seen = Seen()
-        for each in pool.map(_run_together, parts):
+        for each in pool.map(_run_together, parts, large):
             seen.add(each)
     return seen
 
@@ -274,6 +338,9 @@ def report(seen: Seen) -> dict[str, object]:
             for percent in PERCENTILES:
                 ms = float(np.percentile(values, percent)) * 1e3
                 found[f"{name} p{percent} ms"] = round(ms, 3)
+            found[f"{name} max ms"] = round(max(values) * 1e3, 3)
+    if seen.large:
+        found["large"] = dict(seen.large)
     return found
 
 
@@ -292,6 +359,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--whole", action="store_true", help="answers in one piece, not streams")
     parser.add_argument("--closing", type=float, default=0, help="share of clients that go")
+    parser.add_argument("--large-every", type=float, default=0, metavar="SECONDS",
+                        help="send the largest requests too, one each time")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1, help="that ask, each on a core")
     given = vars(parser.parse_args(arguments))
