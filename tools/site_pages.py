@@ -40,6 +40,7 @@ SECTIONS = {"examples.md": list(NOTEBOOKS.values()), "kernels.md": list(KERNELS.
 SEARCH = {
     r"learn/\d.*": {"boost": 8},
     r"learn/.*": {"boost": 4},
+    r"(block|contributing)\.md": {"boost": 12},  # as their titles are general
     r"kernels/.*": {"boost": 0.2},
     r"changelog\.md": {"exclude": True},
 }
