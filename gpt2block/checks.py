@@ -177,8 +177,11 @@ SAMPLING_OPTIONS = (
     "top_p",
     "min_p",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "seed",
     "logit_bias",
+    "min_new_tokens",
 )
 
 

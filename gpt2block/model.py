@@ -33,7 +33,7 @@ from gpt2block.run.model import (
     check_dtype,
     kv_cache_dtype,
 )
-from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, chosen, with_defaults
+from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, given, with_defaults
 from gpt2block.text.encoding import Encoding, as_array
 from gpt2block.text.lookup import Lookup, of_inputs
 
@@ -62,8 +62,11 @@ class StreamOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int | None
     logit_bias: LogitBias
+    min_new_tokens: int
     sampling: Sampling | None
     stop: str | Iterable[str]
     stop_ids: Iterable[int] | None
@@ -437,8 +440,11 @@ class Model(Generic[Weights]):
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         logit_bias: LogitBias = (),
+        min_new_tokens: int = 0,
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
@@ -459,11 +465,15 @@ class Model(Generic[Weights]):
         top_p: sample from the fewest tokens whose probabilities add up to top_p; 1 is off.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
         repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
+        presence_penalty: subtracted from the logits of tokens that the continuation has already;
+            frequency_penalty: subtracted once for each time that it has the token. 0 is off.
         seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
-            None chooses a new one, which Generation.seed reports.
+            None draws a new one for each continuation, which its Generation.seed reports.
         logit_bias: numbers by token id, added to the logits before anything else; at most 127
             different ones.
-        sampling: a Sampling, instead of the keywords from temperature to logit_bias.
+        min_new_tokens: before so many tokens, no stop token is drawn and no stop string ends the
+            text.
+        sampling: a Sampling, instead of the keywords from temperature to min_new_tokens.
         stop: a string, or several; the text ends before the first occurrence.
         stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
         top_logprobs: for each token, report so many of the most likely ones, up to 20, in
@@ -485,9 +495,11 @@ class Model(Generic[Weights]):
             self.lookup,
             prompts,
             max_new_tokens=max_new_tokens,
-            sampling=chosen(
-                sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, logit_bias=logit_bias,
+            **given(
+                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
+                min_new_tokens=min_new_tokens,
             ),
             stop=stop,
             stop_ids=stop_ids,
@@ -509,8 +521,11 @@ class Model(Generic[Weights]):
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         logit_bias: LogitBias = (),
+        min_new_tokens: int = 0,
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
@@ -529,9 +544,11 @@ class Model(Generic[Weights]):
             self.lookup,
             prompt,
             max_new_tokens=max_new_tokens,
-            sampling=chosen(
-                sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, logit_bias=logit_bias,
+            **given(
+                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
+                min_new_tokens=min_new_tokens,
             ),
             stop=stop,
             stop_ids=stop_ids,

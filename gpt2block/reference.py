@@ -954,24 +954,25 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
     return ids, logprobs
 
 
-@takes("logits f32 B V; seen? u8 B V -> token i32 B")
+@takes("logits f32 B V; seen? u8 B V; counts? i32 B V -> token i32 B")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: NDArray[np.uint8] | None = None,
+    counts: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """The next token of each row, as `sampling.choose` draws it. logits (B, V) → (B,).
 
     sampling: the settings of all rows, or one per row. step: the number of tokens drawn so far.
-    seen (B, V): nonzero for tokens that have occurred. The token is -1 if a row has NaN or only
-    -inf.
+    seen (B, V): nonzero for tokens that have occurred. counts (B, V): how often each was drawn;
+    these are seen, too. The token is -1 if a row has NaN or only -inf.
     """
-    rows = rows_of(sampling, len(logits))
-    tokens = [
-        choose(logits[b], row, step, None if seen is None else seen[b]).token
-        for b, row in enumerate(rows)
-    ]
+    rows, shape = rows_of(sampling, len(logits)), logits.shape
+    seen = np.zeros(shape, np.uint8) if seen is None else seen
+    counts = np.zeros(shape, np.int32) if counts is None else counts
+    told = zip(logits, rows, seen | (counts > 0), counts, strict=True)
+    tokens = [choose(x, row, step, marks, of_row).token for x, row, marks, of_row in told]
     return np.array(tokens, np.int32)
 
 

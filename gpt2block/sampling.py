@@ -23,7 +23,8 @@ SMALLEST = 2.0**-126  # the smallest normal float32
 LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32
 UNIT = np.float32(2**40)  # the mass of the most likely token
 ROUNDS = 10  # of Philox
-BIASES = 128  # numbers in the table of a row, the first of which says whether it has biases
+PLACES = 128  # of a row's table: two numbers each, before and from min_new_tokens on
+CHANGES = 2 * PLACES + 2  # numbers of the table: place 0 has no token; at the end the penalties
 MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
 
@@ -34,11 +35,16 @@ _NUMBERS = {
     "top_p": (0, 1, "a probability from 0 to 1, 1 to keep all"),
     "min_p": (0, 1, "a fraction from 0 to 1, 0 to keep all"),
     "repetition_penalty": (SMALLEST, LARGEST, _USUAL),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        (-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none"),
+    ),
 }
 _INTEGERS = {
     "top_k": (0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
     "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
     "sample": (0, 2**31 - 1, "the number of a sample from 0"),
+    "min_new_tokens": (0, 2**31 - 1, "a number of tokens, 0 for none"),
 }
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
@@ -49,9 +55,10 @@ Masses = NDArray[np.uint64]
 class Sampling:
     """The sampling options of one row.
 
-    logit_bias and then the repetition penalty are applied first, then the other options in the
-    order of the fields. A temperature of 1 with all filters off draws from the model's own
-    distribution. The same logits, seed, sample and step give the same token, alone or in a batch.
+    logit_bias, min_new_tokens and the penalties are applied first, then the other options in the
+    order of the fields. Drawn tokens are those that the row has sampled, without its prompt. A
+    temperature of 1 with all filters off draws from the model's own distribution. The same logits,
+    seed, sample and step give the same token, alone or in a batch.
     Raises InputError for values out of range.
     """
 
@@ -63,6 +70,10 @@ class Sampling:
     seed: int = 0  # 64 bits
     sample: int = 0  # index among the samples of one prompt
     logit_bias: LogitBias = ()  # token → number added to its logit; here as sorted pairs
+    frequency_penalty: float = 0.0  # subtracted once for each time that a token was drawn
+    presence_penalty: float = 0.0  # subtracted from tokens that were drawn
+    min_new_tokens: int = 0  # until so many are drawn, none of end_ids is
+    end_ids: Iterable[int] = ()  # with min_new_tokens; `generate` puts the stop tokens here
 
     def __post_init__(self) -> None:
         # Convert NumPy numbers to Python: -top_k of a uint8 is not negative. What needs neither
@@ -81,11 +92,36 @@ class Sampling:
                 object.__setattr__(self, name, value)
         if self.logit_bias != ():
             object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        if self.end_ids != ():
+            object.__setattr__(self, "end_ids", _ids(self.end_ids))
+        if self.logit_bias != ():
+            self._check_places()
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """logit_bias as it is stored: tokens in ascending order, and the number of each."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """end_ids as they are stored, in ascending order; none without min_new_tokens."""
+        return cast("tuple[int, ...]", self.end_ids) if self.min_new_tokens else ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token was drawn."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether logits change otherwise than by the repetition penalty."""
+        return bool(self.biases or self.late) or self.counts
+
+    def _check_places(self) -> None:
+        late, most = set(self.late), PLACES - 1 - bool(self.late)
+        if len({(np.float32(bias), token in late) for token, bias in self.biases}) > most:
+            twice = ", those of end tokens apart, with min_new_tokens" if late else ""
+            raise InputError(f"logit_bias: expected at most {most} different numbers{twice}")
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
@@ -102,20 +138,36 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
         )
         for token, bias in pairs
     }
-    if len({np.float32(bias) for bias in found.values()}) >= BIASES:
-        raise InputError(f"logit_bias: expected at most {BIASES - 1} different numbers")
     return tuple(sorted(found.items()))
 
 
-def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampling:
-    """`sampling` if given; else a Sampling of the fields, with a new seed if `seed` is None."""
-    if sampling is None:
-        import secrets  # noqa: PLC0415  (slow to import)
+def _ids(given: Any) -> tuple[int, ...]:
+    """Token ids in ascending order, each once."""
+    if not isinstance(given, Iterable):
+        raise InputError(f"end_ids: expected token ids, got {shown(given)}")
+    ids = {check_integer("end_ids", token, 0, 2**31 - 1, "token ids") for token in given}
+    return tuple(sorted(ids))
 
-        return Sampling(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **fields)
+
+def new_seed() -> int:
+    """A random seed."""
+    import secrets  # noqa: PLC0415  (slow to import)
+
+    return secrets.randbits(SEED_BITS)
+
+
+def chosen(sampling: Sampling | None, **fields: Any) -> Sampling:
+    """`sampling` if given; else a Sampling of the fields."""
+    if sampling is None:
+        return Sampling(**fields)
     if not isinstance(sampling, Sampling):
         raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
     return sampling
+
+
+def given(sampling: Sampling | None, **fields: Any) -> dict[str, Any]:
+    """The keywords of a call: the Sampling if there is one, else its fields."""
+    return fields if sampling is None else {"sampling": sampling}
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,21 +187,26 @@ def choose(
     sampling: Sampling,
     step: int,
     seen: NDArray[np.uint8] | None = None,
+    counts: NDArray[np.int32] | None = None,
 ) -> Choice:
     """Sample the next token of a row.
 
-    logits: (V,). seen: (V,), nonzero for tokens already in the text. step: number of tokens that
-    the row has drawn so far. +inf is treated as the largest number; -inf has no mass. The filters
-    have the order and meaning of those of `transformers`.
+    logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
+    was drawn. step: number of tokens that the row has drawn so far. +inf is treated as the largest
+    number; -inf has no mass. The filters have the order and meaning of those of `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
-    if np.isnan(largest) or largest == -np.inf:
+    if np.isnan(largest):
+        return Choice(-1, math.nan)
+    changed = penalized(raw, sampling, seen, counts, step)
+    if changed.max() == -np.inf:
         return Choice(-1, math.nan)
     if sampling.temperature == 0:
-        token = int(penalized(raw, sampling, seen).argmax())
+        token = int(changed.argmax())
     else:
-        token = draw(masses(raw, sampling, seen), random_bits(sampling.seed, step, sampling.sample))
+        bits = random_bits(sampling.seed, step, sampling.sample)
+        token = draw(masses(changed, sampling), bits)
     if largest == np.inf:
         return Choice(token, math.nan)
     exact = raw.astype(np.float64)
@@ -157,51 +214,71 @@ def choose(
 
 
 def check_biased(sampling: Sampling, V: int) -> None:
-    """InputError for a token with a bias that a vocabulary of V does not have."""
-    if sampling.biases and sampling.biases[-1][0] >= V:
-        token = sampling.biases[-1][0]
-        raise InputError(f"logit_bias: expected token ids from 0 to {V - 1}, got {token}")
+    """InputError for a token with a bias, or an end token, that a vocabulary of V does not have."""
+    last = {"logit_bias": sampling.biases[-1:], "end_ids": [(each, 0) for each in sampling.late]}
+    for name, pairs in last.items():
+        if pairs and pairs[-1][0] >= V:
+            raise InputError(f"{name}: expected token ids from 0 to {V - 1}, got {pairs[-1][0]}")
 
 
-def biases(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """A row's biases as the kernel reads them: (BIASES,), and (V,) twice the place of each token's.
+def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """A row's changes of logits as the kernel reads them: (CHANGES,), and twice each place, (V,).
 
-    Place 0 of the first is 1 if there are any.
+    Place 0 of the first has 1 if there are any, and the bits of min_new_tokens.
     """
     check_biased(sampling, V)
-    values, places = np.zeros(BIASES, np.float32), np.zeros(V, np.uint8)
-    if sampling.biases:
-        ids, of_ids = zip(*sampling.biases, strict=True)
-        different, place = np.unique(np.array(of_ids, np.float32), return_inverse=True)
-        values[0], values[1 : 1 + len(different)] = 1, different
-        places[list(ids)] = 2 * (1 + place)
+    values, places = np.zeros(CHANGES, np.float32), np.zeros(V, np.uint8)
+    if sampling.changes:
+        own, late = dict(sampling.biases), set(sampling.late)
+        tokens = sorted(own.keys() | late)
+        of_tokens = [(-math.inf if t in late else own[t], own.get(t, 0.0)) for t in tokens]
+        pairs = np.array(of_tokens, np.float32).reshape(-1, 2) + np.float32(0)  # no -0.0
+        different, place = np.unique(pairs.view(np.uint64), return_inverse=True)
+        values[0], values[-2:] = 1, (sampling.frequency_penalty, sampling.presence_penalty)
+        values[1:2].view(np.int32)[:] = sampling.min_new_tokens
+        values[2 : 2 + 2 * len(different)] = different.view(np.float32)
+        places[tokens] = 2 * (1 + place.ravel())
     return values, places
 
 
-def penalized(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Floats:
-    """Logits with biases, and after the repetition penalty.
+def penalized(
+    raw: Floats,
+    sampling: Sampling,
+    seen: NDArray[np.uint8] | None = None,
+    counts: NDArray[np.int32] | None = None,
+    step: int = 0,
+) -> Floats:
+    """Logits with biases, without end tokens that come too early, and after the penalties.
 
-    Source: Keskar et al., "CTRL" (2019).
+    Sources: Keskar et al., "CTRL" (2019), for the repetition penalty; OpenAI, "API reference".
     """
-    if sampling.biases:
-        check_biased(sampling, len(raw))
-        ids, of_ids = zip(*sampling.biases, strict=True)
+    check_biased(sampling, len(raw))
+    if sampling.biases or sampling.late:
         raw = raw.copy()
+    if sampling.biases:
+        ids, of_ids = zip(*sampling.biases, strict=True)
         raw[list(ids)] += np.array(of_ids, np.float32)
+    if step < sampling.min_new_tokens:
+        raw[list(sampling.late)] = -np.inf
     penalty = np.float32(sampling.repetition_penalty)
-    if seen is None or penalty == 1:
-        return raw
-    with np.errstate(over="ignore"):
-        changed = raw * np.where(raw > 0, np.float32(1) / penalty, penalty)
-    return np.where(seen != 0, changed, raw)
+    if seen is not None and penalty != 1:
+        with np.errstate(over="ignore"):
+            changed = raw * np.where(raw > 0, np.float32(1) / penalty, penalty)
+        raw = np.where(seen != 0, changed, raw)
+    if counts is not None and sampling.counts:
+        frequency, presence = map(
+            np.float32, (sampling.frequency_penalty, sampling.presence_penalty)
+        )
+        raw = np.where(counts > 0, (raw - frequency * counts.astype(np.float32)) - presence, raw)
+    return raw
 
 
-def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Masses:
+def masses(l: Floats, sampling: Sampling) -> Masses:  # noqa: E741
     """The mass of each token in the draw: 2^40 exp((l - max l) / temperature), 0 if filtered out.
 
-    raw: float32 (V,), without NaN, at least one above -inf. The temperature must not be 0.
+    l: as `penalized` returns it, float32 (V,), without NaN, at least one above -inf. The
+    temperature must not be 0.
     """
-    l = penalized(raw, sampling, seen)  # noqa: E741
     largest, inverse = l.max(), np.float32(1) / np.float32(sampling.temperature)
     with np.errstate(invalid="ignore", over="ignore"):
         below = np.where(l == largest, np.float32(0), l - largest)
@@ -218,22 +295,22 @@ def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = Non
     return mass
 
 
-def probabilities(
-    logits: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None
-) -> NDArray[np.float64]:
-    """The probability with which `choose` draws each token, (V,): 0 if it is filtered out.
+def probabilities(logits: Floats, sampling: Sampling) -> NDArray[np.float64]:
+    """The probability with which `choose` draws each token as the first one, (V,): 0 if filtered.
 
-    logits and seen: as for `choose`. All are 0 if a logit is NaN or all are -inf.
+    All are 0 if a logit is NaN or all are -inf.
     """
     raw = logits.astype(np.float32)
     found = np.zeros(len(raw))
-    largest = raw.max()
-    if np.isnan(largest) or largest == -np.inf:
+    if np.isnan(raw.max()):
+        return found
+    l = penalized(raw, sampling)  # noqa: E741
+    if l.max() == -np.inf:
         return found
     if sampling.temperature == 0:
-        found[penalized(raw, sampling, seen).argmax()] = 1
+        found[l.argmax()] = 1
         return found
-    mass = masses(raw, sampling, seen)
+    mass = masses(l, sampling)
     found[:] = mass / mass.sum()
     return found
 

@@ -87,7 +87,7 @@ ODD_CONSTANTS = {
         "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
     ),
     "attention/hopper.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
-    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_BIAS=1",
+    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1",
     "matmul/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
     "softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
     "trimat/ladder.cu": "NH=3 HS=20",

@@ -27,7 +27,16 @@ from gpt2block.ops.sample_token import (
     bind_state,
     choose_geometry,
 )
-from gpt2block.sampling import BIASES, Sampling, biases, choose, masses, philox, random_bits
+from gpt2block.sampling import (
+    CHANGES,
+    Sampling,
+    changes,
+    choose,
+    masses,
+    penalized,
+    philox,
+    random_bits,
+)
 from tests import plain
 from tests.devices import H200, every_device, on_gpu, one_order, running_on
 
@@ -79,6 +88,11 @@ def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
         ("top_p", -0.1, "top_p: .*got -0.1"),
         ("min_p", 2, "min_p: expected a fraction from 0 to 1, 0 to keep all, got 2"),
         ("repetition_penalty", 0, "repetition_penalty: expected .* to .*, got 0"),
+        ("presence_penalty", math.inf, "presence_penalty: expected a finite number, .*got inf"),
+        ("frequency_penalty", 1e30, "frequency_penalty: expected a finite number, .*got 1e\\+30"),
+        ("min_new_tokens", -1, "min_new_tokens: expected a number of tokens, 0 for none, got -1"),
+        ("end_ids", [2.5], "end_ids: expected token ids, got 2.5"),
+        ("end_ids", 3, "end_ids: expected token ids, got 3"),
         ("seed", -1, "seed: expected an unsigned integer of 64 bits, got -1"),
         ("seed", 2**64, "seed: .*got 18446744073709551616"),
         ("seed", True, "seed: .*got True"),
@@ -194,7 +208,7 @@ def test_what_is_kept(
     (seen,) = some_seen(seed, 1, V)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
     expected = kept_by_hand(x, sampling, seen)
-    assert set(np.flatnonzero(masses(x, sampling, seen)).tolist()) == expected
+    assert set(np.flatnonzero(masses(penalized(x, sampling, seen), sampling)).tolist()) == expected
     assert expected
 
 
@@ -224,7 +238,7 @@ def test_the_repetition_penalty() -> None:
     seen = np.array([1, 1, 0, 0, 1], np.uint8)
     sampling = replace(GREEDY, repetition_penalty=4)
     assert choose(x, sampling, 0, seen).token == 2
-    mass = masses(x, replace(sampling, temperature=1), seen)
+    mass = masses(penalized(x, sampling, seen), replace(sampling, temperature=1))
     logits = np.array([0.5, -8, 1, -1.5, 0])
     np.testing.assert_allclose(mass / 2**40, np.exp(logits - 1), rtol=1e-6)
 
@@ -238,11 +252,31 @@ def test_biases() -> None:
     assert logprob == pytest.approx(-math.log(np.exp(x.astype(np.float64)).sum()))
     seen = np.array([0, 0, 1, 1], np.uint8)
     sampling = Sampling(temperature=1, repetition_penalty=2, logit_bias={2: -3, 3: 5})
-    mass = masses(x, sampling, seen)
+    mass = masses(penalized(x, sampling, seen), sampling)
     exact = np.exp(np.array([0.0, 1.0, -2.0, 2.0]))
     np.testing.assert_allclose(mass / mass.sum(), exact / exact.sum(), rtol=1e-6)
     assert Sampling(logit_bias={5: 1, 2: 0.5}) == Sampling(logit_bias=[(2, 0.5), (5, 1)])
     assert hash(Sampling(logit_bias={5: 1})) == hash(Sampling(logit_bias={5: 1.0}))
+
+
+def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
+    """After the repetition penalty; drawn tokens are those counted. An end token has no mass."""
+    x, counts = np.array([2, -2, 1, 0.5, np.inf], np.float32), np.array([3, 0, 1, 0, 0], np.int32)
+    seen = np.array([1, 1, 1, 0, 0], np.uint8)
+    options: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -0.25}
+    sampling = Sampling(temperature=0, repetition_penalty=2, **options)
+    got = penalized(x, sampling, seen, counts)
+    assert got.tolist() == [1 - 1.5 + 0.25, -4, 0.5 - 0.5 + 0.25, 0.5, math.inf]
+    ends = replace(sampling, min_new_tokens=2, end_ids=[4, 3, 4], logit_bias={3: 9})
+    assert (ends.late, replace(ends, min_new_tokens=0).late) == ((3, 4), ())
+    assert penalized(x, ends, seen, counts, 1).tolist() == [*got[:3], -math.inf, -math.inf]
+    assert penalized(x, ends, seen, counts, 2).tolist() == [*got[:3], 9.5, math.inf]
+    assert [choose(x, ends, step).token for step in (0, 1, 2)] == [0, 0, 4]
+    assert choose(x[:1], replace(ends, end_ids=[0], logit_bias={}), 0).token == -1
+    with pytest.raises(InputError, match="end_ids: expected token ids from 0 to 3, got 4"):
+        choose(x[:4], ends, 0)
+    with pytest.raises(InputError, match="126 different numbers, those of end tokens apart, with "):
+        Sampling(logit_bias={n: n for n in range(127)}, min_new_tokens=1, end_ids=[500])
 
 
 @pytest.mark.parametrize(
@@ -264,9 +298,9 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 
 @every_device
 @pytest.mark.parametrize("stored", [0, 1, 2])
-def test_the_kernel_adds_biases(device: Any, stored: int) -> None:
-    """Some rows have none, and one changes a token by a bias and the penalty."""
-    B, V = 5, 777
+def test_the_kernel_changes_logits(device: Any, stored: int) -> None:
+    """Some rows have no changes, and some change a token in several ways."""
+    B, V, step = 9, 777, 3
     x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
     few = {1: 2.5, 70: 30, 71: 30, 776: -4, int(x[1].argmax()): -9}
     rows = [
@@ -275,16 +309,26 @@ def test_the_kernel_adds_biases(device: Any, stored: int) -> None:
         Sampling(top_p=0.9, seed=3),
         Sampling(repetition_penalty=2.0, top_p=0.8, seed=4),
         Sampling(logit_bias={n: n % 127 / 7 for n in range(V)}, min_p=0.01, seed=5),
+        Sampling(frequency_penalty=0.7, presence_penalty=-1.1, repetition_penalty=1.2, seed=6),
+        Sampling(temperature=0, presence_penalty=20, logit_bias=few),
+        *(
+            Sampling(temperature=0, min_new_tokens=n, end_ids=range(0, V, 2), logit_bias={70: 90})
+            for n in (step, step + 1)
+        ),
     ]
-    defines = ((STORED, stored), ("SAMPLE_BIAS", 1)) if stored else (("SAMPLE_BIAS", 1),)
-    table = np.zeros((B, BIASES), np.float32)
+    counts = np.random.default_rng(4).integers(0, 9, (B, V), dtype=np.int32) * seen
+    counts[6, x[6].argmax()] = seen[6, x[6].argmax()] = 1
+    defines = ((STORED, stored), ("SAMPLE_CHANGES", 1)) if stored else (("SAMPLE_CHANGES", 1),)
+    table = np.zeros((B, CHANGES), np.float32)
     places = np.zeros((B, V), np.uint8)
     for b, row in enumerate(rows):
-        table[b], places[b] = biases(row, V)
-    got = run(device, x, rows, 3, seen | places, defines=defines, bias=table)
-    assert_as_chosen(x, rows, 3, seen, got._replace(seen=got.seen & 1))
+        table[b], places[b] = changes(row, V)
+    given: dict[str, Any] = {"defines": defines, "table": table, "counts": counts}
+    got = run(device, x, rows, step, seen | places, **given)
+    assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts)
+    assert (got.token[7], got.token[8] % 2) == (70, 1)
     np.testing.assert_array_equal(got.seen & 254, places)
-    without = run(device, x[2:4], rows[2:4], 3, seen[2:4])
+    without = run(device, x[2:4], rows[2:4], step, seen[2:4])
     np.testing.assert_array_equal(got.token[2:4], without.token)
     np.testing.assert_array_equal(got.logprob[2:4], without.logprob)
 
@@ -296,6 +340,12 @@ def test_a_call_with_biases(device: Any) -> None:
     expected = [choose(row, sampling, 0)[0] for row in x]
     assert ops.sample_token(logits, sampling).get().tolist() == expected
     assert set(expected) <= {4, 9}
+    counts = np.zeros(x.shape, np.int32)
+    counts[0, x[0].argmax()] = 5
+    penalty = Sampling(temperature=0, frequency_penalty=9)
+    drawn = ops.sample_token(logits, penalty, counts=device.asarray(counts)).get()
+    assert drawn.tolist() == reference.sample_token(x, penalty, counts=counts).tolist()
+    assert (drawn != x.argmax(-1)).tolist() == [True, False]
     with pytest.raises(InputError, match="logit_bias: expected token ids from 0 to 49, got 50"):
         ops.sample_token(logits, Sampling(logit_bias={50: 1}))
 
@@ -414,7 +464,8 @@ def run(
     blocks: int | None = None,
     position: int = 5,
     n_ctx: int = 1024,
-    bias: Array | None = None,
+    table: Array | None = None,
+    counts: Array | None = None,
 ) -> State:
     """On a GPU twice, with the same bits.
 
@@ -437,11 +488,15 @@ def run(
         for name, values in before._asdict().items():
             getattr(state, name).set(values)
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
-        given = None if bias is None else device.asarray(bias)
+        given = [None if each is None else device.asarray(each) for each in (table, counts)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "choose_geometry", geometry)
-            bound = bind_state(logits, state, n_ctx, report, bias=given)
+            bound = bind_state(logits, state, n_ctx, report, None, *given)
         assert bound.run() is state.token
+        if counts is not None:
+            drawn = np.zeros_like(counts)
+            drawn[np.arange(B), state.token.get()] = 1
+            np.testing.assert_array_equal(given[1].get(), counts + drawn)
         results.append(State(*(getattr(state, name).get() for name in State._fields)))
         check_report(report.get(), step, results[-1])
     for first, last in zip(results[0], results[-1], strict=True):
@@ -457,10 +512,16 @@ def check_report(report: Array, step: int, state: State) -> None:
 
 
 def assert_as_chosen(
-    x: Array, rows: Sequence[Sampling], step: int, seen: Array, got: State
+    x: Array,
+    rows: Sequence[Sampling],
+    step: int,
+    seen: Array,
+    got: State,
+    counts: Array | None = None,
 ) -> None:
     """Tokens and state as NumPy has them; log-probabilities by the rule for errors."""
-    chosen = [choose(x[b], row, step, seen[b]) for b, row in enumerate(rows)]
+    times = np.zeros(x.shape, np.int32) if counts is None else counts
+    chosen = [choose(x[b], row, step, seen[b], times[b]) for b, row in enumerate(rows)]
     tokens = np.array([token for token, _ in chosen])
     np.testing.assert_array_equal(got.token, tokens)
     real = np.flatnonzero(tokens >= 0)

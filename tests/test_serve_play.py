@@ -76,10 +76,8 @@ def test_probabilities_of_odd_logits() -> None:
     assert probabilities(np.array([0, np.nan], np.float32), sampling).tolist() == [0, 0]
     assert probabilities(np.full(2, -np.inf, np.float32), sampling).tolist() == [0, 0]
     assert probabilities(np.array([-np.inf, 3, 3], np.float32), sampling).tolist() == [0, 0.5, 0.5]
-    once = Sampling(temperature=1, repetition_penalty=2)
-    seen = np.array([1, 0], np.uint8)
-    halved = probabilities(np.array([2, 1], np.float32), once, seen)
-    assert halved.tolist() == [0.5, 0.5]
+    biased = Sampling(temperature=1, logit_bias={0: -1})
+    assert probabilities(np.array([2, 1], np.float32), biased).tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -146,8 +146,9 @@ class Generating(Task):
         """Check the prompts; nothing is computed yet, so that an engine is not needed."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(
-            engine or config, self._encoding, prompts, samples=self._samples, **self._options
-        )
+            engine or config, self._encoding, prompts, samples=self._samples, seed=0,
+            **self._options,
+        )  # fmt: skip
 
     def problem(self, ids: Ids) -> str | None:
         try:

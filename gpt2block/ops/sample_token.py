@@ -29,7 +29,7 @@ from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.call import FIXED, Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
-from gpt2block.sampling import BIASES, Sampling, biases, check_step, parameters, rows_of
+from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
@@ -43,7 +43,7 @@ STATE = (
     "seen u8 B V; position step token i32 B; logprob f32 B"
 )
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
-BIAS = "bias? f32 B W"
+CHANGED = "changes? f32 B W; counts? i32 B V"
 
 
 class SampleState(NamedTuple):
@@ -139,12 +139,12 @@ def choose_geometry(
     return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*own, *defines))
 
 
-def _geometry(rows: int, V: int, biased: bool = False) -> Geometry:
+def _geometry(rows: int, V: int, changed: bool = False) -> Geometry:
     """Of the current device."""
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
     found = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
-    return found.with_defines((("SAMPLE_BIAS", 1),)) if biased else found
+    return found.with_defines((("SAMPLE_CHANGES", 1),)) if changed else found
 
 
 def request(V: int) -> None:
@@ -162,14 +162,14 @@ def request(V: int) -> None:
 )
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    args = (c.logits, *c.state, *slots, c.bias, c.report, c.B, c.V, c.n_ctx)
-    return launch_at(FILE, _geometry(c.M, c.V, c.bias is not None), args)
+    args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.B, c.V, c.n_ctx)
+    return launch_at(FILE, _geometry(c.M, c.V, c.changes is not None), args)
 
 
 _SAMPLE = Operation(
     name="sample_token",
     variants=(_block,),
-    line=f"logits f32 M V; {STATE}; {SLOTS}; {BIAS}; report? i32 2 2 M -> token i32 B",
+    line=f"logits f32 M V; {STATE}; {SLOTS}; {CHANGED}; report? i32 2 2 M -> token i32 B",
 )
 
 
@@ -179,7 +179,8 @@ def bind_state(
     n_ctx: int = ENDLESS,
     report: CudaArray | None = None,
     slots: Slots | None = None,
-    bias: CudaArray | None = None,
+    changes: CudaArray | None = None,
+    counts: CudaArray | None = None,
 ) -> Bound:
     """Choose a token for each row of logits (M, V) by the parameters in `state`, and update it.
 
@@ -187,19 +188,20 @@ def bind_state(
     position stays below n_ctx. out is `state.token`. slots: the rows of the state, of which no two
     may be the same; None: M rows in order. report (2, 2, M) int32 gets a copy of token and of the
     bits of logprob, in its first half for even steps, or turns of `slots`; it may be host memory.
-    bias (B, 128), with state.seen: the `biases` of each row.
+    changes (B, 258), with state.seen: the `changes` of each row. counts (B, V) int32, where their
+    penalties need them: how often each token was drawn, to which a run adds.
     """
     of_slots = slots or (None,) * len(Slots._fields)
-    c = _SAMPLE.checked((logits, *state, *of_slots, bias, report))
+    c = _SAMPLE.checked((logits, *state, *of_slots, changes, counts, report))
     check_rows("logits", logits, MAX_V)
     if slots is None and c.M != c.B:
         raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
-    if bias is not None and c.W != BIASES:
-        raise InputError(f"bias: expected {BIASES} numbers for each row, got {c.W}")
+    if changes is not None and c.W != CHANGES:
+        raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
     c.state, c.n_ctx = state, n_ctx
-    c.kept = (*state, *(slots or ()), *(() if bias is None else (bias,)))
+    c.kept = (*state, *(slots or ()), *(each for each in (changes, counts) if each is not None))
     return _SAMPLE.bound_to(c)
 
 
@@ -253,25 +255,32 @@ def bind(
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: CudaArray | None = None,
+    counts: CudaArray | None = None,
 ) -> Bound:
     """inputs (logits (B, V),), out (B,) of int32; extra is the rest of a `SampleState`.
 
-    seen (B, V) is copied; without it, no token was seen. Each run is a step.
+    seen and counts (B, V) are copied; without them, no token was seen, or drawn. Each run is a
+    step.
     """
-    c = OPERATION.checked((*inputs, seen), out)
+    c = OPERATION.checked((*inputs, seen, counts), out)
     state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
     if seen is not None:
-        state.seen[...] = seen
-    bias = None
-    if any(row.logit_bias for row in rows):
-        bias = cupy.zeros((c.B, BIASES), "float32")
-        for b, row in enumerate(rows):
-            values, places = biases(row, c.V)
-            bias[b].set(values)
-            state.seen[b] += cupy.asarray(places)
-    return bind_state(c.logits, state, bias=bias)
+        state.seen[...] = seen != 0
+    if counts is not None:
+        counts, marks = counts.copy(), state.seen
+        marks |= (counts > 0).astype("uint8")
+    elif any(row.counts for row in rows):
+        counts = cupy.zeros((c.B, c.V), "int32")
+    if not any(row.changes for row in rows):
+        return bind_state(c.logits, state)
+    tables = cupy.zeros((c.B, CHANGES), "float32")
+    for b, row in enumerate(rows):
+        values, places = changes(row, c.V)
+        tables[b].set(values)
+        state.seen[b] += cupy.asarray(places)
+    return bind_state(c.logits, state, changes=tables, counts=counts)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -300,13 +309,16 @@ def sample_token(
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: CudaArray | None = None,
+    counts: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.sample_token` on CuPy arrays: float32, `seen` uint8; raises InputError.
+    """`reference.sample_token` on CuPy arrays: float32, `seen` uint8, `counts` int32.
+
+    Raises InputError.
 
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid this.
     """
     (logits,) = contiguous(logits)
-    return bind((logits,), sampling=sampling, step=step, seen=seen).run()
+    return bind((logits,), sampling=sampling, step=step, seen=seen, counts=counts).run()
 
 
 def _integers(name: str, given: Any) -> CudaArray:

@@ -30,7 +30,7 @@ from gpt2block.run.model import (
     in_groups,
     rounded_up,
 )
-from gpt2block.sampling import BIASES, MOST_ALTERNATIVES, biases
+from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_model import CudaModel
@@ -51,9 +51,10 @@ class DecodingSteps:
         self.logits = cupy.zeros((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self._steps: dict[tuple[int, bool], Step] = {}  # by rows, and whether any has biases
-        self.bias: CudaArray = None  # of the slots, once one has any
-        self._biased = np.zeros(B, bool)
+        self._steps: dict[tuple[int, int], Step] = {}  # by rows, and the most that any changes
+        self.changes: CudaArray = None  # of logits in the slots, once one has any
+        self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
+        self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
         self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
 
     def restart(self) -> None:
@@ -64,8 +65,8 @@ class DecodingSteps:
 
     def of(self, model: CudaModel, slots: Ids) -> Step:
         """The step of as many rows as there are slots, or of a few more."""
-        biased = self.bias is not None and bool(self._biased[slots].any())
-        kind = min(rounded_up(len(slots), 2), self.batch), biased
+        changed = int(self._changed[slots].max(initial=0))
+        kind = min(rounded_up(len(slots), 2), self.batch), changed
         if kind not in self._steps:
             self._steps[kind] = Step(model, self, *kind)
         return self._steps[kind]
@@ -111,30 +112,43 @@ class DecodingSteps:
             self.state.seen[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])
             mark_seen(np.concatenate(ids), of_token, self.state.seen)
-        self._set_biases(starts, ids)
+        self._set_changes(starts, ids)
         step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
         self.place(slots, step)
         return step
 
-    def _set_biases(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
-        """The biases of sequences that begin, and none where the last one in a slot had some."""
+    def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
+        """The changes of sequences that begin, and none where the last one in a slot had some."""
+        V = self.logits.shape[1]
         for start, ids in zip(starts, seen, strict=True):
-            biased = bool(start.sampling.logit_bias)
-            if biased or self._biased[start.slot]:
-                if self.bias is None:
-                    self.bias = cupy.zeros((self.batch, BIASES), "float32")
-                values, places = biases(start.sampling, self.logits.shape[1])
+            changed = _kind_of(start.sampling)
+            if changed or self._changed[start.slot]:
+                if self.changes is None:
+                    self.changes = cupy.zeros((self.batch, CHANGES), "float32")
+                values, places = changes(start.sampling, V)
                 places[ids] |= 1
-                self.bias[start.slot].set(values)
+                self.changes[start.slot].set(values)
                 self.state.seen[start.slot].set(places)
-            self._biased[start.slot] = biased
+            if changed == COUNTED:
+                if self.counts is None:
+                    self.counts = cupy.zeros((self.batch, V), "int32")
+                self.counts[start.slot].set(start.counts(V))
+            self._changed[start.slot] = changed
+
+
+CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
+
+
+def _kind_of(sampling: Sampling) -> int:
+    """0, CHANGED or COUNTED."""
+    return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
 
 
 class Step:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, biased: bool) -> None:
+    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, changed: int) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -143,8 +157,9 @@ class Step:
         slots = Slots(row, tokens, positions, self._turn)
         self.placing = bind_place(of.state, slots)
         self._logits = logits = of.logits[:rows]
-        bias = of.bias if biased else None
-        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots, bias)
+        tables = of.changes if changed else None
+        counts = of.counts if changed == COUNTED else None
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts)
         given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.terms(rows)
         self.recording = model.recordings.make(

@@ -293,6 +293,11 @@ class Start(NamedTuple):
     cached: int = 0  # tokens of ids, fewer than all, that the slot's last sequence had computed
     alternatives: int = 0  # most likely tokens to report with each sampled one
 
+    def counts(self, V: int) -> Ids:
+        """How often the sequence has drawn each token, (V,)."""
+        drawn = self.seen[len(self.seen) - self.drawn :] if self.seen is not None else self.ids[:0]
+        return np.bincount(drawn, minlength=V).astype(np.int32)
+
 
 class Alternatives(NamedTuple):
     """The most likely tokens at N positions, and their log-probabilities, in descending order."""

@@ -212,19 +212,23 @@ class NumpyDecoding:
         self._drawn = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
+        self._counts = np.zeros(self._seen.shape, np.int32)  # how often each token was drawn
         self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         return iter(())
 
     def start(self, starts: Sequence[Start]) -> None:
-        for slot, ids, sampling, steps, drawn, seen, cached, alternatives in starts:
+        for start in starts:
+            slot, ids, sampling, steps, drawn, seen, cached, alternatives = start
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot] = sampling
             self._left[slot], self._drawn[slot] = steps, drawn
             self._alternatives[slot] = alternatives
             self._seen[slot] = 0
             self._seen[slot, ids if seen is None else seen] = 1
+            if sampling.counts:
+                self._counts[slot] = start.counts(self._counts.shape[1])
 
     def extend(self, starts: Sequence[Start]) -> None:
         new = [np.empty(0, np.int32)] * self.slots
@@ -245,11 +249,12 @@ class NumpyDecoding:
         logits = self._model.forward(new, "last", self._cache)
         tokens, logprobs = np.empty(len(active), np.int32), np.empty(len(active), np.float32)
         for n, slot in enumerate(active):
-            seen = self._seen[slot]
+            seen, counts = self._seen[slot], self._counts[slot]
             options = self._sampling[slot]
-            token, logprobs[n] = choose(logits[slot], options, self._drawn[slot], seen)
+            token, logprobs[n] = choose(logits[slot], options, self._drawn[slot], seen, counts)
             tokens[n] = token
             seen[max(token, 0)] |= token >= 0
+            counts[max(token, 0)] += token >= 0
             self._next[slot] = tokens[n : n + 1]
         self._drawn[active] += 1
         self._left[active] -= 1

@@ -23,6 +23,7 @@ from gpt2block.sampling import (
     check_alternatives,
     check_biased,
     chosen,
+    new_seed,
 )
 from gpt2block.text import tokenizer
 from gpt2block.text.batching import Batch
@@ -102,8 +103,11 @@ class Run:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         logit_bias: LogitBias = (),
+        min_new_tokens: int = 0,
         sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
@@ -135,10 +139,15 @@ class Run:
             found = tokenizer.token_ids(None, several(stop_ids), V, "stop_ids")
             ids = frozenset(found.tolist())
         ends = Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, ids, encoding)
+        unseeded = sampling is None and seed is None
         sampling = chosen(
-            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, logit_bias=logit_bias,
+            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, seed=0 if seed is None else seed,
+            logit_bias=logit_bias, min_new_tokens=min_new_tokens,
         )  # fmt: skip
+        if sampling.min_new_tokens:
+            sampling = _with_ends(sampling, ends)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, rows_at_once
         self.batch: Batch | None = None
@@ -154,7 +163,11 @@ class Run:
 
         def row(index: int) -> Row:
             start, more = starts[index // samples], index % samples
-            options = replace(sampling, sample=sampling.sample + more) if more else sampling
+            options = sampling
+            if unseeded:
+                options = replace(sampling, seed=new_seed())
+            elif more:
+                options = replace(sampling, sample=sampling.sample + more)
             return Row(start, options, reader, ends, top_logprobs)
 
         self.rows = Rows(len(starts) * samples, row)
@@ -225,6 +238,18 @@ def _check_rows(prompts: int, samples: int) -> None:
             f"{what}: expected at most {MOST_ROWS:,} rows, one for each sample of each prompt, "
             f"got {prompts:,} prompts and {samples:,} samples: make several calls"
         )
+
+
+def _with_ends(sampling: Sampling, ends: Ends) -> Sampling:
+    """Sampling that draws none of the stop tokens among the first min_new_tokens."""
+    if sampling.min_new_tokens > ends.max_new_tokens:
+        raise InputError(
+            Argument("min_new_tokens"),
+            f": expected at most the {ends.max_new_tokens} of ",
+            Argument("max_new_tokens"),
+            f", got {sampling.min_new_tokens}",
+        )
+    return replace(sampling, end_ids=ends.stop_ids)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

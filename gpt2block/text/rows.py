@@ -179,6 +179,10 @@ class Row:
     def _decode(self) -> None:
         """Turn the new tokens into text, without the one that ended the row."""
         end = len(self.tokens) - self._at_end_token
+        if self.ends.stop and self._decoded < (early := min(end, self.sampling.min_new_tokens)):
+            data = self._bytes(self.tokens[self._decoded : early])
+            self._pieces.append(self._text.unsearched(data))
+            self._decoded = early
         data = self._bytes(self.tokens[self._decoded : end])
         self._pieces.append(self._text.add(data, final=self._closed))
         self._decoded = end
@@ -232,6 +236,10 @@ class Text:
         self._stop, self._longest = stop, max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+
+    def unsearched(self, data: bytes) -> str:
+        """Decode the beginning of a text, which no stop string ends or begins in."""
+        return self._decoder.decode(data)
 
     def add(self, data: bytes, final: bool = False) -> str:
         """Decode `data` and return the text that is now certain to be before a stop string."""

@@ -32,8 +32,8 @@
 #ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_BIAS  // 1: tokens can have biases
-#define SAMPLE_BIAS 0
+#ifndef SAMPLE_CHANGES  // 1: there are biases, tokens that must not come early, and penalties of drawn tokens
+#define SAMPLE_CHANGES 0
 #endif
 #ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
 #define SAMPLE_LIST SAMPLE_THREADS
@@ -42,8 +42,9 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
-constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, BIASED = SAMPLE_BIAS;
-constexpr int BIASES = 128;           // of a sequence; the first one says whether it has any
+constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES;
+constexpr int PLACES = 128;           // of the tokens of a sequence, with two biases each; 0 is that of all others
+constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
 constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
 constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
@@ -77,11 +78,13 @@ struct Row {
     const float* x;             // (V)
     const unsigned char* seen;  // (V), null if it changes no logit
     int V;
-    float penalty, less;        // the penalty and its reciprocal
+    float penalty, less;        // repetition_penalty and its reciprocal
+    float frequency, presence;  // the other penalties
     float max, inverse, scale;  // maximum of l; 1 / temperature; fine bins per unit of l
     int first, end;             // the columns of this block
     float* stored;              // and their l
-    const float* bias;          // (BIASES)
+    const float* changes;       // (CHANGES), from the second one on once the sequence has drawn enough tokens
+    const int* counts;          // (V): how often each token was drawn; null if it changes no logit
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
     __device__ __forceinline__ float position(float l) const {
@@ -90,9 +93,17 @@ struct Row {
     }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
-    __device__ __forceinline__ float changed(float x, unsigned char seen) const {  // by bias and penalty
-        if (BIASED && seen > 1) x += bias[seen / 2];
-        return x * ((BIASED ? seen % 2 : seen) ? x > 0.0f ? less : penalty : 1.0f);
+    // The logit of a column by bias and penalties. Products that are rounded, as in NumPy, are stated.
+    __device__ __forceinline__ float changed(float x, unsigned char seen, int column) const {
+        if (CHANGED && seen > 1) {
+            const float bias = changes[seen & ~1];
+            x = bias == -INFINITY ? bias : x + bias;
+        }
+        const bool occurred = CHANGED ? seen % 2 : seen;
+        x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
+        if (!CHANGED || !counts || !occurred) return x;
+        const int count = counts[column];  // of a token that has not occurred it is 0
+        return count ? x - __fmul_rn(frequency, (float)count) - presence : x;
     }
 };
 
@@ -107,7 +118,7 @@ __device__ __forceinline__ void visit(const Row& row, int first, int end, int st
             unsigned char seen[LATER];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
 #pragma unroll
-            for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i]);
+            for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i], first + i * step);
         }
         f(l);
     }

@@ -1,11 +1,15 @@
 // Chooses the next token of each row from its logits, on the device.
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
-//   seen (B, V): 1 for tokens that have occurred, plus with SAMPLE_BIAS twice the place of their bias in bias (B, 128),
-//   of which place 0 says whether the sequence has biases; step (B): tokens drawn so far; position, token, logprob (B);
+//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
 //   row (M): the sequence of each row of logits. Without it, row m is that of sequence m
+//   with SAMPLE_CHANGES: changes (B, 258), two biases for each of 128 places, before min_new_tokens are drawn and from
+//   then on, and frequency_penalty and presence_penalty. seen has twice the place of each token as well. Place 0 has 1
+//   if anything changes, and min_new_tokens. counts (B, V): how often each token was drawn
 //
-//   l     = logit + bias; for a seen token, multiplied by 1 / penalty if it is positive, else by the penalty
+//   l     = logit + bias, where a bias of -inf hides an end token that must not come yet; for a seen token, multiplied
+//           by 1 / repetition_penalty if it is positive, else by that penalty; for a drawn token, less
+//           frequency_penalty count + presence_penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
 //   top-k   keeps the k largest l. top-p keeps the fewest largest of these whose masses reach a fraction p of all. Ties
 //           with the last one kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
@@ -69,7 +73,7 @@ __device__ void receive(const Row& row, bool greedy) {
     if (row.seen && !greedy) {
         for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // this thread's copies
             float& l = row.stored[i - row.first];
-            l = row.changed(l, row.seen[i]);
+            l = row.changed(l, row.seen[i], i);
         }
     }
     __syncthreads();
@@ -100,7 +104,7 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
                 unsigned char seen[FIRST];
                 load_columns(row.seen + first, row.V - first, PASS, (unsigned char)0, seen);
 #pragma unroll
-                for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], seen[i]);
+                for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], seen[i], first + i * PASS);
             }
             online.take(raw);
 #pragma unroll
@@ -246,7 +250,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* next_token,                  // (M) or null, as are the next two: a copy of token
     int* next_position,               // (M): a copy of position
     int* turn,                        // (M): incremented, also where nothing is sampled
-    const float* bias,                // (B, 128) with SAMPLE_BIAS
+    const float* changes,             // (B, 258) with SAMPLE_CHANGES
+    int* counts,                      // (B, V) with SAMPLE_CHANGES, or null: incremented for the token
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
     int B, int V, int n_ctx) {
     __shared__ Shared s;
@@ -265,14 +270,23 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const int k = top_k[b], length = (V + RANKS - 1) / RANKS;
     Row values = {logits + (long long)m * V, seen + (long long)b * V, V, repetition_penalty[b]};
     values.less = 1.0f / values.penalty;
-    if (BIASED) values.bias = bias + (long long)b * BIASES;
-    if (values.penalty == 1.0f && !(BIASED && values.bias[0] != 0.0f)) values.seen = nullptr;
+    int late = 0;
+    if (CHANGED) {
+        values.changes = changes + (long long)b * CHANGES;
+        values.frequency = values.changes[CHANGES - 2];
+        values.presence = values.changes[CHANGES - 1];
+        values.counts = counts ? counts + (long long)b * V : nullptr;
+        if (values.frequency == 0.0f && values.presence == 0.0f) values.counts = nullptr;
+        late = __float_as_int(values.changes[1]);
+    }
+    if (values.penalty == 1.0f && !(CHANGED && values.changes[0] != 0.0f)) values.seen = nullptr;
     values.first = min(rank * length, V);
     values.end = min(values.first + length, V);
     values.stored = stored;
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     if (thread == 0) s.bad = 0;
     wait_for_previous();
+    if (CHANGED && step[b] >= late) ++values.changes;
     if (STORED) request(values, heat == 0.0f);
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
     if (FIRST_STORED) receive(values, heat == 0.0f);
@@ -311,7 +325,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         to[M] = __float_as_int(likely);
     }
     unsigned char& now_seen = seen[(long long)b * V + id];
-    if (!none) now_seen = BIASED ? now_seen | 1 : 1;
+    if (!none) now_seen = CHANGED ? now_seen | 1 : 1;
+    if (CHANGED && !none && counts) ++counts[(long long)b * V + id];
 }
 
 // grid (ceil(N / blockDim.x)), block (any)
