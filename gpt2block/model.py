@@ -465,8 +465,8 @@ class Model(Generic[Weights]):
         top_p: sample from the fewest tokens whose probabilities add up to top_p; 1 is off.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
         repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
-        presence_penalty: subtracted from the logits of tokens that the continuation has already;
-            frequency_penalty: subtracted once for each time that it has the token. 0 is off.
+        presence_penalty: subtracted from the logits of tokens that the continuation has already.
+        frequency_penalty: subtracted once for each time that it has the token.
         seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
             None draws a new one for each continuation, which its Generation.seed reports.
         logit_bias: numbers by token id, added to the logits before anything else; at most 127

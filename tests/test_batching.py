@@ -56,6 +56,9 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
         "stop_ids": rng.integers(TINY.vocab_size, size=rng.integers(1, 4)).tolist(),
         "top_logprobs": int(rng.choice([0, 3])),
         "logit_bias": {} if rng.random() < 0.7 else {int(rng.integers(37)): 3.5, 5: -2.0},
+        "frequency_penalty": float(rng.choice([0, 0, 0.4])),
+        "presence_penalty": float(rng.choice([0, 0, -0.3])),
+        "min_new_tokens": int(rng.choice([0, 1])),
         "overflow": str(rng.choice(["error", "truncate"])),
     }
 

@@ -107,7 +107,8 @@ def test_options_arrive(command: Command) -> None:
     options = (
         "--model=m --revision=v1 --dtype=float16 --kv-dtype=float8_e5m2 --activations=float16 "
         "--device=cpu --max-new-tokens=9 --temperature=0.7 --top-k=4 --top-p=0.9 --min-p=0.1 "
-        "--repetition-penalty=1.5 --seed=3 --samples=2 --json"
+        "--repetition-penalty=1.5 --presence-penalty=0.5 --frequency-penalty=0.25 --seed=3 "
+        "--min-new-tokens=2 --samples=2 --json"
     )
     ran = command("generate", "abc", *options.split())
     assert command.asked == [ModelOptions("m", "v1", "float16", "float8_e5m2", "float16", "cpu")]
@@ -119,6 +120,8 @@ def test_options_arrive(command: Command) -> None:
         assert vars(chosen) == {
             "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
             "repetition_penalty": 1.5, "seed": 3, "sample": sample, "logit_bias": (),
+            "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_new_tokens": 2,
+            "end_ids": chosen.end_ids,
         }  # fmt: skip
     assert [len(found["tokens"]) for found in ran.json["samples"]] == [9, 9]
     assert ran.json["seed"] == 3

@@ -48,6 +48,7 @@ def test_slots_on_the_emulator() -> None:
         m, prompts = model("cuda"), random_prompts([3, 1, 22])
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "stop_ids": [2, 10]}
         options |= {"repetition_penalty": 1.5, "temperature": 0.1, "overflow": "truncate"}
+        options |= {"frequency_penalty": 0.2, "min_new_tokens": 2}
         alone = [m.generate(prompt, **options) for prompt in prompts]
         assert m.generate(prompts, rows_at_once=2, **options) == alone
 
@@ -74,8 +75,9 @@ def test_any_number_of_slots(device: str, rows: int) -> None:
     m = model(device)
     prompts = random_prompts([1 + 5 * b % 24 for b in range(64)])
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1, "stop_ids": [2, 10]}
-    options |= {"temperature": 0.1, "repetition_penalty": 1.1}
+    options |= {"temperature": 0.1, "presence_penalty": 0.3, "min_new_tokens": 2}
     alone = [m.generate(prompt, **options) for prompt in prompts]
+    assert min(len(found.tokens) for found in alone if found.finish_reason == "stop") >= 3
     assert {found.finish_reason for found in alone} == {"stop", "length", "context"}
     together = m.generate(prompts, rows_at_once=rows, **options)
     assert all(map(the_same, together, alone))
@@ -91,6 +93,7 @@ def test_a_row_has_the_same_bits_in_any_slot(dtype: str) -> None:
     prompts = random_prompts([1 + 7 * b % 80 for b in range(40)], CORES)
     options: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "stop_ids": range(9)}
     options |= {"repetition_penalty": 1.2, "temperature": 0.2, "overflow": "truncate"}
+    options |= {"frequency_penalty": 0.1, "min_new_tokens": 5}
     alone = [m.generate(prompt, **options) for prompt in prompts]
     for rows in (None, 1, 3, 16):
         assert m.generate(prompts, rows_at_once=rows, **options) == alone

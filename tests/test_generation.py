@@ -107,6 +107,16 @@ def test_a_stop_string_may_become_complete_with_the_last_bytes() -> None:
     assert (found.text, found.finish_reason) == ("a", "stop")
 
 
+@pytest.mark.parametrize(
+    ("least", "text", "tokens"),
+    [(0, "H", 3), (3, "Heal", 7), (5, "Heal. E", 8), (8, "Heal. Earth.", 12)],
+)
+def test_no_stop_string_begins_before_so_many_tokens(least: int, text: str, tokens: int) -> None:
+    options: dict[str, Any] = {"stop": ["ea", ". E", "a"], "max_new_tokens": 12}
+    found = generate(says("Heal. Earth."), BYTES, "x", min_new_tokens=least, **options)
+    assert (found.text, len(found.tokens)) == (text, tokens)
+
+
 def test_whole_characters_are_streamed() -> None:
     pieces = list(stream(says("aÜ🎭b"), BYTES, "x", max_new_tokens=8))
     assert pieces == ["a", "Ü", "🎭", "b"]
@@ -295,6 +305,8 @@ def test_logits_that_are_not_finite_are_an_error(wrong: float, name: str) -> Non
         ({"stop_ids": 1.5}, "row of integers, got list of float64"),
         ({"temperature": -1.0}, "temperature"),
         ({"seed": -1}, "seed"),
+        ({"min_new_tokens": 201}, "min_new_tokens: expected at most the 200 of max_new_tokens"),
+        ({"frequency_penalty": np.nan}, "frequency_penalty: expected a finite number"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -346,6 +358,13 @@ def test_a_new_seed_for_every_call_which_is_reported() -> None:
     assert generate(engine, BYTES, "a", temperature=1, seed=first.seed) == first
     several = generate(engine, BYTES, ["a", "b"], samples=2, seed=5)
     assert [found.seed for found in several[1]] == [5, 5]
+    groups = generate(engine, BYTES, ["a", "b", "a"], samples=2, temperature=1)
+    own = [found for group in groups for found in group]
+    assert len({found.seed for found in own}) == len({found.tokens for found in own}) == 6
+    for prompt, found in zip("aabbaa", own, strict=True):
+        assert generate(engine, BYTES, prompt, temperature=1, seed=found.seed) == found
+    equal = generate(engine, BYTES, ["a", "a"], seed=5)
+    assert equal[0] == equal[1]
     with pytest.raises(StopIteration) as end:
         next(stream(engine, None, [97], max_new_tokens=2))  # of ids alone: no text, so no pieces
     drawn = end.value.value
@@ -396,7 +415,7 @@ def test_rows_are_bounded_and_made_when_they_are_needed() -> None:
     with pytest.raises(InputError, match=r"samples: .*2 prompts and 524,289 samples"):
         Run(engine, BYTES, ["a", "b"], samples=2**19 + 1)
     tracemalloc.start()
-    run = Run(engine, BYTES, ["a", "b"], samples=2**19)
+    run = Run(engine, BYTES, ["a", "b"], samples=2**19, seed=1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20

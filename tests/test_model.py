@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.checks import SAMPLING_OPTIONS
 from gpt2block.cli.model import GenerateOptions
 from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
@@ -283,6 +284,8 @@ def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
     m = model(TINY, device)
     prompts = [random_ids(TINY, n, seed=n) for n in (15, 4)]
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "repetition_penalty": 1.3}
+    options |= {"frequency_penalty": 0.1, "presence_penalty": -0.05}
+    sampling = Sampling(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
     together = m.generate(prompts, overflow="truncate", **options)
     for prompt, found in zip(prompts, together, strict=True):
         text, window = list(prompt), list(prompt)
@@ -291,7 +294,8 @@ def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
                 window = window[-(TINY.n_ctx // 2) :]
             logits = m(np.array(window), last=True)
             seen = np.isin(np.arange(TINY.vocab_size), text).astype(np.uint8)
-            assert token == penalized(logits, Sampling(repetition_penalty=1.3), seen).argmax()
+            counts = np.bincount(text[len(prompt) :], minlength=TINY.vocab_size).astype(np.int32)
+            assert token == penalized(logits, sampling, seen, counts).argmax()
             text.append(token)
             window.append(token)
 
@@ -421,6 +425,8 @@ def test_the_keywords_reach_the_run() -> None:
     for change in (
         {"temperature": 0.1}, {"seed": 4}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9},
         {"repetition_penalty": 50}, {"stop_ids": plain.tokens[:1]}, {"max_new_tokens": 8},
+        {"presence_penalty": 9.0}, {"frequency_penalty": 9.0},
+        {"stop_ids": plain.tokens[:1], "min_new_tokens": 1},
     ):  # fmt: skip
         changed: dict[str, Any] = {"max_new_tokens": 9} | options | change
         assert m.generate([1, 2], **changed) != plain, change

@@ -488,7 +488,9 @@ def run(
         for name, values in before._asdict().items():
             getattr(state, name).set(values)
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
-        given = [None if each is None else device.asarray(each) for each in (table, counts)]
+        given: list[Any] = [
+            None if each is None else device.asarray(each) for each in (table, counts)
+        ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "choose_geometry", geometry)
             bound = bind_state(logits, state, n_ctx, report, None, *given)

@@ -37,6 +37,7 @@ import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
+from gpt2block.sampling import Sampling  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.text import tokenizer  # noqa: E402
@@ -58,6 +59,7 @@ from tests.serving import (  # noqa: E402
 )
 
 HELLO = [{"role": "user", "content": "Hello"}]
+END = 256  # ends a text
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,40 @@ def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
 def test_a_new_seed_each_time_and_temperature_1(client: Any) -> None:
     texts = {client.completions.create(model="small", prompt="x").choices[0].text for _ in "abcde"}
     assert len(texts) == 5
+    found = client.completions.create(model="small", prompt=["x", "x"], n=2).choices
+    assert len({choice.text for choice in found}) == len({choice.seed for choice in found}) == 4
+    for stream in (False, True):
+        asked: dict[str, Any] = {"seed": found[2].seed, "model": "small", "stream": stream}
+        again = client.completions.create(prompt="x", **asked)
+        parts = [each.choices[0] for each in again] if stream else again.choices
+        assert "".join(part.text for part in parts) == found[2].text
+        assert parts[-1].seed == found[2].seed
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
+        ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
+        ({"stop_token_ids": [*range(99)]}, {"stop_ids": [*range(99), END]}),
+        ({"logit_bias": {str(END): 100}}, {"logit_bias": {END: 100}}),
+        ({"logit_bias": {str(END): 100}, "ignore_eos": True},
+         {"logit_bias": {END: 100}, "stop_ids": ()}),
+        ({"ignore_eos": True, "stop_token_ids": [*range(99)]}, {"stop_ids": [*range(99)]}),
+        ({"min_tokens": 6, "stop_token_ids": [*range(99)]},
+         {"min_new_tokens": 6, "stop_ids": [*range(99), END]}),
+    ],
+)  # fmt: skip
+def test_penalties_and_stop_tokens(
+    server: Running, model: Any, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    usual: dict[str, Any] = {"prompt": "a", "seed": 2, "max_tokens": 12}
+    asked = [{**usual, "return_token_ids": True, **more} for more in (fields, {})]
+    (got,), (without,) = (post(server, COMPLETION, each)[1]["choices"] for each in asked)
+    expected = model.generate([*b"a"], seed=2, max_new_tokens=12, temperature=1.0, **options)
+    assert got["token_ids"] == [*expected.tokens]
+    assert got["finish_reason"] == expected.finish_reason
+    assert got["token_ids"] != without["token_ids"]
 
 
 def test_an_empty_prompt_starts_from_the_end_of_a_text(client: Any) -> None:
@@ -432,7 +468,12 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
         (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, as n, or"),
         (COMPLETION, {"best_of": 1, "n": 2}, 400, "best_of", "1 is not supported: expected 2, as"),
-        (COMPLETION, {"presence_penalty": 0.5}, 400, "presence_penalty", "is not supported"),
+        (COMPLETION, {"presence_penalty": 2.5}, 400, "presence_penalty", "less than or equal to 2"),
+        (CHAT, {"messages": HELLO, "frequency_penalty": -3}, 400, "frequency_penalty", "or equal"),
+        (COMPLETION, {"stop_token_ids": [3, 999]}, 400, "stop_token_ids", "token 1 is 999"),
+        (COMPLETION, {"stop_token_ids": [-1]}, 400, "stop_token_ids", "expected token ids"),
+        (COMPLETION, {"stop_token_ids": [1] * 20_000}, 400, "stop_token_ids", "at most 16,384"),
+        (COMPLETION, {"min_tokens": 17}, 400, "min_tokens", "expected at most max_tokens, 16"),
         (COMPLETION, {"logit_bias": {"a": 1}}, 400, "logit_bias", "expected token ids, got 'a'"),
         (COMPLETION, {"logit_bias": {"5": 101}}, 400, "logit_bias", "less than or equal to 100"),
         (COMPLETION, {"logit_bias": {"999": 1}}, 400, "logit_bias", "ids from 0 to"),
@@ -1215,7 +1256,7 @@ def test_events_that_come_together_are_sent_together() -> None:
 
     async def sent(*groups: list[service.Piece]) -> list[bytes]:
         given: Any = Given()
-        row: Any = SimpleNamespace(held=True)
+        row: Any = SimpleNamespace(held=True, sampling=Sampling())
         answer = answers.Answer(given, [row])
         form = answers.TextForm("small", BYTES)
         form.id = "cmpl-1"

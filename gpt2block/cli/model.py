@@ -91,12 +91,15 @@ class SamplingOptions:
     repetition_penalty: float = option(
         "Above 1: tokens already in the text become less likely.", 1.0
     )
+    presence_penalty: float = option("Subtracted from logits of tokens already drawn.", 0.0)
+    frequency_penalty: float = option("Subtracted once for each time a token was drawn.", 0.0)
 
 
 @dataclass(frozen=True)
 class GenerateOptions(SamplingOptions):
     """The keywords of `GPT2.generate` that `generate` and `map generate` have."""
 
+    min_new_tokens: int = option("No stop ends the text before so many tokens.", 0)
     seed: int = option("The same seed gives the same text.", 0)
     samples: int = option("Number of continuations.", 1)
     overflow: str = option(

@@ -311,6 +311,8 @@ async def streamed(
 
     def delta(index: int, part: Choice, new: list[int]) -> dict[str, Any]:
         found = form.delta(index, part, logprobs, offsets[index])
+        if part.reason and answer.rows:
+            found["seed"] = answer.rows[index].sampling.seed
         return found if prompts is None else {**found, "token_ids": new}
 
     offsets, count, last = [Offsets() for _ in echoes], 0, 0.0

@@ -345,7 +345,14 @@ class Server:
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
+        if options["min_new_tokens"] > most:
+            raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
         options |= {"max_new_tokens": most, "top_logprobs": top}
+        if given.stop_token_ids or given.ignore_eos:
+            config, V = self.model.config, self.model.config.vocab_size
+            ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
+            more_ends = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
+            options["stop_ids"] = [*ends, *more_ends.tolist()]
         rows = list(Run(self.model.engine, self.encoding, prompts, **options).rows)
         for row in rows:
             row.held = not given.stream
@@ -384,6 +391,8 @@ class Server:
         """The answer to a request with so many new tokens."""
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
+        for each, row in zip(written, asked.rows, strict=False):
+            each["seed"] = row.sampling.seed
         found = form.object(form.whole, written, usage=self._usage(asked, new))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):

@@ -38,7 +38,6 @@ ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
@@ -189,8 +188,8 @@ class Drawn(Body):
 class Sampled(Drawn):
     """What both kinds of completions have.
 
-    repetition_penalty and return_token_ids are additions. Source of the latter: vLLM,
-    "OpenAI-Compatible Server".
+    repetition_penalty, and what follows return_token_ids, are additions. Source of these but the
+    first: vLLM, "OpenAI-Compatible Server".
     """
 
     max_tokens: int | None = Field(None, ge=1)
@@ -201,11 +200,16 @@ class Sampled(Drawn):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     repetition_penalty: float | None = Field(1.0, gt=0)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
         _at_most(MOST_VALUES, "token ids"),
     ] = None
     return_token_ids: bool | None = False
+    stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(0, ge=0)
 
     def options(self) -> dict[str, Any]:
         """The keywords of `GPT2.generate` for these."""
@@ -215,6 +219,9 @@ class Sampled(Drawn):
         found: dict[str, Any] = {
             **self.drawing(),
             "repetition_penalty": self.repetition_penalty or 1.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "min_new_tokens": self.min_tokens or 0,
             "samples": self.n or 1,
             "stop": stop,
             "logit_bias": self._biases(),

@@ -30,6 +30,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.text.scoring import load_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
+PENALTIES = ("presence_penalty", "frequency_penalty")
 _ROUNDING = dict(zip(DTYPES, (1e-6, 8e-3, 1e-3, 0.13, 0.07), strict=True))
 
 
@@ -292,6 +293,8 @@ def _options(rng: Rng) -> dict[str, Any]:
         "temperature": rng.pick(0, 0.7, 1.0, 3), "top_k": rng.pick(0, 1, 3, 1000),
         "top_p": rng.pick(1.0, 0.9, 0.3), "min_p": rng.pick(0.0, 0.1, 1),
         "repetition_penalty": rng.pick(1.0, 1.3, 0.8), "seed": rng.whole(2**40),
+        "presence_penalty": rng.pick(0.0, 0.5, -2), "frequency_penalty": rng.pick(0, 0.25, -1.5),
+        "min_new_tokens": rng.pick(0, 1),
         "stop_ids": rng.pick([], [1], [2, 3], 4), "rows_at_once": rng.whole(1, 9),
     }  # fmt: skip
     chosen = {name: value for name, value in every.items() if rng.chance(0.5)}
@@ -333,7 +336,9 @@ def _check_row(
         exact = logp[len(prompt) - 1 + step]
         near = abs(exact[token] - logprob) < 2e-3 * max(1, abs(exact[token]))
         check(near, f"log-probability {logprob}, exactly {exact[token]}")
-        if options.get("repetition_penalty", 1.0) != 1:
+        if options.get("min_new_tokens", 0) > step:
+            check(token not in np.ravel(options.get("stop_ids", [])), f"token {token} ends early")
+        if not options.keys().isdisjoint(("repetition_penalty", *PENALTIES, "min_new_tokens")):
             continue
         k = 1 if options.get("temperature", 1) == 0 else options.get("top_k", 0)
         likely = not k or exact[token] >= np.sort(exact)[-min(k, len(exact))] - 1e-3
@@ -430,14 +435,15 @@ def _embed(rng: Rng, folder: Path) -> None:
 def _sampling(rng: Rng, folder: Path) -> None:
     values: dict[str, Any] = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 2.0,
-        "seed": 3, "sample": 2,
+        "seed": 3, "sample": 2, "min_new_tokens": 1, **dict.fromkeys(PENALTIES, -0.5),
     }  # fmt: skip
     changed = rng.chance(0.8)
     if changed:
         values[rng.pick(*values)] = rng.pick(odd_argument(rng), rng.pick(*NUMBERS))
     attempt(not changed, Sampling, **values)
     for name, value in values.items():
-        positive = type(value) is not bool and math.isfinite(value) and value >= 0
+        signed = name in PENALTIES
+        positive = type(value) is not bool and math.isfinite(value) and (value >= 0 or signed)
         check(positive, f"{name} = {value!r}")
 
 
