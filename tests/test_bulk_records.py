@@ -16,7 +16,7 @@ import pytest
 import tiktoken
 
 from gpt2block import GPT2, CheckpointError, DeviceError, GPT2Config, GPT2Weights, InputError
-from gpt2block.bulk import Predictor, records, shards
+from gpt2block.bulk import Predictor, record_seed, records, shards
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.records import Cell
 from gpt2block.bulk.tasks import Problem, Scoring, problem_of
@@ -215,17 +215,23 @@ def test_a_tokenizer_is_looked_up_for_text_only(
 
 
 def test_texts_do_not_depend_on_the_size_of_shards(tmp_path: Path) -> None:
+    """Equal records differ; `generate` with the seed of a record writes the same text."""
     found = []
     for size in (3, 1):
         folder = tmp_path / str(size)
         folder.mkdir()
         options: dict[str, Any] = {"task": "generate", "options": {"max_new_tokens": 8, "seed": 3}}
-        outcome, output = run_job(folder, json_texts(*"abc"), shard_size=size, **options)
+        outcome, output = run_job(folder, json_texts(*"aac"), shard_size=size, **options)
         assert counts(outcome) == (3, 0)
         parts = sorted(path.name for path in output.glob("part-*"))
         found.append([row for part in parts for row in rows(output, part)])
     assert found[0] == found[1]
-    assert len({row["completion"] for row in found[0]}) == 3
+    texts = [row["completion"] for row in found[0]]
+    assert len({*texts}) == 3
+    model = GPT2.from_pretrained(MODEL, device="cpu")
+    for index, text in enumerate("aac"):
+        seed = record_seed(3, index)
+        assert model.generate(text, max_new_tokens=8, seed=seed).text == texts[index]
 
 
 def test_a_job_with_another_end_token_is_another_job(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -261,6 +262,7 @@ def model() -> None:
         Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
         Sampling(temperature=1.5, seed=3),
     ]
+    penalized = replace(samplings[1], frequency_penalty=0.5, min_new_tokens=2, end_ids=range(9))
     for weights, dtype in product((narrow, on_tensor_cores), DTYPES):
         ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
         pairs = zip(ours(ids), truth(ids), strict=True)
@@ -268,9 +270,11 @@ def model() -> None:
         assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
             prompts = [row[:131] for row in ids[rows]]
-            decoding = start_all(ours.engine, prompts, samplings[rows], 5)
-            drawn = np.array([decoding.next().tokens for _ in range(5)])
-            assert ((drawn >= 0) & (drawn < 101)).all()
+            for chosen in (samplings[rows], [penalized, *samplings[1:]][rows]):
+                decoding = start_all(ours.engine, prompts, chosen, 5)
+                drawn = np.array([decoding.next().tokens for _ in range(5)])
+                assert ((drawn >= 0) & (drawn < 101)).all()
+            assert drawn[:2, 0].min() > 8
         many_rows(ours, [row[:9] for row in ids])
         if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
