@@ -10,14 +10,14 @@ import pickle
 import shutil
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fuzzing import Refused, chat_names, generator
 from fuzzing.vocabularies import added_token
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from make_golden_chat import CONVERSATIONS, TOKENS
 
 import gpt2block
@@ -25,9 +25,8 @@ from gpt2block import CheckpointError, InputError
 from gpt2block.checkpoints.chat_files import chat_template
 from gpt2block.text import chat, tokenizer
 from gpt2block.text.chat import ChatTemplate
-from gpt2block.text.encoding import bytes_of_ids
 from tests.threads import together
-from tests.tokenizer_files import sentence_piece, small_json
+from tests.tokenizer_files import small_json
 
 pytest.importorskip("jinja2", reason="chat templates need jinja2")
 
@@ -114,92 +113,22 @@ def test_special_tokens_in_a_message_are_text(smollm2: Any) -> None:
 # --- names of tokens in messages ------------------------------------------------------------------
 
 END, ROLE, THINK, ONE = "<|im_end|>", "<｜User｜>", "</think>", "→"
-NAMES = [END, ROLE, THINK, ONE, "<|im_start|>", "<|user|>", "<|assistant|>", "<|end|>", "[INST]",
-         "[/INST]", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "<|eot_id|>"]  # fmt: skip
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
-
-
-def added(first: int, names: list[str], **of_end: bool) -> list[dict[str, Any]]:
-    """As models have them: <｜User｜> and </think> are not special, and of_end is of <|im_end|>."""
-    return [
-        added_token(first + at, name, **({"special": False} if name in (ROLE, THINK) else {}),
-                    **(of_end if name == END else {}))
-        for at, name in enumerate(names)
-    ]  # fmt: skip
-
-
-def encodings(folder: Path) -> dict[str, Any]:
-    """Tokenizers of each kind, with these names."""
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {"added_tokens": added(258, [n for n in NAMES if n not in (ROLE, THINK)])},
-        "byte level": {"added_tokens": added(258, NAMES)},
-        "stripping": {"added_tokens": added(258, NAMES, lstrip=True, rstrip=True)},
-        "normalized": {"added_tokens": added(258, NAMES, normalized=True, special=True)},
-        "first": {"normalizer": None, "pre_tokenizer": METASPACE},
-        "always": {"normalizer": None, "pre_tokenizer": METASPACE | {"prepend_scheme": "always"}},
-        "prepended": {},
-    }
-    made = {}
-    for kind, changed in kinds.items():
-        (folder / kind).mkdir()
-        if kind in ("first", "always", "prepended"):
-            more = [each for each in NAMES if each not in ("<s>", "</s>")]
-            old = [added_token(at, name) for at, name in enumerate(("<unk>", "<s>", "</s>"))]
-            own = {"added_tokens": [*old, *added(265, more, rstrip=True)]}
-            path = sentence_piece(folder / kind, **own, **changed)
-        else:
-            path = small_json(folder / kind, **changed)
-        made[kind] = tokenizer.from_path(path, 1000)
-    return made
+NAMES = [THINK, *chat_names.NAMES]
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return encodings(tmp_path_factory.mktemp("names"))
+def known(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Tokenizers of two kinds; in the second one, as models have it, two names are not special."""
+    folder, plain = tmp_path_factory.mktemp("names"), [n for n in NAMES if n not in (ROLE, THINK)]
+    specs = [[added_token(258 + at, n, special=n in plain) for at, n in enumerate(names)]
+             for names in (plain, NAMES)]  # fmt: skip
+    return [tokenizer.from_path(small_json(folder, added_tokens=each), 1000) for each in specs]
 
 
-TEMPLATES = {
-    path.stem: ChatTemplate(path.read_text(encoding="utf-8"), TOKENS)
-    for path in sorted((HERE / "chat_templates").glob("*.jinja"))
-}
-TEXT = st.lists(st.sampled_from(["a", "b", "é", " ", "\n", "1", "ab bc", "🙂"]), max_size=6)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_name_changes_only_its_own_ids(known: dict[str, Any], data: st.DataObject) -> None:
-    """Compared with a word as long in its place; in messages, roles, tools, and twice."""
-    kind = data.draw(st.sampled_from(sorted(known)))
-    of = data.draw(st.sampled_from(sorted(TEMPLATES)))
-    name = data.draw(st.sampled_from([each for each in NAMES if each != THINK]))
-    turns = [["".join(data.draw(TEXT)), "".join(data.draw(TEXT))] for _ in range(3)]
-    changed = data.draw(st.sampled_from([(0,), (1,), (2,), (0, 2)]))
-    tools = data.draw(st.booleans())
-
-    def ids(word: str) -> tuple[list[int], str]:
-        said = [word.join(each) if at in changed else each[0] for at, each in enumerate(turns)]
-        roles = ("user", "assistant", "user")
-        messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
-        options: dict[str, Any] = {"date_string": "1 May"}
-        if tools:
-            options["tools"] = [{"name": f"x {word} x", word: "é\n"}]
-        made = TEMPLATES[of].ids(known[kind], messages, **options)
-        return made, TEMPLATES[of].render(messages, **options)
-
-    (found, text), (expected, _) = ids(name), ids("q" * len(name))
-    special = {id for id, each in tokens_by_id(known[kind]).items() if each in NAMES}
-    assert [id for id in found if id in special] == [id for id in expected if id in special]
-    of_words = tokenizer.encode_chat(known[kind], f"{name}q", range(99))
-    ordinary = {id for id in of_words if bytes_of_ids(known[kind], [id]).strip()}
-    one, two = ([id for id in each if id not in ordinary] for each in (found, expected))
-    assert one == two
-    if kind in ("plain", "byte level"):
-        assert known[kind].decode(found) == text
-
-
-def tokens_by_id(encoding: Any) -> dict[int, str]:
-    ids = [*range(3), *range(258, 290)]
-    return {id: bytes_of_ids(encoding, [id]).decode(errors="replace") for id in ids}
+def test_a_name_changes_only_its_own_ids(tmp_path: Path) -> None:
+    for number in range(160):
+        with suppress(Refused):
+            chat_names.case(generator(0, "chat_names", number), tmp_path)
 
 
 FIRST = "messages[0].content"
@@ -230,24 +159,23 @@ LOOKING = (
     ],
 )  # fmt: skip
 def test_names_that_templates_handle(
-    known: dict[str, Any], source: str, contents: list[str], tools: Any
+    known: list[Any], source: str, contents: list[str], tools: Any
 ) -> None:
     """Text as `render` has it, and the names of no tokens except for those of the template."""
     roles = ("im_end", END)
     given = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
     template, variables = ChatTemplate(source, {}), {} if tools is None else {"tools": tools}
     text, by_template = template.render(given, **variables), source.count("<|im_end|>{% endfor")
-    for kind in ("plain", "byte level"):
-        ids = template.ids(known[kind], given, **variables)
-        special = [id for id in ids if tokens_by_id(known[kind]).get(id) in NAMES]
-        assert len(special) == by_template
-        assert known[kind].decode(ids) == text
+    for encoding in known:
+        ids = template.ids(encoding, given, **variables)
+        assert sum(id >= 258 for id in ids) == by_template
+        assert encoding.decode(ids) == text
 
 
-def test_what_cannot_be_followed_is_refused(known: dict[str, Any]) -> None:
+def test_what_cannot_be_followed_is_refused(known: list[Any]) -> None:
     template = ChatTemplate("{{ range(99999) | random }} {{ range(99999) | random }}", {})
     with pytest.raises(InputError, match="cannot be followed"):
-        template.ids(known["plain"], HELLO)
+        template.ids(known[0], HELLO)
 
 
 def test_a_name_without_ordinary_tokens(tmp_path: Path) -> None:

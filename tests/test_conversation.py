@@ -132,11 +132,15 @@ def test_an_answer_that_others_follow() -> None:
 
 def test_messages_that_change_during_an_answer() -> None:
     """The answer ends, and the next one is that to the messages as they are then."""
-    conversation = talk(counting(), user("x"), answer("y"))
-    pieces = conversation.stream("z", temperature=0)
-    assert next(pieces) == "b"
-    conversation.messages.clear()
-    assert list(pieces) == []
+    first = user("x")
+    conversation = talk(counting(), first, answer("y"))
+    changes: list[Any] = [lambda: first.update(user("w")), conversation.messages.clear]
+    for change in changes:
+        pieces = conversation.stream("z", temperature=0)
+        assert next(pieces) == "b"
+        change()
+        assert list(pieces) == []
+        assert answer("b") not in conversation.messages
     assert conversation.messages == []
     later = conversation.stream("hi", temperature=0, max_new_tokens=2)
     conversation.messages.append({"role": "system", "content": "S"})
@@ -211,6 +215,10 @@ def test_the_oldest_turns_are_left_out() -> None:
     said(conversation, "5", max_new_tokens=2)
     assert read(conversation) == "sS\nu3333\nabc\nu4444\nabc\nu5\na"
     assert len(conversation.messages) == 11
+    del conversation.messages[3:]
+    conversation.messages.append(user("7" * 27))
+    said(conversation, None, max_new_tokens=2)
+    assert read(conversation) == f"sS\nu{'7' * 27}\na"  # without the turn that has remained
     conversation.clear()
     said(conversation, "6", max_new_tokens=2)
     assert read(conversation) == "sS\nu6\na"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzzing.vocabularies import added_token, spec_of, template
+from fuzzing.vocabularies import piece_spec, spec_of
 
 from gpt2block.text.encoding import byte_characters
 
@@ -49,26 +49,8 @@ def written(folder: Path, spec: Any) -> Path:
 
 
 def sentence_piece(folder: Path, **changed: Any) -> Path:
-    """A tokenizer.json as that of Llama 2: byte_fallback, ▁ for a space, and <s> before a text."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    added = [added_token(index, name) for index, name in enumerate(names[:3])]
-    names += ["▁", "a", "b", "ab", "▁a", "▁ab"]
-    spec = spec_of(dict(zip(names, range(len(names)), strict=True)), [])
-    spec["model"] |= {"merges": [["a", "b"], ["▁", "a"], ["▁", "ab"]], "unk_token": "<unk>",
-                      "fuse_unk": True, "byte_fallback": True}  # fmt: skip
-    to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    prepend = {"type": "Prepend", "prepend": "▁"}
-    decoders = [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
-    parts = {
-        "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, to_pieces]},
-        "pre_tokenizer": None,
-        "post_processor": template("<s>", "", token_id=1),
-        "decoder": {"type": "Sequence", "decoders": decoders},
-    }
-    return written(folder, spec | parts | changed)
+    """The tokenizer.json of `piece_spec`, with other parts."""
+    return written(folder, piece_spec("ab") | changed)
 
 
 def llm_c(*tokens: bytes, version: int = 2, last: int = 256, count: int | None = None) -> bytes:

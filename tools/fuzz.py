@@ -265,9 +265,9 @@ def table(tallies: Sequence[Tally]) -> str:
         for tally in tallies
     ]
     names = [*(tally.area for tally in tallies), "total"]
-    lines = ["{:<12}  {:>7}  {:>7}  {:>7}  {:>10}  {:>11}  {:>5}  {:>7}".format(*heads)]
+    lines = ["{:<13}  {:>7}  {:>7}  {:>7}  {:>10}  {:>11}  {:>5}  {:>7}".format(*heads)]
     for name, row in zip(names, [*numbers, map(sum, zip(*numbers, strict=True))], strict=True):
-        form = "{:<12}  {:>7,}  {:>7,}  {:>7,}  {:>10,}  {:>11,}  {:>5,}  {:>7,.1f}"
+        form = "{:<13}  {:>7,}  {:>7,}  {:>7,}  {:>10,}  {:>11,}  {:>5,}  {:>7,.1f}"
         lines.append(form.format(name, *row))
     return "\n".join(lines)
 

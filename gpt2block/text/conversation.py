@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 from weakref import ref
 
@@ -83,7 +84,7 @@ class Conversation:
         self._close()
         asked: list[Message] = [] if text is None else [{"role": "user", "content": text}]
         run = self._run([*self.messages, *asked], options)
-        pieces = self._pieces(run, list(self.messages), asked, options)
+        pieces = self._pieces(run, deepcopy(self.messages), asked, options)
         self._latest = ref(pieces)
         return pieces
 
@@ -111,7 +112,7 @@ class Conversation:
         if self.messages != before:  # since the call
             run = self._run([*self.messages, *asked], options)
         self.messages += asked
-        read = list(self.messages)
+        read = deepcopy(self.messages)
         self.answer = row = run.rows[0]
         steps = iter(run)
         try:
@@ -155,7 +156,7 @@ class Conversation:
         checked(messages)
         n_ctx = self.n_ctx
         most, turns = n_ctx + 1 - min(new, max(1, n_ctx // 4)), _turns(messages)
-        begins = [at for at in turns if at >= turns[0] + self.left_out] or turns[:1]
+        begins = [at for at in turns if at >= turns[0] + self.left_out] or turns
         for at in begins:
             ids = self._template.ids(self._encoding, [*messages[: turns[0]], *messages[at:]])
             if len(ids) <= most:

@@ -185,7 +185,7 @@ class TokenizersEncoding:
         for part in iter(lambda: [*islice(each, 2**13)], []):  # other threads run in between
             places.update(part)
         free = without_names(text, self._names, places)
-        if free == text:
+        if free == text and not (places and self._finds_normalized):
             return _ids(self._with_special, text)
         (found,) = self._with_special.encode_batch([free], add_special_tokens=False)
         tokenizer, names, lost = self._renamed
@@ -209,6 +209,12 @@ class TokenizersEncoding:
         """Ids of the added tokens that ordinary text may not have: all except for white space."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
+
+    @cached_property
+    def _finds_normalized(self) -> bool:
+        """Whether other text, which the normalizer changes, may become a name."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return self._tokenizer.normalizer is not None and any(each.normalized for each in added)
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:

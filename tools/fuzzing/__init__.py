@@ -20,7 +20,10 @@ from gpt2block.errors import LONGEST, CheckpointError, DeviceError, InputError
 
 T = TypeVar("T")
 OURS = (InputError, CheckpointError, DeviceError)
-NUMPY_AREAS = ("checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line")
+NUMPY_AREAS = (
+    "checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line",
+    "conversations", "chat_names",
+)  # fmt: skip
 
 
 class Rng(np.random.Generator):

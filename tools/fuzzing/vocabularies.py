@@ -104,6 +104,32 @@ def spec_of(vocab: Mapping[str, int], merges: Sequence[Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def piece_spec(letters: str) -> dict[str, Any]:
+    """Return a tokenizer.json as that of Llama 2, in which two letters have merges.
+
+    It has byte_fallback, ▁ for a space, and <s> before a text.
+    """
+    one, both = letters[0], letters
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    added = [added_token(index, name) for index, name in enumerate(names[:3])]
+    names += ["▁", *letters, both, f"▁{one}", f"▁{both}"]
+    spec = spec_of({name: index for index, name in enumerate(names)}, [])
+    spec["model"] |= {"merges": [[*letters], ["▁", one], ["▁", both]],
+                      "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}  # fmt: skip
+    to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    decoders = [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    return spec | {
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, to_pieces]},
+        "pre_tokenizer": None,
+        "post_processor": template("<s>", "", token_id=1),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
 def plain_spec(vocabulary: Vocabulary) -> dict[str, Any]:
     """Return GPT-2's tokenizer.json with this vocabulary."""
     ids = {**vocabulary.ids, END: len(vocabulary.ids)}
