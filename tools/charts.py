@@ -78,7 +78,7 @@ def bars(
 
 def block() -> Picture:
     """A block compared with PyTorch in the same dtype, in the table of blocks."""
-    rows = table("The GPT-2 block")
+    rows = table("The GPT-2 block", 1)
     ratios = [float(row["PyTorch"]) / float(row["bfloat16"]) for row in rows]
     found = [
         Bar(row["B × T, mask"], ratio, f"{ratio:.2f}")
