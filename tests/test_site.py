@@ -482,6 +482,7 @@ def test_the_charts_have_the_figures_of_the_tables() -> None:
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     assert "copy reached 4239 GB/s" in text  # the ceilings in the charts
     assert "cuBLAS reaches 788 on a square of 8192" in text
+    assert not re.search(r"\d\.\d+ → \d", text)  # before → after: in experiments.md
     (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
     for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "performance.md"):
         assert f"block is {fast} times as fast" in page.read_text(encoding="utf-8"), page.name
