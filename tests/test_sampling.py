@@ -297,10 +297,11 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 
 
 @every_device
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("stored", [0, 1, 2])
-def test_the_kernel_changes_logits(device: Any, stored: int) -> None:
+def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool) -> None:
     """Some rows have no changes, and some change a token in several ways."""
-    B, V, step = 9, 777, 3
+    B, V, step = 7 + 2 * counted, 777, 3
     x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
     few = {1: 2.5, 70: 30, 71: 30, 776: -4, int(x[1].argmax()): -9}
     rows = [
@@ -309,24 +310,29 @@ def test_the_kernel_changes_logits(device: Any, stored: int) -> None:
         Sampling(top_p=0.9, seed=3),
         Sampling(repetition_penalty=2.0, top_p=0.8, seed=4),
         Sampling(logit_bias={n: n % 127 / 7 for n in range(V)}, min_p=0.01, seed=5),
-        Sampling(frequency_penalty=0.7, presence_penalty=-1.1, repetition_penalty=1.2, seed=6),
-        Sampling(temperature=0, presence_penalty=20, logit_bias=few),
+        *(
+            Sampling(frequency_penalty=0.7, presence_penalty=-1.1, repetition_penalty=1.2, seed=6),
+            Sampling(temperature=0, presence_penalty=20, logit_bias=few),
+        )[: 2 * counted],
         *(
             Sampling(temperature=0, min_new_tokens=n, end_ids=range(0, V, 2), logit_bias={70: 90})
             for n in (step, step + 1)
         ),
     ]
     counts = np.random.default_rng(4).integers(0, 9, (B, V), dtype=np.int32) * seen
-    counts[6, x[6].argmax()] = seen[6, x[6].argmax()] = 1
-    defines = ((STORED, stored), ("SAMPLE_CHANGES", 1)) if stored else (("SAMPLE_CHANGES", 1),)
+    counts[6, x[6].argmax()] = seen[6, x[6].argmax()] = counted
+    defines: Defines = (("SAMPLE_CHANGES", 1 + counted),)
+    defines += ((STORED, stored),) if stored else ()
     table = np.zeros((B, CHANGES), np.float32)
     places = np.zeros((B, V), np.uint8)
     for b, row in enumerate(rows):
         table[b], places[b] = changes(row, V)
-    given: dict[str, Any] = {"defines": defines, "table": table, "counts": counts}
+    given: dict[str, Any] = {"defines": defines, "table": table}
+    if counted:
+        given["counts"] = counts
     got = run(device, x, rows, step, seen | places, **given)
     assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts)
-    assert (got.token[7], got.token[8] % 2) == (70, 1)
+    assert (got.token[-2], got.token[-1] % 2) == (70, 1)
     np.testing.assert_array_equal(got.seen & 254, places)
     without = run(device, x[2:4], rows[2:4], step, seen[2:4])
     np.testing.assert_array_equal(got.token[2:4], without.token)

@@ -139,12 +139,12 @@ def choose_geometry(
     return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*own, *defines))
 
 
-def _geometry(rows: int, V: int, changed: bool = False) -> Geometry:
+def _geometry(rows: int, V: int, changed: int = 0) -> Geometry:
     """Of the current device."""
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
     found = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
-    return found.with_defines((("SAMPLE_CHANGES", 1),)) if changed else found
+    return found.with_defines((("SAMPLE_CHANGES", changed),)) if changed else found
 
 
 def request(V: int) -> None:
@@ -163,7 +163,8 @@ def request(V: int) -> None:
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.B, c.V, c.n_ctx)
-    return launch_at(FILE, _geometry(c.M, c.V, c.changes is not None), args)
+    changed = 0 if c.changes is None else 1 if c.counts is None else 2
+    return launch_at(FILE, _geometry(c.M, c.V, changed), args)
 
 
 _SAMPLE = Operation(

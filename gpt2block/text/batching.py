@@ -90,13 +90,17 @@ class Batch:
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
-        """As `Decoding.start_up`, before the first row is submitted; then two rows run."""
+        """As `Decoding.start_up`, before the first row is submitted; then a few rows run."""
         total = 0
         for done, total in self._decoding.start_up(self._continues):
             yield done, total
         if total:
             ends = Ends(FIRST_TOKENS, self.n_ctx, False, (), frozenset(), None)
-            usual = Sampling(), Sampling(logit_bias={0: 1}, repetition_penalty=1.1)
+            usual = (
+                Sampling(),
+                Sampling(logit_bias={0: 1}, repetition_penalty=1.1),
+                Sampling(presence_penalty=1),
+            )
             prompt = np.zeros(1, np.int32)
             self.submit([Row(prompt, each, None, ends, n) for n, each in enumerate(usual)])
             while self.busy:

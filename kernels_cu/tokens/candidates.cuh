@@ -32,7 +32,7 @@
 #ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_CHANGES  // 1: there are biases, tokens that must not come early, and penalties of drawn tokens
+#ifndef SAMPLE_CHANGES  // 1: there are biases, and tokens that must not come early; 2: and penalties of drawn tokens
 #define SAMPLE_CHANGES 0
 #endif
 #ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
@@ -42,7 +42,8 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
-constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES;
+constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
+constexpr bool COUNTED = SAMPLE_CHANGES > 1;
 constexpr int PLACES = 128;           // of the tokens of a sequence, with two biases each; 0 is that of all others
 constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
 constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
@@ -101,7 +102,7 @@ struct Row {
         }
         const bool occurred = CHANGED ? seen % 2 : seen;
         x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
-        if (!CHANGED || !counts || !occurred) return x;
+        if (!COUNTED || !counts || !occurred) return x;
         const int count = counts[column];  // of a token that has not occurred it is 0
         return count ? x - __fmul_rn(frequency, (float)count) - presence : x;
     }

@@ -5,7 +5,7 @@
 //   row (M): the sequence of each row of logits. Without it, row m is that of sequence m
 //   with SAMPLE_CHANGES: changes (B, 258), two biases for each of 128 places, before min_new_tokens are drawn and from
 //   then on, and frequency_penalty and presence_penalty. seen has twice the place of each token as well. Place 0 has 1
-//   if anything changes, and min_new_tokens. counts (B, V): how often each token was drawn
+//   if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
 //
 //   l     = logit + bias, where a bias of -inf hides an end token that must not come yet; for a seen token, multiplied
 //           by 1 / repetition_penalty if it is positive, else by that penalty; for a drawn token, less
@@ -251,7 +251,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* next_position,               // (M): a copy of position
     int* turn,                        // (M): incremented, also where nothing is sampled
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
-    int* counts,                      // (B, V) with SAMPLE_CHANGES, or null: incremented for the token
+    int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
     int B, int V, int n_ctx) {
     __shared__ Shared s;
@@ -273,11 +273,13 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int late = 0;
     if (CHANGED) {
         values.changes = changes + (long long)b * CHANGES;
+        late = __float_as_int(values.changes[1]);
+    }
+    if (COUNTED) {
         values.frequency = values.changes[CHANGES - 2];
         values.presence = values.changes[CHANGES - 1];
-        values.counts = counts ? counts + (long long)b * V : nullptr;
-        if (values.frequency == 0.0f && values.presence == 0.0f) values.counts = nullptr;
-        late = __float_as_int(values.changes[1]);
+        const bool none = values.frequency == 0.0f && values.presence == 0.0f;
+        values.counts = none ? nullptr : counts + (long long)b * V;
     }
     if (values.penalty == 1.0f && !(CHANGED && values.changes[0] != 0.0f)) values.seen = nullptr;
     values.first = min(rank * length, V);
@@ -326,7 +328,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     }
     unsigned char& now_seen = seen[(long long)b * V + id];
     if (!none) now_seen = CHANGED ? now_seen | 1 : 1;
-    if (CHANGED && !none && counts) ++counts[(long long)b * V + id];
+    if (COUNTED && !none) ++counts[(long long)b * V + id];
 }
 
 // grid (ceil(N / blockDim.x)), block (any)
