@@ -27,9 +27,9 @@
 //                  and draws. For top-k and top-p, candidates.cuh searches the smallest l kept
 //   mark_seen      sets seen for the tokens of prompts
 //
-// NVIDIA H200, V 50257, us a launch in a graph, of 1 row (eight blocks) and 64 rows (a block each): temperature 0 5.4 and
-// 8.1, 0.8 9.8 and 17.1, with top-k 50 15.1 and 24.9, with top-p 0.9 18.5 and 31.2, with logit_bias 16.3 and 28.7, with
-// frequency_penalty 23.7 and 36.6
+// NVIDIA H200, V 50257, us a launch in a graph, of 1 row (eight blocks) and 64 rows (a block each): temperature 0 5.4
+// and 8.1, 0.8 9.8 and 17.1, with top-k 50 15.1 and 24.9, with top-p 0.9 18.5 and 31.2, with logit_bias 16.3 and 28.7,
+// with frequency_penalty 23.7 and 36.6
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
