@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import pickle
 import pty
 import select
 import signal
@@ -13,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from fuzzing import Refused, conversations, generator
 
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
@@ -56,97 +55,11 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
-def test_a_copied_conversation_goes_on_with_the_messages(copied: Any) -> None:
-    conversation = talk(counting(), {"role": "system", "content": "S"})
-    said(conversation, "hi", max_new_tokens=3)
-    begun = conversation.stream("ho", temperature=0)
-    next(begun)
-    again = copied(conversation)
-    begun.close()
-    before = list(again.messages)
-    assert said(again, "hu", max_new_tokens=2) == "bc"
-    assert again.messages[:-2] == before
-    assert conversation.messages[-2:] == [user("ho"), answer("b")]
-
-
-def test_messages_grow_and_go() -> None:
-    conversation = talk(counting(), {"role": "system", "content": "S"})
-    assert said(conversation, "hi", max_new_tokens=3) == "bcd"
-    assert said(conversation, "ho", max_new_tokens=2) == "bc"
-    system, *others = conversation.messages
-    assert others == [user("hi"), answer("bcd"), user("ho"), answer("bc")]
-    conversation.undo()
-    assert conversation.messages == [system, user("hi"), answer("bcd")]
-    conversation.undo()
-    conversation.undo()  # nothing is left to undo
-    assert conversation.messages == [system]
-    said(conversation, "x", max_new_tokens=1)
-    conversation.clear()
-    assert conversation.messages == [system]
-
-
-def test_a_closed_answer_is_part_of_the_conversation() -> None:
-    conversation = talk(counting())
-    pieces = conversation.stream("x", temperature=0, stop=["de", "zz"], max_new_tokens=9)
-    assert [next(pieces), next(pieces)] == ["b", "c"]
-    pieces.close()
-    assert conversation.messages == [user("x"), answer("bc")]
-    assert said(conversation, "y", max_new_tokens=2) == "bc"
-    assert conversation.answer is not None
-    assert conversation.answer.reused == len("ux\nab")  # c was sampled, and not computed
-
-
-def test_a_closed_answer_has_what_was_held_back() -> None:
-    """The token "bc", of which c may begin a stop string."""
-    engine = MarkovEngine(cycle(258), script=[[256, 256, 256]])
-    conversation = Conversation(engine, byte_encoding(b"bc"), LINES)
-    pieces = conversation.stream("x", temperature=0, stop="cd")
-    assert next(pieces) == "b"
-    pieces.close()
-    assert conversation.messages == [user("x"), answer("bc")]
-
-
-def test_an_answer_that_others_follow() -> None:
-    """The next stream, `undo` and `clear` end it; a stream that is not read leaves nothing."""
-    conversation = talk(counting())
-    earlier = conversation.stream("x", temperature=0, max_new_tokens=9)
-    assert [next(earlier), next(earlier)] == ["b", "c"]
-    assert said(conversation, "y", max_new_tokens=3) == "bcd"
-    assert list(earlier) == []
-    turns = [user("x"), answer("bc"), user("y"), answer("bcd")]
-    assert conversation.messages == turns
-    conversation.stream("never read")
-    unread = conversation.stream("nor this")
-    assert conversation.messages == turns
-    assert said(conversation, "z", max_new_tokens=1) == "b"
-    assert list(unread) == []
-    assert conversation.messages == [*turns, user("z"), answer("b")]
-    for end in (conversation.undo, conversation.clear):
-        running = conversation.stream("w", temperature=0)
-        next(running)
-        end()
-        assert list(running) == []
-    assert conversation.messages == []
-
-
-def test_messages_that_change_during_an_answer() -> None:
-    """The answer ends, and the next one is that to the messages as they are then."""
-    first = user("x")
-    conversation = talk(counting(), first, answer("y"))
-    changes: list[Any] = [lambda: first.update(user("w")), conversation.messages.clear]
-    for change in changes:
-        pieces = conversation.stream("z", temperature=0)
-        assert next(pieces) == "b"
-        change()
-        assert list(pieces) == []
-        assert answer("b") not in conversation.messages
-    assert conversation.messages == []
-    later = conversation.stream("hi", temperature=0, max_new_tokens=2)
-    conversation.messages.append({"role": "system", "content": "S"})
-    assert "".join(later) == "bc"
-    assert read(conversation) == "sS\nuhi\na"
-    assert [each["content"] for each in conversation.messages] == ["S", "hi", "bc"]
+def test_random_actions(tmp_path: Path) -> None:
+    """Of `stream`, `undo`, `clear`, copies and edits, against a plain list of messages."""
+    for number in range(150):
+        with suppress(Refused):
+            conversations.case(generator(0, "conversations", number), tmp_path)
 
 
 def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +75,6 @@ def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert conversation.messages == [user("x"), answer("y")]
     assert said(conversation, "z", max_new_tokens=2) == "bc"
     assert len(engine.decodings) == 2
-
-
-def test_messages_as_they_are() -> None:
-    conversation = talk(counting(), user("x"))
-    assert said(conversation, None, max_new_tokens=1) == "b"
-    assert conversation.messages == [user("x"), answer("b")]
 
 
 def test_an_error_takes_the_message_back() -> None:

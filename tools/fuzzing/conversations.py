@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -188,7 +189,8 @@ class _Talk:
 
     def copy(self, rng: Rng) -> None:
         """Go on with a copy, to which the generators do not belong."""
-        self.conversation, self.answers = deepcopy(self.conversation), []
+        copied = deepcopy if rng.chance(0.5) else lambda talk: pickle.loads(pickle.dumps(talk))
+        self.conversation, self.answers = copied(self.conversation), []
 
 
 def _message(rng: Rng) -> dict[str, Any]:
