@@ -22,16 +22,17 @@ from gpt2block.text.generation import generate
 _N_CTX = 56
 _SOURCE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}>"
 _TEMPLATE = ChatTemplate(_SOURCE, {})  # one process for all cases
-_TOKENS = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256, "é".encode(): 257}
+_MERGED = (b"ab", b"ba", "é".encode())
+_TOKENS = {each: at for at, each in enumerate([*(bytes([b]) for b in range(256)), *_MERGED])}
 _ENCODING = tiktoken.Encoding(
-    "bytes", pat_str="(?s:.+)", mergeable_ranks=_TOKENS, special_tokens={"<|endoftext|>": 258}
+    "bytes", pat_str="(?s:.+)", mergeable_ranks=_TOKENS, special_tokens={"<|endoftext|>": 259}
 )
-_LIKELY = dict.fromkeys((*b"abcde \n", *"éà🎭".encode(), 256, 257, 258), 5.0)
+_LIKELY = dict.fromkeys((*b"abcde \n", *"éà🎭".encode(), 256, 257, 258, 259), 5.0)
 
 
 @lru_cache
 def _model(seed: int) -> GPT2:
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=_N_CTX, vocab_size=259)
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=_N_CTX, vocab_size=260)
     return GPT2(GPT2Weights.random(seed, config), device="cpu")
 
 
@@ -173,6 +174,7 @@ class _Talk:
         self.end_latest()
         self.conversation.clear()
         self.messages = _divided(self.messages)[0]
+        check_equal("left out after clear", self.conversation.left_out, 0)
 
     def change(self, rng: Rng) -> None:
         """Change the list of messages, or one of them, as a caller may."""
