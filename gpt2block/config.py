@@ -157,12 +157,11 @@ class ModelConfig(ABC):
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
         """Keys of other architectures whose neutral values follow from the sizes."""
-        scale, window = "attention divides by the square root of the head size", "sliding_window"
-        neutral = (
-            (None, config.get(window)) if sees_all(config.get(window), self.n_ctx) else (None,)
-        )
+        scale = "attention divides by the square root of the head size"
+        window = config.get("sliding_window")
+        wide = (window,) if sees_all(window, self.n_ctx) else ()
         return (
-            (window, neutral, f"{_ALL_SEEN} of {self.n_ctx}"),
+            ("sliding_window", (None, *wide), f"{_ALL_SEEN} of {self.n_ctx}"),
             ("query_pre_attn_scalar", (None, self.head_size), scale),
             ("attention_multiplier", (None, self.head_size**-0.5), scale),
         )

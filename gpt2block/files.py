@@ -120,12 +120,11 @@ def _lock(folder: Path, wait: bool = True) -> Iterator[bool]:
         yield False
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    locked = False
     try:
-        try:
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             locked = True
-        except OSError:
-            locked = False
         yield locked
     finally:
         os.close(descriptor)
