@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, starmap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding
+from gpt2block.text.encoding import Encoding, Spans
 
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 SECONDS = 10.0  # that a rendering may take
@@ -76,11 +75,11 @@ class ChatTemplate:
 
     def placed(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
-    ) -> tuple[str, Iterable[int]]:
-        """The text of `render`, and the places in it that `tokenizer.encode_chat` takes."""
+    ) -> tuple[str, Spans]:
+        """The text of `render`, and the parts of it that do not come from the template."""
         checked(messages)
         found = self._rendered(messages, add_generation_prompt, variables, True)
-        return found["text"], chain.from_iterable(starmap(range, found["places"]))
+        return found["text"], found["places"]
 
     def _rendered(
         self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], places: bool

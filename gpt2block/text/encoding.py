@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
-from itertools import accumulate, chain, islice, starmap
+from itertools import accumulate
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+Spans = Iterable[tuple[int, int]]  # of characters: the first one, and the one after the last
 _UNUSED = "\ue000"  # a character that no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
 # Steps before the model after which each token still stands for at most its own bytes.
@@ -171,21 +172,17 @@ class TokenizersEncoding:
         if not allowed:
             return _ids(self._tokenizer, text)
         others = "|".join(map(re.escape, names - allowed)) or "(?!)"
-        spans = (found.span() for found in re.finditer(others, text))
-        return self.encode_given(text, chain.from_iterable(starmap(range, spans)))
+        return self.encode_given(text, (found.span() for found in re.finditer(others, text)))
 
-    def encode_given(self, text: str, given: Iterable[int]) -> list[int]:
+    def encode_given(self, text: str, given: Spans) -> list[int]:
         """Token ids of a text with names of added tokens.
 
-        given: places of characters; a name with one of them is ordinary text. Other names are
-        replaced by those of `_renamed`, to which no text is equal.
+        given: a name with one of these characters is ordinary text. Other names are replaced by
+        those of `_renamed`, to which no text is equal.
         """
-        each = iter(given)
-        places: set[int] = set()
-        for part in iter(lambda: [*islice(each, 2**13)], []):  # other threads run in between
-            places.update(part)
-        free = without_names(text, self._names, places)
-        if free == text and not (places and self._finds_normalized):
+        marks = marks_of(text, given)
+        free = without_names(text, self._names, marks)
+        if free == text and not (1 in marks and self._finds_normalized):
             return _ids(self._with_special, text)
         (found,) = self._with_special.encode_batch([free], add_special_tokens=False)
         tokenizer, names, lost = self._renamed
@@ -195,7 +192,7 @@ class TokenizersEncoding:
             taken = text[start:end]  # maybe with white space around it
             content = name if name in taken else taken.strip()
             begin = start + taken.index(content)
-            if name and places.isdisjoint(range(begin, begin + len(content))):
+            if name and 1 not in marks[begin : begin + len(content)]:
                 parts += [text[at:begin], new]
                 at = begin + len(content)
         parts.append(text[at:])
@@ -293,28 +290,33 @@ def special_id(encoding: Encoding, name: str) -> int:
     return encoding.encode_single_token(name)
 
 
-def without_names(text: str, names: Iterable[str], given: Iterable[int]) -> str:
-    """A text as long, in which each name with a character at a place of `given` is broken.
+def marks_of(text: str, spans: Spans) -> bytearray:
+    """A byte for each character of a text: 1 in the spans, 0 elsewhere."""
+    marks = bytearray(len(text))
+    for first, end in spans:
+        marks[first:end] = b"\1" * (end - first)
+    return marks
+
+
+def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
+    """A text as long, in which each name with a character that has a mark is broken.
 
     One of these characters is replaced by one for private use, if possible not white space.
     """
-    places = given if isinstance(given, set) else set(given)
-    if not places:
+    if 1 not in marks:
         return text
     broken: set[int] = set()
     free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
     for name in names:
         at = text.find(name)
         while at >= 0:
-            own = [i for i in range(at, at + len(name)) if i in places]
+            own = [i for i in range(at, at + len(name)) if marks[i]]
             if own:
                 broken.add(min(own, key=lambda i: text[i].isspace()))
             at = text.find(name, at + 1)
-    parts, at = [], 0
-    for place in sorted(broken):
-        parts += [text[at:place], free]
-        at = place + 1
-    return "".join([*parts, text[at:]])
+    places = sorted(broken)
+    starts, ends = [0, *(at + 1 for at in places)], [*places, len(text)]
+    return free.join(text[first:end] for first, end in zip(starts, ends, strict=True))
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:

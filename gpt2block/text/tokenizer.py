@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ from gpt2block.errors import CheckpointError, InputError
 from gpt2block.text import tokenizer_json
 from gpt2block.text.encoding import (
     Encoding,
+    Spans,
     TokenizersEncoding,
     as_array,
     is_rust_failure,
+    marks_of,
     special_id,
     tokens_of,
     without_names,
@@ -324,10 +326,10 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
-def encode_chat(encoding: Encoding, text: str, given: Iterable[int] = ()) -> list[int]:
+def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
     """Token ids of a text from a chat template, which has the names of its special tokens.
 
-    given: places of characters that do not come from the template: a name with one is ordinary.
+    given: the characters that do not come from the template: a name with one is ordinary text.
     """
     return _encode_text(encoding, text, True, "messages", given)
 
@@ -345,7 +347,7 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def _encode_text(
-    encoding: Encoding, text: str, special: bool, name: str, given: Iterable[int] = ()
+    encoding: Encoding, text: str, special: bool, name: str, given: Spans = ()
 ) -> list[int]:
     """Token ids of the text alone. given: as in `encode_chat`."""
     check_encodable(name, text)
@@ -359,7 +361,7 @@ def _encode_text(
         longest_first = sorted(names, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, longest_first)))
         ids, at = [], 0
-        for found in pattern.finditer(without_names(text, names, given)):
+        for found in pattern.finditer(without_names(text, names, marks_of(text, given))):
             ids += _encode_ordinary(encoding, text[at : found.start()])
             ids.append(special_id(encoding, found[0]))
             at = found.end()

@@ -108,7 +108,11 @@ def case(rng: Rng, folder: Path) -> None:
     ids = accepted(template.ids, encoding, **given(False))
     truth = hugging_face.Tokenizer.from_str(text)
     expected = truth.encode(template.render(**given(True)), add_special_tokens=False).ids
-    own = {id for word in (*words, "q") for id in tokenizer.encode_chat(encoding, word, range(99))}
+    own = {
+        id
+        for word in (*words, "q")
+        for id in tokenizer.encode_chat(encoding, word, [(0, len(word))])
+    }
     names = {token["id"] for token in spec["added_tokens"]}
     check(own.isdisjoint(names), f"tokens of {words} by themselves")
     own -= {*tokenizer.encode_chat(encoding, "x x")}

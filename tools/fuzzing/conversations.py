@@ -191,8 +191,9 @@ class _Talk:
 
     def copy(self, rng: Rng) -> None:
         """Go on with a copy, to which the generators do not belong."""
-        copied = deepcopy if rng.chance(0.5) else lambda talk: pickle.loads(pickle.dumps(talk))
-        self.conversation, self.answers = copied(self.conversation), []
+        before = self.conversation
+        again = pickle.loads(pickle.dumps(before)) if rng.chance(0.5) else deepcopy(before)
+        self.conversation, self.answers = again, []
 
 
 def _message(rng: Rng) -> dict[str, Any]:
