@@ -229,31 +229,29 @@ def test_the_advice_for_a_list_names_the_dtype_of_the_block(
             call([[1, 2]])
 
 
-@pytest.mark.parametrize(
-    ("where", "dtype"), [("numpy", "float32"), ("numpy", "float16"), ("emulator", "float32")]
-)
-@pytest.mark.parametrize("llama", [False, True])
-def test_x_can_have_any_byte_order(where: str, dtype: str, llama: bool) -> None:
-    """Of about 500: computed in float16, its norm would be a quarter of what it is."""
+def both(*options: Any) -> tuple[Any, Any]:
+    """Blocks of each kind, of 48 channels, with these arguments after the weights."""
     config = LlamaConfig(n_head=3, n_kv_head=1, n_embd=48, n_ff=64)
+    of_llama = LlamaBlock(LlamaBlockWeights.random(0, config), *options)
+    return Block(BlockWeights.random(0, SMALL), *options), of_llama
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float32"), ("cpu", "float16"), ("cuda", "float32")]
+)
+def test_x_can_have_any_byte_order(device: str, dtype: str) -> None:
+    """Of about 500: computed in float16, its norm would be a quarter of what it is."""
     x = (500 * random_input(0, (5, 48))).astype(dtype)
     swapped = x.astype(x.dtype.newbyteorder())
-
-    def made(device: str, dtype: str) -> Any:
-        if llama:
-            return LlamaBlock(LlamaBlockWeights.random(0, config), device=device, dtype=dtype)
-        return Block(BlockWeights.random(0, SMALL), device=device, dtype=dtype)
-
-    exact = made("cpu", "float32").trace(x.astype("float32"))
-    with nullcontext() if where == "numpy" else running_on("forward"):
-        block = made("cpu" if where == "numpy" else "cuda", dtype)
-        same = block.trace(x)
-        for name, found in block.trace(swapped).items():
-            np.testing.assert_array_equal(found, same[name])
-            assert errors(found, exact[name])[1] < 0.01
-            assert found.dtype.isnative
-        with pytest.raises(InputError, match=f"out: .*got {swapped.dtype.str} "):
-            block(x, out=np.empty_like(swapped))
+    with nullcontext() if device == "cpu" else running_on("forward"):
+        for block, plain in zip(both(True, device, dtype), both(True, "cpu"), strict=True):
+            same, exact = block.trace(x), plain.trace(x.astype("float32"))
+            for name, found in block.trace(swapped).items():
+                np.testing.assert_array_equal(found, same[name])
+                assert errors(found, exact[name])[1] < 0.01
+                assert found.dtype.isnative
+            with pytest.raises(InputError, match=f"out: .*got {swapped.dtype.str} "):
+                block(x, out=np.empty_like(swapped))
 
 
 @pytest.mark.parametrize(
@@ -261,13 +259,9 @@ def test_x_can_have_any_byte_order(where: str, dtype: str, llama: bool) -> None:
 )
 @pytest.mark.parametrize(("where", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
 def test_a_copied_or_unpickled_block_is_the_same(where: str, dtype: str, copied: Any) -> None:
-    config = LlamaConfig(n_head=3, n_kv_head=1, n_embd=48, n_ff=64)
     x = random_input(0, (5, 48)).astype(FLOATS[dtype])
     with nullcontext() if where == "cpu" else running_on("forward"):
-        for block in (
-            Block(BlockWeights.random(0, SMALL), False, where, dtype, graph=False),
-            LlamaBlock(LlamaBlockWeights.random(0, config), False, where, dtype, graph=False),
-        ):
+        for block in both(False, where, dtype, "auto", False):
             again = copied(block)
             assert repr(again) == repr(block)
             np.testing.assert_array_equal(again(x), block(x))
