@@ -180,10 +180,8 @@ def test_what_cannot_be_followed_is_refused(known: list[Any]) -> None:
 
 def test_a_name_without_ordinary_tokens(tmp_path: Path) -> None:
     path = small_json(tmp_path, added_tokens=[added_token(124, "|", rstrip=True)])
-    encoding, template = (
-        tokenizer.from_path(path, 300),
-        ChatTemplate("|{{ messages[0].content }}", {}),
-    )
+    encoding = tokenizer.from_path(path, 300)
+    template = ChatTemplate("|{{ messages[0].content }}", {})
     assert template.ids(encoding, HELLO) == [124, *b"Hello"]
     with pytest.raises(InputError, match=r"no ordinary token for '\|'"):
         template.ids(encoding, [{"role": "user", "content": "a|b"}])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers as hugging_face
 
-from fuzzing import Area, Refused, Rng, accepted, attempt, check_equal
+from fuzzing import Area, Refused, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
 from fuzzing.values import damaged, odd_text, odd_value, spoil_json
 from fuzzing.vocabularies import (
@@ -156,6 +156,7 @@ def _check(rng: Rng, folder: Path, size: int, spec: str, exact: bool) -> None:
         except Refused:
             continue
         encoded = True
+        check(tokenizer.least_tokens(encoding)(text) <= len(ids), f"least tokens of {text!r:.60}")
         if truth is not None:
             check_equal(f"ids of {text!r:.60}", ids, _expected(truth, text, special))
         if exact:
