@@ -20,11 +20,11 @@ import sys
 sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
+import re  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
 from functools import wraps  # noqa: E402
-from itertools import groupby  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
@@ -237,13 +237,9 @@ def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> 
     following = rendered(templates[1], given)
     if plain(following) != text:
         raise jinja2.TemplateError("what it does with their characters cannot be followed")
-    own = (ord(char) not in marks.back for char in str.__iter__(following))
-    places, at = [], 0
-    for of_template, run in groupby(own):
-        first, at = at, at + sum(1 for _ in run)
-        if not of_template:
-            places.append((first, at))
-    return {"text": text, "places": places}
+    own = "".join(map(chr, marks.back))
+    found = re.finditer(f"[{own}]+", following) if own else ()
+    return {"text": text, "places": [each.span() for each in found]}
 
 
 def main() -> None:

@@ -79,14 +79,11 @@ class TokenizersEncoding:
         self._definition = definition
         self._byte_fallback = byte_fallback
         self._tokenizer = self._load(special=False)
-        self._special = {
-            token.content: token_id
-            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {each.content: id for id, each in self._added.items() if each.special}
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
-        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+        for token_id, token in self._added.items():
             # with tokenizers >= 0.23, what the normalizer makes of its content
             self._tokens[token_id] = self._tokenizer.id_to_token(token_id) or token.content
         self._bytes: dict[int, bytes] = {}  # of the tokens that were looked up
@@ -204,14 +201,14 @@ class TokenizersEncoding:
     @cached_property
     def _names(self) -> dict[str, int]:
         """Ids of the added tokens that ordinary text may not have: all except for white space."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
+        added = self._added.items()
         return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
 
     @cached_property
     def _finds_normalized(self) -> bool:
         """Whether other text, which the normalizer changes, may become a name."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return self._tokenizer.normalizer is not None and any(each.normalized for each in added)
+        normalizes = self._tokenizer.normalizer is not None
+        return normalizes and any(each.normalized for each in self._added.values())
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
