@@ -131,9 +131,9 @@ class Service:
             share = most // len(self._open_of.keys() | {client})
             if self._ends or (count > most and (own > share or count > 2 * most)):
                 raise Full
+            self._open_of[client] = own
             for row in rows:
                 row.client = client
-                self._open_of[client] += 1
             self._new.extend(zip(rows, deliver, [deadline] * len(rows), strict=True))
             self._changed.notify()
 
@@ -201,9 +201,7 @@ class Service:
             return
         self._since.pop(id(row), None)
         with self._changed:
-            self._open_of[row.client] -= 1
-            if not self._open_of[row.client]:
-                del self._open_of[row.client]
+            self._open_of -= Counter([row.client])  # without clients that have none left
 
     def _note(self) -> None:
         now, slots = perf_counter(), self._batch.latest
