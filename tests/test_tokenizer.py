@@ -38,7 +38,7 @@ from gpt2block.text.encoding import (
 from gpt2block.text.rows import Text
 from gpt2block.text.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
-from tests import refusals, tokenizer_files
+from tests import refusals
 from tests.tokenizer_files import (
     BYTES,
     PAIRS,
@@ -381,22 +381,22 @@ def sequence(*decoders: dict[str, Any]) -> dict[str, Any]:
 
 METASPACE = step("Metaspace", replacement="▁", prepend_scheme="first", split=False)
 REPLACE = step("Replace", pattern={"String": "▁"}, content=" ")
-BYTES, FUSE = step("ByteFallback"), step("Fuse")
+TO_BYTE, FUSE = step("ByteFallback"), step("Fuse")
 TO_METASPACE = step("Replace", pattern={"String": " "}, content="▁")
 LOWERCASE = step("Sequence", normalizers=[step("Lowercase"), TO_METASPACE])
 PIPELINES: list[dict[str, Any]] = [
     {},
-    {"decoder": sequence(REPLACE, BYTES, FUSE)},  # without Strip, as Gemma's
-    {"decoder": sequence(REPLACE, BYTES, FUSE), "normalizer": TO_METASPACE},
-    {"decoder": sequence(REPLACE, BYTES, FUSE, step("Strip", content=" ", start=2, stop=0))},
-    {"decoder": sequence(REPLACE, BYTES, FUSE, step("Strip", content="a", start=1, stop=1))},
-    {"decoder": sequence(REPLACE, step("Strip", content=" ", start=1, stop=0), BYTES, FUSE)},
-    {"decoder": sequence(BYTES, METASPACE), "normalizer": None, "pre_tokenizer": METASPACE},
-    {"decoder": sequence(METASPACE, BYTES, FUSE), "normalizer": None, "pre_tokenizer": METASPACE},
-    {"decoder": sequence(BYTES, FUSE)},  # ▁ stays ▁
-    {"decoder": sequence(BYTES, step("Replace", pattern={"Regex": "▁+"}, content="_"), FUSE)},
+    {"decoder": sequence(REPLACE, TO_BYTE, FUSE)},  # without Strip, as Gemma's
+    {"decoder": sequence(REPLACE, TO_BYTE, FUSE), "normalizer": TO_METASPACE},
+    {"decoder": sequence(REPLACE, TO_BYTE, FUSE, step("Strip", content=" ", start=2, stop=0))},
+    {"decoder": sequence(REPLACE, TO_BYTE, FUSE, step("Strip", content="a", start=1, stop=1))},
+    {"decoder": sequence(REPLACE, step("Strip", content=" ", start=1, stop=0), TO_BYTE, FUSE)},
+    {"decoder": sequence(TO_BYTE, METASPACE), "normalizer": None, "pre_tokenizer": METASPACE},
+    {"decoder": sequence(METASPACE, TO_BYTE, FUSE), "normalizer": None, "pre_tokenizer": METASPACE},
+    {"decoder": sequence(TO_BYTE, FUSE)},  # ▁ stays ▁
+    {"decoder": sequence(TO_BYTE, step("Replace", pattern={"Regex": "▁+"}, content="_"), FUSE)},
     {"normalizer": LOWERCASE},
-    {"normalizer": LOWERCASE, "decoder": sequence(REPLACE, BYTES, FUSE)},
+    {"normalizer": LOWERCASE, "decoder": sequence(REPLACE, TO_BYTE, FUSE)},
 ]
 SPACED = ["a new a", "new a", " new a", "anew", "a New a", "  a  b", "ab é new", "日本 </s> a", " "]
 
@@ -757,11 +757,9 @@ def test_a_walkthrough_of_a_padded_vocabulary(tmp_path: Path) -> None:
     assert "\ufffd" in [token for token, _ in found.next_tokens]
 
 
-REMOVED = step("Split", pattern={"String": "-"}, behavior="Removed", invert=False)
-REMOVED = step("Sequence", pretokenizers=[REMOVED, BYTE_LEVEL])
-STRIPPED = added_token(258, "<x>") | {"rstrip": True}
-SOME = {char: byte for char, byte in tokenizer_files.BYTES.items() if byte not in b"-\4"}
-SOME |= {"ab": 256, "bc": 257}
+DASHES = step("Split", pattern={"String": "-"}, behavior="Removed", invert=False)
+REMOVED = step("Sequence", pretokenizers=[DASHES, BYTE_LEVEL])
+SOME = {char: byte for char, byte in BYTES.items() if byte not in b"-\4"} | {"ab": 256, "bc": 257}
 
 
 @pytest.mark.parametrize(
@@ -772,7 +770,7 @@ SOME |= {"ab": 256, "bc": 257}
         (small_json, {"normalizer": step("NFKC")}, False),
         (small_json, {"normalizer": step("Replace", pattern={"String": "-"}, content="")}, False),
         (small_json, {"pre_tokenizer": REMOVED}, False),
-        (small_json, {"added_tokens": [STRIPPED]}, False),
+        (small_json, {"added_tokens": [added_token(258, "<x>", rstrip=True)]}, False),
         (small_json, {"vocab": SOME}, True),
         (sentence_piece, {}, True),
     ],
