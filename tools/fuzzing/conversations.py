@@ -60,6 +60,8 @@ class _Talk:
         self.engine, sampling = _model(rng.whole(3)).engine, rng.pick(None, {"temperature": 0.5})
         arguments = self.engine, _ENCODING, _TEMPLATE, given, sampling
         self.conversation = attempt(not spoilt, Conversation, *arguments)
+        if spoilt and not given[-1]["role"].isascii():  # a lone surrogate is refused later
+            raise Refused
         self.messages, self.defaults = deepcopy(given), sampling or {}
         self.answers: list[_Answer] = []
 
