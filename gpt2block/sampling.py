@@ -90,11 +90,11 @@ class Sampling:
             if type(value) is not int or not least <= value <= most:
                 value = check_integer(name, value, least, most, expected)
                 object.__setattr__(self, name, value)
-        if self.logit_bias != ():
+        if not isinstance(self.logit_bias, tuple) or self.logit_bias:
             object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        if self.end_ids != ():
+        if not isinstance(self.end_ids, tuple) or self.end_ids:
             object.__setattr__(self, "end_ids", _ids(self.end_ids))
-        if self.logit_bias != ():
+        if self.biases:
             self._check_places()
 
     @property

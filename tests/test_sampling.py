@@ -93,6 +93,8 @@ def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
         ("min_new_tokens", -1, "min_new_tokens: expected a number of tokens, 0 for none, got -1"),
         ("end_ids", [2.5], "end_ids: expected token ids, got 2.5"),
         ("end_ids", 3, "end_ids: expected token ids, got 3"),
+        ("end_ids", np.zeros((2, 1)), "end_ids: expected token ids, got "),
+        ("logit_bias", np.zeros(2), "logit_bias: expected numbers by token, got "),
         ("seed", -1, "seed: expected an unsigned integer of 64 bits, got -1"),
         ("seed", 2**64, "seed: .*got 18446744073709551616"),
         ("seed", True, "seed: .*got True"),
