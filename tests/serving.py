@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,6 @@ class Slow:
         self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
         self.divides_prompts = True
-        self.failure: Exception | None = None
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
         decoding = self._engine.decode(*arguments, **options)
@@ -55,8 +55,6 @@ class Slow:
 
         def next_tokens() -> Any:
             self.go.wait(60)
-            if self.failure:
-                raise self.failure
             self.steps += 1
             return following()
 
@@ -74,6 +72,14 @@ class Running:
     @property
     def service(self) -> Any:
         return self.server.service
+
+    def metric(self, name: str, **labels: str) -> float:
+        found = self.server.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
+        return found or 0  # before the first
+
+    def requests(self, path: str, status: int) -> float:
+        """The number of those with this answer."""
+        return self.metric("requests_total", path=path, status=str(status))
 
 
 @contextmanager
@@ -108,28 +114,28 @@ def clients_of(running: Running) -> list[str]:
     return names
 
 
-def post(
-    running: Running,
-    path: str,
-    body: Any,
-    media: str | None = "application/json",
-    **headers: str,
-) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(running.url + path, data)
-    request.add_header("Content-Type", media or "")
-    for name, value in headers.items():
-        request.add_header(name, value)
+def exchanged(url: str, body: Any = None, **headers: str) -> tuple[int, Any, str]:
+    """Status, headers and text of an answer. body: of a POST, as bytes or JSON; None: a GET."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
+        answer = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
     except urllib.error.HTTPError as error:
-        found = error.read()
-        try:
-            return error.code, json.loads(found)
-        except ValueError:
-            return error.code, found.decode()
+        answer = error
+    with answer:
+        return answer.status, answer.headers, answer.read().decode()
+
+
+def post(running: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of an answer, or its text if that is none."""
+    status, _, found = exchanged(running.url + path, body, **headers)
+    try:
+        return status, json.loads(found)
+    except ValueError:
+        return status, found
+
+
+get = partial(post, body=None)
 
 
 def eventually(happened: Callable[[], bool]) -> None:

@@ -16,8 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -52,6 +50,8 @@ from tests.serving import (  # noqa: E402
     Slow,
     clients_of,
     eventually,
+    exchanged,
+    get,
     model_of,
     post,
     serving,
@@ -611,15 +611,16 @@ def test_what_clients_send_for_nothing(server: Running, path: str, body: Any, pl
 
 def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "x", "max_tokens": 1}
-    for media in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        assert post(server, COMPLETION, body, media)[0] == 415
-    assert post(server, COMPLETION, body, "application/json; charset=utf-8")[0] == 200
+    for media in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert post(server, COMPLETION, body, **{"Content-Type": media})[0] == 415
+    json_type = {"Content-Type": "application/json; charset=utf-8"}
+    assert post(server, COMPLETION, body, **json_type)[0] == 200
     for size in (app.MOST_BODY + 1, 10_000_000):  # also one that the sender is not done with
         status, found = post(server, COMPLETION, {"prompt": "x" * size})
         assert status == 413
         assert "at most 4,194,304 bytes" in found["error"]["message"]
     monkeypatch.setattr(app, "MOST_DROPPED", 5_000_000)
-    with sent_part(server, 2**40, b" " * 5_000_001) as endless:
+    with sent(server, COMPLETION, b" " * 5_000_001, 2**40) as endless:
         assert endless.recv(12) == b"HTTP/1.1 413"
 
 
@@ -645,7 +646,7 @@ def test_a_key(model: Any) -> None:
             client_of(running, "wrong").models.list()
         assert client_of(running, key).models.list().data[0].id == "small"
         ready = {"status": "ready", "running": 0, "waiting": 0}
-        eventually(lambda: health(running) == (200, ready))
+        eventually(lambda: get(running, "/health") == (200, ready))
 
 
 PREFLIGHT = {f"Access-Control-Request-{name}": value
@@ -770,15 +771,15 @@ def test_health_tells_how_far_the_start_is(model: Any) -> None:
 
     engine.start_up = parts()
     with serving(model_of(engine), rows=1) as running:
-        eventually(lambda: health(running) == (503, {"status": "starting", "done": 3, "total": 5}))
+        starting = {"status": "starting", "done": 3, "total": 5}
+        eventually(lambda: get(running, "/health") == (503, starting))
         connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 2})  # it waits
         eventually(lambda: running.service.open == 1)
-        with urllib.request.urlopen(f"{running.url}/health/live", timeout=60) as live:
-            assert live.status == 200
+        assert get(running, "/health/live")[0] == 200
         reached.set()
         assert received(connection)[0] == 200
         connection.close()
-        assert health(running)[0] == 200
+        assert get(running, "/health")[0] == 200
 
 
 def test_a_server_that_ends_while_it_starts() -> None:
@@ -797,28 +798,12 @@ def test_a_server_that_ends_while_it_starts() -> None:
 # --- clients that go, and servers that fail -------------------------------------------------------
 
 
-def health(running: Running) -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def sent(running: Running, path: str, body: Any) -> socket.socket:
-    """A connection on which a request was sent."""
+def sent(running: Running, path: str, body: Any, size: int | None = None) -> socket.socket:
+    """A connection on which a request was sent; size: of a body that is to go on."""
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
-    data = json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
-
-
-def sent_part(running: Running, size: int, part: bytes) -> socket.socket:
-    """A connection on which a part was sent of a body that is to have this size."""
-    connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
-    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + part)
+    connection.sendall(f"{head}Content-Length: {size or len(data)}\r\n\r\n".encode() + data)
     return connection
 
 
@@ -848,9 +833,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
         assert engine.steps < 99_999
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
-        counted = running.server.metrics.registry.get_sample_value
-        status = {"path": COMPLETION, "status": "200" if stream else "499"}
-        assert counted("gpt2block_requests_total", status) == 3 + stream
+        assert running.requests(COMPLETION, 200 if stream else 499) == 3 + stream
 
 
 def test_requests_that_are_sent_before_the_answer() -> None:
@@ -899,9 +882,7 @@ def test_passes_end_with_their_request(
         else:
             eventually(lambda: bool(passes))
             connection.close()
-        counted = running.server.metrics.registry.get_sample_value
-        ended = {"path": path, "status": "504" if seconds else "499"}
-        eventually(lambda: counted("gpt2block_requests_total", ended) == 1)
+        eventually(lambda: running.requests(path, 504 if seconds else 499) == 1)
         begun = len(passes)
         time.sleep(0.5)
         assert len(passes) <= begun + 1
@@ -927,9 +908,7 @@ def test_scoring_stops_nobody_and_ends_with_its_client(
             connection.close()
         assert post(running, "/tokenize", {"prompt": "a"})[0] == 200
         go.set()
-        counted = running.server.metrics.registry.get_sample_value
-        gone = {"path": COMPLETION, "status": "499"}
-        eventually(lambda: counted("gpt2block_requests_total", gone) == app.AT_ONCE)
+        eventually(lambda: running.requests(COMPLETION, 499) == app.AT_ONCE)
         assert len(scored) < 5 * app.AT_ONCE
 
 
@@ -958,16 +937,9 @@ def test_a_full_queue_refuses_at_once() -> None:
         body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
         connections = [sent(running, COMPLETION, body) for _ in range(3)]
         eventually(lambda: running.service.open == 3)
-        request = urllib.request.Request(
-            running.url + COMPLETION,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=60)
-        assert refused.value.code == 503
-        assert refused.value.headers["Retry-After"] == "1"
-        assert json.loads(refused.value.read())["error"]["code"] == "overloaded"
+        status, headers, text = exchanged(running.url + COMPLETION, body)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(text)["error"]["code"] == "overloaded"
         engine.go.set()
         for connection in connections:
             assert received(connection)[1]["choices"][0]["text"] == "bc"
@@ -989,41 +961,30 @@ def test_wrong_logits_end_one_request() -> None:
             list(client.completions.create(model="small", prompt="a", stream=True, **options))
 
 
-def test_an_engine_that_fails() -> None:
+@pytest.mark.parametrize("method", ["next", "stop"])
+def test_an_engine_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, and when a row stops whose client is gone."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of everything")
+
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
-        body = {"prompt": "a", "max_tokens": 5}
+        batch, body = running.service._batch, {"prompt": "a", "max_tokens": 99_999}
         connection = sent(running, COMPLETION, body)
-        eventually(lambda: running.service.open == 1)
-        engine.failure = RuntimeError("out of everything")
+        eventually(lambda: not batch.waiting and batch.busy)
+        monkeypatch.setattr(batch._decoding, method, fail)
+        if method == "stop":
+            connection.close()
+            eventually(lambda: len(running.service._cancelled) == 1)
         engine.go.set()
-        assert received(connection)[0] == 500
-        connection.close()
-        status, found = post(running, COMPLETION, body)
-        assert status == 500
-        assert found["error"]["type"] == "server_error"
-        assert "out of everything" in found["error"]["message"]
-        assert health(running)[0] == 503
-
-
-def test_a_failure_besides_a_step() -> None:
-    engine = Slow()
-    with serving(model_of(engine), rows=1) as running:
-
-        def stop(slots: Any) -> None:
-            raise RuntimeError("it cannot stop")
-
-        running.service._batch._decoding.stop = stop
-        body = {"prompt": "a", "max_tokens": 99_999, "stream": True}
-        connection = sent(running, COMPLETION, body)
-        eventually(lambda: not running.service._batch.waiting and running.service._batch.busy)
-        connection.close()
-        eventually(lambda: len(running.service._cancelled) == 1)
-        engine.go.set()
+        if method == "next":
+            assert received(connection)[0] == 500
         eventually(lambda: running.service.failure is not None)
-        status, found = post(running, COMPLETION, {"prompt": "a"})
-        assert status == 500
-        assert "it cannot stop" in found["error"]["message"]
+        status, found = post(running, COMPLETION, body)
+        assert (status, found["error"]["type"]) == (500, "server_error")
+        assert "out of everything" in found["error"]["message"]
+        assert get(running, "/health")[0] == 503
 
 
 def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
@@ -1090,12 +1051,10 @@ def test_a_line_in_the_log_for_each_request(model: Any, caplog: pytest.LogCaptur
     """With the name of the key, and without what is secret; none unless it is asked for."""
     body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
     with serving(model, rows=1, keys=KEYS) as running, caplog.at_level("INFO", "gpt2block.serve"):
-        with suppress(ValueError):  # events are no JSON
-            post(running, COMPLETION, {**body, "stream": True}, **key_of("ann"))
+        post(running, COMPLETION, {**body, "stream": True}, **key_of("ann"))
         post(running, COMPLETION, body, **key_of("bob"))
         post(running, COMPLETION, body, Authorization="Bearer wrong")
-        with suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(f"{running.url}/play/explain/ticket", timeout=60)
+        get(running, "/play/explain/ticket")
         eventually(lambda: len(caplog.messages) == 4)
         caplog.set_level("WARNING", "gpt2block.serve")
         post(running, COMPLETION, body, **key_of("bob"))
@@ -1410,36 +1369,24 @@ def names_of(server: Running, names: list[str], size: int) -> str:
     return names.pop()
 
 
-def test_metrics(server: Running) -> None:
+def test_metrics(model: Any) -> None:
+    """Each token counts once, of whole answers and of streams."""
     from prometheus_client.parser import text_string_to_metric_families as families  # noqa: PLC0415
 
-    post(server, COMPLETION, {"prompt": "abc", "max_tokens": 2})
-    post(server, COMPLETION, {"prompt": 3})
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
-        found = {f.name: f.samples for f in families(answer.read().decode())}
-    requests = {(s.labels["path"], s.labels["status"]): s.value
-                for s in found["gpt2block_requests"] if s.name.endswith("_total")}  # fmt: skip
-    assert requests[COMPLETION, "200"] >= 1
-    assert requests[COMPLETION, "400"] >= 1
-    assert found["gpt2block_new_tokens"][0].value >= 2
-    assert found["gpt2block_slots"][0].value == 8
-    count = [s.value for s in found["gpt2block_first_token_seconds"] if s.name.endswith("_count")]
-    assert count[0] >= 1
-
-
-def test_metrics_count_each_token_once(model: Any) -> None:
-    """Of whole answers and of streams."""
-    with serving(model, rows=3) as running, client_of(running) as client:
-        options: dict[str, Any] = {"model": "small", "prompt": "abc", "n": 2, "seed": 1}
-        client.completions.create(max_tokens=7, **options)
-        list(client.completions.create(max_tokens=5, stream=True, **options))
+    body = {"prompt": "abc", "n": 2, "seed": 1, "max_tokens": 7}
+    with serving(model, rows=3) as running:
+        for more in ({}, {"max_tokens": 5, "stream": True}, {"prompt": 3}):
+            post(running, COMPLETION, body | more)
         eventually(lambda: running.service.open == 0)
-        value = running.server.metrics.registry.get_sample_value
-        assert value("gpt2block_new_tokens") == 24
-        assert value("gpt2block_first_token_seconds_count") == 4
-        assert value("gpt2block_token_seconds_count") == 20
-        assert 0 < (value("gpt2block_token_seconds_sum") or 0) < 20 * SECONDS
-        assert value("gpt2block_token_seconds_bucket", {"le": "+Inf"}) == 20
+        samples = [each for f in families(get(running, "/metrics")[1]) for each in f.samples]
+    found = {(each.name.removeprefix("gpt2block_"), *each.labels.values()): each.value
+             for each in samples}  # fmt: skip
+    assert found.items() >= {
+        ("requests_total", COMPLETION, "200"): 2, ("requests_total", COMPLETION, "400"): 1,
+        ("slots",): 3, ("new_tokens",): 24, ("first_token_seconds_count",): 4,
+        ("token_seconds_count",): 20, ("token_seconds_bucket", "+Inf"): 20,
+    }.items()  # fmt: skip
+    assert 0 < found["token_seconds_sum",] < 20 * SECONDS
 
 
 def test_intervals() -> None:
@@ -1644,8 +1591,7 @@ def test_a_mistake_in_a_stream(
         with pytest.raises(openai.APIError, match="the server has made an error"):
             list(client.completions.create(max_tokens=99, **asked))
         eventually(lambda: running.service.open == 0)
-        counted = running.server.metrics.registry.get_sample_value
-        assert counted("gpt2block_faults_total", {"path": COMPLETION}) == 1
+        assert running.metric("faults_total", path=COMPLETION) == 1
     assert "Traceback" in caplog.text
     assert "RuntimeError: \\x1b[31m red" in caplog.text
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import urllib.error
-import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,17 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 from gpt2block import from_pretrained
 from gpt2block.sampling import Sampling, choose, probabilities
 from gpt2block.serve import play
-from tests.serving import BYTES, SAMPLING, Running, eventually, model_of, post, serving, small
+from tests.serving import (
+    BYTES,
+    SAMPLING,
+    Running,
+    eventually,
+    exchanged,
+    model_of,
+    post,
+    serving,
+    small,
+)
 
 TOKENS, NEXT, EXPLAIN = "/play/tokens", "/play/next", "/play/explain"
 OPTIONS: list[dict[str, Any]] = [
@@ -47,13 +55,7 @@ def server(model: Any) -> Iterator[Running]:
 
 
 def get(running: Running, path: str, **headers: str) -> tuple[int, Any, str]:
-    """Status, headers and text of an answer."""
-    request = urllib.request.Request(running.url + path, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.headers, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read().decode()
+    return exchanged(running.url + path, **headers)
 
 
 # --- the distribution -----------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def test_only_the_page_is_served_without_the_key(model: Any) -> None:
 def test_only_names_of_this_machine_get_the_page(server: Running) -> None:
     for path in ("/", "/play/model", "/play/explain/x"):
         assert get(server, path, Host="example.com")[0] == 400
-    assert post(server, NEXT, {"ids": [1]}, media="text/plain")[0] == 415
+    assert post(server, NEXT, {"ids": [1]}, **{"Content-Type": "text/plain"})[0] == 415
 
 
 # --- explained passes -----------------------------------------------------------------------------

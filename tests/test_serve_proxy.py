@@ -7,8 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block.text.generation import generate
-from tests.serving import BYTES, SECONDS, Slow, clients_of, eventually, model_of, serving, small
+from tests.serving import BYTES, Slow, clients_of, eventually, exchanged, model_of, serving, small
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "haproxy.cfg"
 HAPROXY = shutil.which("haproxy")
@@ -34,16 +32,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def status_of(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
-    for name, value in {"Content-Type": "application/json", **headers}.items():
-        request.add_header(name, value)
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
+def status_of(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    status, _, text = exchanged(f"http://127.0.0.1:{port}{path}", body, **headers)
+    return status, text
 
 
 @contextmanager
