@@ -60,6 +60,7 @@ from tests.serving import (  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Hello"}]
 END = 256  # ends a text
+NAMES = ("small", "b/c")  # of the model
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def server(model: Any) -> Iterator[Running]:
-    with serving(model, rows=8, queue=256) as running:
+    with serving(model, names=NAMES, rows=8, queue=256) as running:
         yield running
 
 
@@ -90,22 +91,17 @@ def client(server: Running) -> Iterator[Any]:
 
 
 def test_models(client: Any) -> None:
-    (found,) = client.models.list().data
-    assert (found.id, found.owned_by) == ("small", "gpt2block")
-    assert client.models.retrieve("small").id == "small"
-    with pytest.raises(openai.NotFoundError, match="there is no 'large': expected small"):
+    """Several names are accepted; answers have the first one."""
+    found = client.models.list().data
+    assert [(each.id, each.owned_by) for each in found] == [(n, "gpt2block") for n in NAMES]
+    for name in NAMES:
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "small"
+    with pytest.raises(openai.NotFoundError, match="there is no 'large': expected small or b/c"):
         client.models.retrieve("large")
-
-
-def test_several_names(model: Any) -> None:
-    """All are accepted; answers have the first one."""
-    with serving(model, names=("small", "b/c"), rows=1) as running, client_of(running) as client:
-        assert [each.id for each in client.models.list().data] == ["small", "b/c"]
-        assert client.models.retrieve("b/c").id == "b/c"
-        for name in ("small", "b/c"):
-            assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "small"
-        with pytest.raises(openai.NotFoundError, match="no 'large': expected small or b/c"):
-            client.completions.create(model="large", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="no 'large': expected small or b/c") as unknown:
+        client.completions.create(model="large", prompt="a")
+    assert unknown.value.code == "model_not_found"
 
 
 def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
@@ -132,13 +128,13 @@ def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
 
 
 def test_a_new_seed_each_time_and_temperature_1(client: Any) -> None:
-    texts = {client.completions.create(model="small", prompt="x").choices[0].text for _ in "abcde"}
+    asked: dict[str, Any] = {"model": "small", "prompt": "x", "seed": None}
+    texts = {client.completions.create(**asked).choices[0].text for _ in "abcde"}
     assert len(texts) == 5
     found = client.completions.create(model="small", prompt=["x", "x"], n=2).choices
     assert len({choice.text for choice in found}) == len({choice.seed for choice in found}) == 4
     for stream in (False, True):
-        asked: dict[str, Any] = {"seed": found[2].seed, "model": "small", "stream": stream}
-        again = client.completions.create(prompt="x", **asked)
+        again = client.completions.create(**asked | {"seed": found[2].seed, "stream": stream})
         parts = [each.choices[0] for each in again] if stream else again.choices
         assert "".join(part.text for part in parts) == found[2].text
         assert parts[-1].seed == found[2].seed
@@ -151,6 +147,7 @@ def test_a_new_seed_each_time_and_temperature_1(client: Any) -> None:
         ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
         ({"stop_token_ids": [*range(99)]}, {"stop_ids": [*range(99), END]}),
         ({"logit_bias": {str(END): 100}}, {"logit_bias": {END: 100}}),
+        ({"logit_bias": {"97": 99.5, "98": -100}}, {"logit_bias": {97: 99.5, 98: -100}}),
         ({"logit_bias": {str(END): 100}, "ignore_eos": True},
          {"logit_bias": {END: 100}, "stop_ids": ()}),
         ({"ignore_eos": True, "stop_token_ids": [*range(99)]}, {"stop_ids": [*range(99)]}),
@@ -195,28 +192,75 @@ def test_chat_until_the_context_is_full(client: Any) -> None:
     assert found.usage.total_tokens <= CONFIG.n_ctx + 1
 
 
-def test_streams_are_the_whole(client: Any) -> None:
-    options: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 9, "n": 2}
-    whole = client.completions.create(prompt=["ab", "c"], **options)
-    texts, reasons = [""] * 4, [None] * 4
-    usage = None
-    for chunk in client.completions.create(
-        prompt=["ab", "c"], stream=True, stream_options={"include_usage": True}, **options
-    ):
-        usage = chunk.usage
-        for choice in chunk.choices:
-            assert chunk.usage is None
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason
-    assert texts == [choice.text for choice in whole.choices]
-    assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert usage == whole.usage
-    chat = client.chat.completions.create(messages=HELLO, **options)
-    deltas = ["", ""]
-    for chunk in client.chat.completions.create(messages=HELLO, stream=True, **options):
-        (choice,) = chunk.choices
-        deltas[choice.index] += choice.delta.content or ""
-    assert deltas == [choice.message.content for choice in chat.choices]
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["ab", "c"], "n": 2},
+        {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "stop": ["\x07", "no"],
+         "extra_body": {"return_token_ids": True}},
+        {"prompt": "ab", "logprobs": 3, "echo": True},
+        {"messages": HELLO, "n": 2},
+        {"messages": HELLO, "logprobs": True, "top_logprobs": 2},
+    ],
+)  # fmt: skip
+def test_streams_are_the_whole(
+    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch, fields: Any, late: bool
+) -> None:
+    """Also where pieces take long to be sent, so that those after them have several tokens."""
+    lengths = late_pieces(monkeypatch) if late else [2]
+    before = server.metric("piece_seconds_count")
+    create = (client.chat if "messages" in fields else client).completions.create
+    asked = {"model": "small", "seed": 3, "max_tokens": 40, **fields}
+    whole = create(**asked)
+    *chunks, last = create(stream=True, stream_options={"include_usage": True}, **asked)
+    assert max(lengths) > 1
+    assert before < server.metric("piece_seconds_count") < before + len(chunks)
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert not any(chunk.usage for chunk in chunks)
+    for choice in whole.choices:
+        parts = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert "".join(map(text_of, parts)) == text_of(choice)
+        assert [each.finish_reason for each in parts[-2:]] == [None, choice.finish_reason]
+        ids = [id for each in parts for id in getattr(each, "token_ids", [])]
+        assert ids == getattr(choice, "token_ids", [])
+        told = [each for part in parts for each in scores(part)]
+        for (token, scored), (expected, of_whole) in zip(told, scores(choice), strict=True):
+            assert token == expected
+            assert scored == pytest.approx(of_whole, abs=1e-5)
+
+
+def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let pieces take long to be sent; how many tokens each has."""
+    go_on = answers.Answer.go_on
+    lengths: list[int] = []
+
+    def late(self: Any, pieces: Any) -> None:
+        lengths.extend(len(piece.tokens) for _, piece in pieces)
+        asyncio.get_running_loop().call_later(0.05, go_on, self, pieces)
+
+    monkeypatch.setattr(answers.Answer, "go_on", late)
+    return lengths
+
+
+def text_of(choice: Any) -> str:
+    said = getattr(choice, "message", None) or getattr(choice, "delta", None)
+    return choice.text if said is None else said.content or ""
+
+
+def scores(choice: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Each token, with its place or bytes, and log-probabilities, by token."""
+    found = choice.logprobs
+    if found is None:
+        return []
+    if hasattr(found, "content"):
+        return [((each.token, each.bytes), {e.token: e.logprob for e in (each, *each.top_logprobs)})
+                for each in found.content]  # fmt: skip
+    tops = found.top_logprobs or [None] * len(found.tokens)
+    each = zip(found.tokens, found.text_offset, found.token_logprobs, tops, strict=True)
+    return [
+        ((token, place), {token: logprob, **(top or {})}) for token, place, logprob, top in each
+    ]
 
 
 def test_log_probabilities(client: Any, model: Any) -> None:
@@ -250,13 +294,6 @@ def test_log_probabilities(client: Any, model: Any) -> None:
     )
     assert all(e.logprob == e.top_logprobs[0].logprob for e in entries)
     assert all(len(e.top_logprobs) == 2 for e in entries)
-    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "stream": True, **options}
-    streamed = client.chat.completions.create(**asked)
-    parts = [p for c in streamed if c.choices[0].logprobs for p in c.choices[0].logprobs.content]
-    np.testing.assert_allclose([p.logprob for p in parts], [e.logprob for e in entries], atol=1e-5)
-    assert [p.token for p in parts] == [e.token for e in entries]
-    shown = [[top.token for top in part.top_logprobs] for part in parts]
-    assert shown == [[top.token for top in e.top_logprobs] for e in entries]
 
 
 def test_a_request_that_takes_too_long(model: Any) -> None:
@@ -275,33 +312,6 @@ def test_a_request_that_takes_too_long(model: Any) -> None:
         eventually(lambda: running.service.open == 0)
         asked |= {"prompt": "ab", "max_tokens": 1}
         assert client.completions.create(**asked).choices[0].finish_reason == "length"
-
-
-def test_biases_of_a_request(client: Any) -> None:
-    """The same tokens as those of the model; a token can be forced, or never drawn."""
-    asked: dict[str, Any] = {"model": "small", "prompt": "ab", "max_tokens": 6, "temperature": 0}
-    forced = client.completions.create(**asked, logit_bias={"122": 100}).choices[0].text
-    assert forced == "zzzzzz"
-    plain = client.completions.create(**asked, logit_bias={}).choices[0]
-    first = plain.text.encode()[0]
-    other = client.completions.create(**asked, logit_bias={str(first): -100}).choices[0]
-    assert other.text.encode()[0] != first
-
-
-def test_streams_have_the_alternatives_of_whole_answers(client: Any) -> None:
-    """Of the prompt, too, where it is echoed."""
-    asked: dict[str, Any] = {"model": "small", "prompt": "ab", "seed": 3, "max_tokens": 9}
-    asked |= {"logprobs": 3, "echo": True}
-    whole = client.completions.create(**asked).choices[0]
-    pieces = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked)]
-    assert "".join(piece.text for piece in pieces) == whole.text
-    for name in ("tokens", "text_offset"):
-        streamed = [each for piece in pieces for each in getattr(piece.logprobs, name)]
-        assert streamed == getattr(whole.logprobs, name)
-    tops = [top for piece in pieces for top in piece.logprobs.top_logprobs or [None]]
-    assert len(tops) == 11
-    for top, expected in zip(tops, whole.logprobs.top_logprobs, strict=True):
-        assert top == (expected if expected is None else pytest.approx(expected, abs=1e-5))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -570,25 +580,6 @@ def test_deep_messages(server: Running) -> None:
         assert post(server, "/tokenize", body)[0] in (200, 400)
 
 
-def test_codes_of_errors(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="small", prompt="x" * 129)
-    assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.completions.create(model="other", prompt="x")
-    assert unknown.value.code == "model_not_found"
-
-
-def test_fields_that_change_nothing(client: Any) -> None:
-    found = client.chat.completions.create(
-        model="small", messages=HELLO, max_tokens=1, user="me", metadata={"a": "b"}, tools=[],
-        presence_penalty=0, frequency_penalty=0.0, logit_bias={}, tool_choice="none", store=False,
-        response_format={"type": "text"}, parallel_tool_calls=True, stop=None, seed=None,
-        temperature=None, n=None, top_p=None, reasoning_effort=None, verbosity=None,
-    )  # fmt: skip
-    assert len(found.choices) == 1
-
-
 @pytest.mark.parametrize(
     ("path", "body", "plain"),
     [
@@ -600,6 +591,11 @@ def test_fields_that_change_nothing(client: Any) -> None:
         (CHAT, {"messages": [*HELLO, CALLED, {**CALLED, "content": None}]},
          {"messages": [*HELLO, {**CALLED, "content": ""}, {**CALLED, "content": [] }]}),
         ("/v1/embeddings", {"input": "a", "dimensions": 32}, {"input": "a"}),
+        (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "store": True,
+                "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {},
+                "parallel_tool_calls": True, "presence_penalty": 0, "frequency_penalty": 0.0,
+                **dict.fromkeys(("stop", "n", "temperature", "top_p", "verbosity", "audio"))},
+         {"messages": HELLO}),
     ],
 )  # fmt: skip
 def test_what_clients_send_for_nothing(server: Running, path: str, body: Any, plain: Any) -> None:
@@ -1289,64 +1285,6 @@ def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
         return found
 
     assert asyncio.run(sent()) == [("b", 1), ("c", 1), ("defg", 4)]
-
-
-def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let pieces take long to be sent, so that those after them have several tokens; how many."""
-    go_on = answers.Answer.go_on
-    lengths: list[int] = []
-
-    def late(self: Any, pieces: Any) -> None:
-        lengths.extend(len(piece.tokens) for _, piece in pieces)
-        asyncio.get_running_loop().call_later(0.05, go_on, self, pieces)
-
-    monkeypatch.setattr(answers.Answer, "go_on", late)
-    return lengths
-
-
-def test_pieces_of_several_tokens_are_the_whole(
-    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = late_pieces(monkeypatch)
-    sent = partial(server.server.metrics.registry.get_sample_value, "gpt2block_piece_seconds_count")
-    before = sent() or 0
-    asked: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 40, "n": 2}
-    asked |= {"stop": ["\x07", "no"], "extra_body": {"return_token_ids": True}}
-    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-    texts: dict[str, Any] = {"prompt": ["ab", "c"], "logprobs": 2}
-    whole = client.completions.create(**asked, **texts)
-    chunks = list(client.completions.create(**streamed, **texts))
-    assert max(lengths) > 1
-    assert before < (sent() or 0) < before + len(chunks)
-    assert chunks[-1].usage == whole.usage
-    for choice in whole.choices:
-        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-        assert "".join(part.text for part in parts) == choice.text
-        assert parts[-1].finish_reason == choice.finish_reason
-        assert [id for part in parts for id in part.token_ids] == choice.token_ids
-        for name in ("tokens", "text_offset"):
-            joined = [each for part in parts for each in getattr(part.logprobs, name)]
-            assert joined == getattr(choice.logprobs, name)
-        joined = [each for part in parts for each in part.logprobs.token_logprobs]
-        assert joined == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
-        tops = [sorted(top) for part in parts for top in part.logprobs.top_logprobs]
-        assert tops == [sorted(top) for top in choice.logprobs.top_logprobs]
-
-
-def test_pieces_of_several_tokens_of_a_chat(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = late_pieces(monkeypatch)
-    asked: dict[str, Any] = {"model": "small", "seed": 4, "max_tokens": 40, "messages": HELLO}
-    asked |= {"logprobs": True, "top_logprobs": 2}
-    (whole,) = client.chat.completions.create(**asked).choices
-    parts = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
-    assert max(lengths) > 1
-    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
-    entries = [each for part in parts if part.logprobs for each in part.logprobs.content]
-    for entry, expected in zip(entries, whole.logprobs.content, strict=True):
-        assert (entry.token, entry.bytes) == (expected.token, expected.bytes)
-        assert [top.token for top in entry.top_logprobs] == [
-            top.token for top in expected.top_logprobs
-        ]
 
 
 def test_large_bodies_are_read_in_a_thread(
