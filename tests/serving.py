@@ -114,12 +114,15 @@ def clients_of(running: Running) -> list[str]:
     return names
 
 
-def exchanged(url: str, body: Any = None, **headers: str) -> tuple[int, Any, str]:
+def exchanged(
+    url: str, body: Any = None, method: str | None = None, **headers: str
+) -> tuple[int, Any, str]:
     """Status, headers and text of an answer. body: of a POST, as bytes or JSON; None: a GET."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
+        answer = urllib.request.urlopen(request, timeout=SECONDS)
     except urllib.error.HTTPError as error:
         answer = error
     with answer:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,14 +115,10 @@ def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
         texts = prompt if several else [prompt]
         options = {"temperature": 1.0, "seed": 5, "max_new_tokens": 7, "stop": ["e", "zz"]}
         ids = [[*text.encode()] if isinstance(text, str) else text for text in texts]
-        expected = model.generate(ids, samples=2, **options)
-        rows = [row for group in expected for row in group]
-        new = [row.text for row in rows]
+        rows = [*itertools.chain(*model.generate(ids, samples=2, **options))]
         assert [choice.index for choice in found.choices] == [*range(len(rows))]
-        assert [choice.text for choice in found.choices] == new
-        assert [choice.finish_reason for choice in found.choices] == [
-            row.finish_reason for row in rows
-        ]
+        for choice, row in zip(found.choices, rows, strict=True):
+            assert (choice.text, choice.finish_reason) == (row.text, row.finish_reason)
         assert found.usage.prompt_tokens == sum(map(len, ids))
         assert found.usage.completion_tokens == sum(len(row.tokens) for row in rows)
 
@@ -298,17 +294,14 @@ def test_log_probabilities(client: Any, model: Any) -> None:
 
 def test_a_request_that_takes_too_long(model: Any) -> None:
     """Its slot is free then, and a stream ends with an error."""
-    with serving(model, seconds=0.05) as running:
-        client = client_of(running)
+    with serving(model, seconds=0.05) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": ["ab"] * 100, "max_tokens": 120}
         asked["logit_bias"] = {"256": -100}  # else the first token may be the last one
         with pytest.raises(openai.APIStatusError) as caught:
             client.completions.create(**asked)
-        assert caught.value.status_code == 504
-        assert caught.value.code == "timeout"
+        assert (caught.value.status_code, caught.value.code) == (504, "timeout")
         with pytest.raises(openai.APIError, match="did not finish it in time"):
-            for _ in client.completions.create(**asked, stream=True):
-                pass
+            list(client.completions.create(**asked, stream=True))
         eventually(lambda: running.service.open == 0)
         asked |= {"prompt": "ab", "max_tokens": 1}
         assert client.completions.create(**asked).choices[0].finish_reason == "length"
@@ -629,10 +622,9 @@ def test_only_names_of_this_machine(server: Running) -> None:
 
 
 def test_a_key(model: Any) -> None:
-    key = "0123456789abcdef"
-    with serving(model, rows=2, keys={"one": key}) as running:
-        body = {"prompt": "x"}
-        for wrong in ({}, {"Authorization": key}, {"Authorization": "Bearer 0123456789abcdeg"},
+    key, body = KEYS["bob"], {"prompt": "x"}
+    with serving(model, rows=2, keys=KEYS) as running:
+        for wrong in ({}, {"Authorization": key}, {"Authorization": f"Bearer {key[:-1]}1"},
                       {"Authorization": "Bearer "}):  # fmt: skip
             status, found = post(running, "/tokenize", body, **wrong)
             assert (status, found["error"]["code"]) == (401, "invalid_api_key")
@@ -669,15 +661,13 @@ def test_pages_of_other_origins(
     model: Any, origins: Any, keyed: bool, method: str, headers: Any, status: int, allowed: Any
 ) -> None:
     """Only those that are named may ask; a preflight has no key, but the host of a request."""
-    headers = {"Origin": "https://a.b", "Content-Type": "application/json", **headers}
+    headers = {"Origin": "https://a.b", **headers}
     with serving(model, rows=1, origins=origins, keys=KEYS if keyed else {}) as running:
-        connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
-        connection.request(method, "/tokenize", b'{"prompt": "x"}', headers)
-        answer = connection.getresponse()
-        assert (answer.status, answer.getheader("Access-Control-Allow-Origin")) == (status, allowed)
+        url = f"{running.url}/tokenize"
+        found, answered, _ = exchanged(url, {"prompt": "x"}, method, **headers)
+        assert (found, answered["Access-Control-Allow-Origin"]) == (status, allowed)
         if (method, status) == ("OPTIONS", 200):
-            assert answer.getheader("Access-Control-Allow-Headers") == "authorization"
-        connection.close()
+            assert answered["Access-Control-Allow-Headers"] == "authorization"
 
 
 KEYS = {"ann": "0123456789abcdef", "bob": "fedcba9876543210"}
@@ -745,6 +735,8 @@ def test_shares_of_a_full_queue() -> None:
     engine.go.set()
     eventually(lambda: alone.open == 0 and not alone._open_of)
     alone.close()
+    with pytest.raises(service.Full):  # it has ended
+        alone.submit([], [])
     loop.close()
 
 
@@ -1115,15 +1107,21 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
     assert not server.service._deliver
 
 
-def test_a_load_with_clients_that_go(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """By tools/load.py: at random, and as fast as possible."""
-    for how in (["--rate", "40"], ["--at-once", "12"]):
-        found = loaded(server, capsys, "--seconds", "1", "--closing", "0.3", *how)
-        assert found["answered"] > 5
-        assert found["closed"] > 0
-        assert found["refused"] == 0
-        assert 0 < found["first p50 ms"] <= found["first p99 ms"]
-        eventually(lambda: server.service.open == 0)
+@pytest.mark.parametrize("how", [["--rate", "40"], ["--at-once", "12"]])
+def test_a_load_with_clients_that_go(
+    server: Running, capsys: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    """By tools/load.py: at random, and as fast as possible, besides large requests."""
+    more = "--seconds", "1", "--closing", "0.3", "--large-every", "0.2"
+    found = loaded(server, capsys, *more, *how)
+    assert found["answered"] > 5
+    assert found["closed"] > 0
+    assert (found["refused"], found["cut"]) == (0, 0)
+    assert 0 < found["first p50 ms"] <= found["first p99 ms"]
+    assert found["between p99 ms"] <= found["between max ms"]
+    first = f"{COMPLETION} 400"
+    assert {first} <= {*found["large"]} <= {first, "/tokenize 200", f"{CHAT} 400"}
+    eventually(lambda: server.service.open == 0)
 
 
 def loaded(server: Running, capsys: pytest.CaptureFixture[str], *how: str) -> Any:
@@ -1182,15 +1180,6 @@ def test_a_load_counts_answers_that_are_cut(
         found = json.loads(capsys.readouterr().out)
         listener.shutdown(socket.SHUT_RDWR)
     assert (found["answered"], found["refused"], found["cut"]) == (3 - cut, 0, cut)
-
-
-def test_a_load_with_large_requests(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    found = loaded(server, capsys, "--at-once", "2", "--seconds", "1", "--large-every", "0.2")
-    assert (found["refused"], found["cut"]) == (0, 0)
-    assert found["answered"] > 0
-    assert found["between p99 ms"] <= found["between max ms"]
-    first, *others = f"{COMPLETION} 400", "/tokenize 200", f"{CHAT} 400"
-    assert {first} <= set(found["large"]) <= {first, *others}
 
 
 class Given:
@@ -1297,14 +1286,10 @@ def test_large_bodies_are_read_in_a_thread(
         return protocol.parsed(*arguments)
 
     monkeypatch.setattr(app, "parsed", noted)
-    loop, *others = (names_of(server, names, size) for size in (10, app.SMALL_BODY))
-    assert loop not in others
-
-
-def names_of(server: Running, names: list[str], size: int) -> str:
-    """The thread that reads a body of about so many bytes."""
-    post(server, "/tokenize", {"prompt": "a" * size})
-    return names.pop()
+    for size in (10, app.SMALL_BODY):
+        post(server, "/tokenize", {"prompt": "a" * size})
+    loop, other = names
+    assert loop != other
 
 
 def test_metrics(model: Any) -> None:
@@ -1327,7 +1312,7 @@ def test_metrics(model: Any) -> None:
     assert 0 < found["token_seconds_sum",] < 20 * SECONDS
 
 
-def test_intervals() -> None:
+def test_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     found = metrics.Intervals("seconds", "A text.", (0.5, 1, 2))
     for seconds in ([0.1, 0.5, 0.6], []):
         found.add(np.array(seconds))
@@ -1340,19 +1325,9 @@ def test_intervals() -> None:
     for _ in range(metrics.AT_ONCE):
         found.note(0.5)
     assert not found._noted
+    monkeypatch.delattr(metrics.Intervals, "add")  # which the thread that steps may be calling
     (family,) = found.collect()
     assert family.samples[0].value == 2 + metrics.AT_ONCE
-
-
-def test_intervals_of_another_thread_are_only_read() -> None:
-    """The thread that steps adds values while they are collected."""
-
-    class Added(metrics.Intervals):
-        def add(self, seconds: Any) -> None:
-            raise AssertionError
-
-    (family,) = Added("seconds", "A text.", (0.5, 1)).collect()
-    assert {sample.value for sample in family.samples} == {0}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -1542,13 +1517,3 @@ def test_a_real_model() -> None:
         found = client.chat.completions.create(model="small", messages=question, temperature=0)
     assert found.choices[0].message.content == "The capital of France is Paris."
     assert found.choices[0].finish_reason == "stop"
-
-
-def test_the_service_alone() -> None:
-    """Without an event loop's help: a row is refused once the service ends."""
-    loop = asyncio.new_event_loop()
-    alone = service.Service(service.batch_of(MarkovEngine(cycle(257)), 2), 1, loop)
-    alone.close()
-    with pytest.raises(service.Full):
-        alone.submit([], [])
-    loop.close()
