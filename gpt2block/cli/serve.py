@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -80,7 +80,7 @@ def serve(
     /v1/embeddings, /tokenize, /detokenize, /health and /metrics. On SIGTERM or Ctrl-C the server
     finishes running requests, for up to 30 s, and exits.
     """
-    signal.signal(signal.SIGTERM, _end_at_once)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
     from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
     from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
@@ -122,10 +122,6 @@ def serve(
     runner.run([listening])
     if runner.failed:
         raise typer.Exit(FAILED)
-
-
-def _end_at_once(*_: Any) -> NoReturn:
-    os._exit(0)
 
 
 def _bound(host: str, port: int) -> socket.socket:

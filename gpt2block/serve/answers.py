@@ -230,24 +230,19 @@ class ChatForm(Form):
 
     def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(choice.scored) if logprobs else None,
-            "finish_reason": choice.reason,
-        }
+        return self._told({"index": index, "message": message}, choice, logprobs)
 
     def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": part.text} if part.text else {},
-            "logprobs": self._logprobs(part.scored) if logprobs else None,
-            "finish_reason": part.reason,
-        }
+        new = {"content": part.text} if part.text else {}
+        return self._told({"index": index, "delta": new}, part, logprobs)
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._told({"index": index, "delta": delta}, Choice(), False)
+
+    def _told(self, said: dict[str, Any], choice: Choice, logprobs: bool) -> dict[str, Any]:
+        found = self._logprobs(choice.scored) if logprobs else None
+        return {**said, "logprobs": found, "finish_reason": choice.reason}
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
         """All choices have the same prompt, whose ids are a field of the object."""

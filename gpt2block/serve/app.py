@@ -112,19 +112,17 @@ class Settings:
 class Asked:
     """A request that is ready to run."""
 
+    given: Sampled
     rows: Sequence[Row]
     prompts: Sequence[Ids]
     echoes: Sequence[Echo]  # of the rows
     form: Form
-    stream: bool
     logprobs: bool
-    usage: bool
-    token_ids: bool
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
         """Those of each choice, where token ids are wanted."""
-        if not self.token_ids:
+        if not self.given.return_token_ids:
             return None
         samples = len(self.echoes) // len(self.prompts)
         return {i: self.prompts[i // samples].tolist() for i in range(len(self.echoes))}
@@ -172,10 +170,7 @@ class Server:
             )]  # fmt: skip
         handlers: dict[Any, Any] = {HTTPException: _http_error}
         return Starlette(
-            routes=routes,
-            middleware=middleware,
-            exception_handlers=handlers,
-            lifespan=self._life,
+            routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
         )
 
     @asynccontextmanager
@@ -205,25 +200,25 @@ class Server:
         """
 
         async def handled(request: Request) -> Response:
-            with self.metrics.request(path) as counted:
-                try:
-                    with anyio.fail_after(self.settings.seconds):
-                        request.state.client = self._client_of(request)
-                        if kind is None:
-                            response = await handler(request)
-                        else:
-                            given = await self._parsed(request, kind)
-                            response = await _while_there(request, handler(request, given))
-                except TimeoutError:
-                    response = _error(late())
-                except ApiError as error:
-                    response = _error(error)
-                except (InputError, CheckpointError) as error:
-                    response = _error(refused(error, kind.model_fields if kind else ()))
-                except Exception as error:
-                    response = _error(self._fault(path, error))
-                counted(response.status_code)
-                return response
+            counted = self.metrics.request(path)
+            try:
+                with anyio.fail_after(self.settings.seconds):
+                    request.state.client = self._client_of(request)
+                    if kind is None:
+                        response = await handler(request)
+                    else:
+                        given = await self._parsed(request, kind)
+                        response = await _while_there(request, handler(request, given))
+            except TimeoutError:
+                response = _error(late())
+            except ApiError as error:
+                response = _error(error)
+            except (InputError, CheckpointError) as error:
+                response = _error(refused(error, kind.model_fields if kind else ()))
+            except Exception as error:
+                response = _error(self._fault(path, error))
+            counted(response.status_code)
+            return response
 
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
 
@@ -262,13 +257,11 @@ class Server:
 
     async def _in_thread(self, call: Callable[..., Value], *arguments: Any) -> Value:
         """What a call returns. A request that is cancelled does not wait for a call that runs."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(call, *arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def _in_pass(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """As _in_thread, for what computes a pass: no request waits for it to be read."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._passes, partial(call, *arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._passes, call, *arguments)
 
     # --- completions ------------------------------------------------------------------------------
 
@@ -287,23 +280,21 @@ class Server:
 
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
-        stream, echo, logprobs = bool(given.stream), bool(given.echo), given.logprobs is not None
-        if new == 0 and (stream or not echo):
+        if new == 0 and (given.stream or not given.echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
         echoes = [Echo() for _ in prompts]
-        if echo:
-            for each, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
-                each.text = _text(self.encoding, ids, prompt)
-        return Asked(
-            rows, prompts, [each for each in echoes for _ in range(n)],
-            TextForm(self.settings.name, self.encoding), stream, logprobs, given.usage_wanted,
-            bool(given.return_token_ids),
-        )  # fmt: skip
+        if given.echo:
+            for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
+                data = bytes_of_ids(self.encoding, ids.tolist())
+                echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
+        form = TextForm(self.settings.name, self.encoding)
+        of_rows = [each for each in echoes for _ in range(n)]
+        return Asked(given, rows, prompts, of_rows, form, given.logprobs is not None)
 
     def _chat(self, given: ChatRequest) -> Asked:
-        top, stream, logprobs = given.top_logprobs or 0, bool(given.stream), bool(given.logprobs)
+        top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         messages = [message.plain() for message in given.messages]
@@ -315,10 +306,7 @@ class Server:
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
-        return Asked(
-            rows, [ids], [Echo()] * len(rows), form, stream, logprobs, given.usage_wanted,
-            bool(given.return_token_ids),
-        )  # fmt: skip
+        return Asked(given, rows, [ids], [Echo()] * len(rows), form, logprobs)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
@@ -361,12 +349,11 @@ class Server:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         assert self.service is not None
         request.state.asked = asked
-        prompt_tokens = sum(map(len, asked.prompts))
         left = anyio.current_effective_deadline() - anyio.current_time()
         answer = Answer(self.service, asked.rows, request.state.client, left)
-        self.metrics.started(prompt_tokens, asked.rows)
-        if asked.stream:
-            wanted = partial(self._usage, asked) if asked.usage else None
+        self.metrics.started(sum(map(len, asked.prompts)), asked.rows)
+        if asked.given.stream:
+            wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.metrics.between_pieces, partial(self._fault, request.url.path),
@@ -509,13 +496,6 @@ class _Streamed(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
-
-
-def _text(encoding: Any, ids: Ids, given: Any = None) -> str:
-    """The text of ids: the given one, if they come from it."""
-    if isinstance(given, str):
-        return given
-    return bytes_of_ids(encoding, ids.tolist()).decode(errors="replace")
 
 
 async def _body(request: Request) -> bytes:

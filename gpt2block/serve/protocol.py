@@ -358,12 +358,8 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     except ValidationError as error:
         raise _of_field(error) from None
     if found.model is not None and found.model not in names:
-        raise ApiError(
-            404,
-            f"model: there is no {shown(found.model)}: expected {' or '.join(names)}",
-            "model",
-            "model_not_found",
-        )
+        problem = f"model: there is no {shown(found.model)}: expected {' or '.join(names)}"
+        raise ApiError(404, problem, "model", "model_not_found")
     return found
 
 
@@ -373,22 +369,19 @@ def _check_neutral(name: str, value: Any) -> None:
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
     only += f', or {TOOLS[name]} "none" with it' if name in TOOLS else ""
-    raise ApiError(
-        400, f"{name}: {shown(value)} is not supported{only}", name, "unsupported_parameter"
-    )
+    problem = f"{name}: {shown(value)} is not supported{only}"
+    raise ApiError(400, problem, name, "unsupported_parameter")
 
 
 def _of_field(error: ValidationError) -> ApiError:
     """The first problem, by the name of its field."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place = [str(part) for part in first["loc"]]
-    field = place[0] if place else "the body"
+    place = ".".join(map(str, first["loc"]))
+    field = str(first["loc"][0]) if first["loc"] else "the body"
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"{'.'.join(place)}: there is no such field", field, "unknown_parameter"
-        )
+        return ApiError(400, f"{place}: there is no such field", field, "unknown_parameter")
     if first["type"] == "missing":
-        return ApiError(400, f"{'.'.join(place)}: expected, but missing", field)
+        return ApiError(400, f"{place}: expected, but missing", field)
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ApiError(400, f"{field}: {said}, got {shown(first['input'])}", field)
 

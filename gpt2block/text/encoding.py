@@ -28,7 +28,8 @@ Spans = Iterable[tuple[int, int]]  # of characters: the first one, and the one a
 _UNUSED = "\ue000"  # a character that no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
 # Steps before the model after which each token still stands for at most its own bytes.
-_KEEPS = {"Sequence", "ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
+_KEEPS = {"ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
+_SEQUENCES = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 _SPACES = ({"String": " "}, "▁")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -116,10 +117,7 @@ class TokenizersEncoding:
         space, its tokens also stand for a text that has this character.
         """
         spec = json.loads(self._definition)
-        steps = [spec.get("normalizer"), spec.get("pre_tokenizer")]
-        while steps:
-            step = steps.pop() or {"type": "Digits"}
-            steps += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+        for step in steps_of(spec, "normalizer", "pre_tokenizer"):
             if step["type"] not in _KEEPS or step.get("behavior") == "Removed":
                 return None
             if step["type"] == "Replace" and (step["pattern"], step["content"]) != _SPACES:
@@ -271,6 +269,18 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     ids: list[int] = found.ids
     return ids
+
+
+def steps_of(spec: Any, *parts: str) -> list[Any]:
+    """The steps of parts of a tokenizer.json, with Sequences flattened."""
+
+    def flat(step: Any, inner: str) -> Iterable[Any]:
+        if step["type"] != "Sequence":
+            return [step]
+        return [found for each in step[inner] for found in flat(each, inner)]
+
+    given = [part for part in parts if spec.get(part) is not None]
+    return [step for part in given for step in flat(spec[part], _SEQUENCES[part])]
 
 
 def rules(encoding: Encoding) -> str:

@@ -25,6 +25,7 @@ from gpt2block.text.encoding import (
     bytes_of,
     bytes_of_all,
     is_rust_failure,
+    steps_of,
 )
 
 # GPT-2's pattern of words; SPLIT_NOTHING is for tokenizers with use_regex false.
@@ -36,7 +37,6 @@ BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
-_PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 
 
 class TiktokenEncoding(tiktoken.Encoding):
@@ -94,7 +94,7 @@ def id_of(spec: Any, content: str | None) -> int | None:
 
 def adds_prefix_space(spec: Any) -> bool:
     """Whether the tokenizer puts a space before a text."""
-    return any(step.get("add_prefix_space") for step in _steps(spec, "pre_tokenizer"))
+    return any(step.get("add_prefix_space") for step in steps_of(spec, "pre_tokenizer"))
 
 
 def by_tiktoken(
@@ -113,18 +113,6 @@ def check_distinct(ids: Sequence[Any]) -> None:
     valid = set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
     if not valid or max(ids, default=0) > _LARGEST_ID or len(set(ids)) != len(ids):
         raise ValueError(f"expected ids that are different integers from 0 to {_LARGEST_ID}")
-
-
-def _steps(spec: Any, part: str) -> list[Any]:
-    """The steps of a part of the pipeline, with Sequences flattened."""
-
-    def flat(step: Any) -> Iterable[Any]:
-        if step["type"] != "Sequence":
-            return [step]
-        return [inner for each in step[_PARTS[part]] for inner in flat(each)]
-
-    step = spec.get(part)
-    return [] if step is None else list(flat(step))
 
 
 def _added(token: Mapping[str, Any]) -> _Added:
@@ -150,11 +138,11 @@ def _parts(merges: Sequence[Any]) -> list[str]:
 
 def _check_pipeline(spec: Any) -> None:
     """ValueError for steps whose tokens cannot be decoded individually."""
-    steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(spec, part)]
+    steps = steps_of(spec, "normalizer", "pre_tokenizer")
     if not any(step["type"] == "ByteLevel" for step in steps):
         step = spec.get("pre_tokenizer") or {"type": "none"}
         raise ValueError(f"expected a ByteLevel pre_tokenizer, got {step['type']!r}")
-    decoders = [step["type"] for step in _steps(spec, "decoder")]
+    decoders = [step["type"] for step in steps_of(spec, "decoder")]
     if decoders not in ([], ["ByteLevel"]):
         raise ValueError(f"decoder: expected ByteLevel, got {', '.join(map(str, decoders))}")
 
@@ -165,10 +153,8 @@ def _is_sentence_piece(spec: Any) -> bool:
     Its tokens can be decoded individually: ▁ becomes a space, and only the first space of a text is
     removed.
     """
-    before = [
-        step["type"] for part in ("normalizer", "pre_tokenizer") for step in _steps(spec, part)
-    ]
-    decoders = [step["type"] for step in _steps(spec, "decoder")]
+    before = [step["type"] for step in steps_of(spec, "normalizer", "pre_tokenizer")]
+    decoders = [step["type"] for step in steps_of(spec, "decoder")]
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
     return "ByteFallback" in decoders and set(decoders) <= known and "ByteLevel" not in before
 
@@ -334,7 +320,7 @@ def _by_tokenizers(
     definition = json.dumps(
         spec
         | {"truncation": None, "padding": None}
-        | ({} if _steps(spec, "decoder") else {"decoder": BYTE_LEVEL}),
+        | ({} if steps_of(spec, "decoder") else {"decoder": BYTE_LEVEL}),
         ensure_ascii=False,
     )
     try:
