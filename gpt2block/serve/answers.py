@@ -48,20 +48,17 @@ class Scored:
 
 
 @dataclass
-class Echo:
-    """What an answer begins with: a prompt's text and, where they are wanted, its tokens."""
-
-    text: str = ""
-    scored: Scored = field(default_factory=Scored)
-
-
-@dataclass
 class Choice:
-    """One answer, as far as it came."""
+    """One answer, as far as it came, or a part of it."""
 
     text: str = ""
     scored: Scored = field(default_factory=Scored)
     reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.scored.add(piece)
+        self.reason = REASONS.get(piece.finish_reason or "")
 
 
 class Offsets:
@@ -272,16 +269,13 @@ async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
             for index, piece in new:
-                choice = choices[index]
-                choice.text += piece.text
-                choice.scored.add(piece)
-                choice.reason = REASONS.get(piece.finish_reason or "")
+                choices[index].add(piece)
 
 
 async def streamed(
     answer: Answer,
     form: Form,
-    echoes: Sequence[Echo],
+    echoes: Sequence[Choice],
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
@@ -290,10 +284,10 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Server-sent events; those of pieces that have come together are sent together.
 
-    usage_of: None without a chunk of usage at the end. prompts: token ids of the prompt of each
-    choice, for the first event that has the choice; None without any token ids. observe: called
-    with the seconds from one time that events are sent to the next. failed: what a client is told
-    about another exception than ApiError.
+    echoes: what the answers begin with. usage_of: None without a chunk of usage at the end.
+    prompts: token ids of the prompt of each choice, for the first event that has the choice; None
+    without any token ids. observe: called with the seconds from one time that events are sent to
+    the next. failed: what a client is told about another exception than ApiError.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -317,7 +311,7 @@ async def streamed(
             if beginning := form.first(index):
                 yield event(beginning)
             if echo.text:
-                yield event(delta(index, Choice(echo.text, echo.scored), []))
+                yield event(delta(index, echo, []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 answer.go_on(new)
@@ -352,8 +346,8 @@ def _event(data: str) -> bytes:
 
 def _part(piece: Piece) -> Choice:
     """What a piece adds to an answer."""
-    part = Choice(piece.text, reason=REASONS.get(piece.finish_reason or ""))
-    part.scored.add(piece)
+    part = Choice()
+    part.add(piece)
     return part
 
 

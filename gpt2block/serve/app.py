@@ -38,7 +38,6 @@ from gpt2block.serve.answers import (
     Answer,
     ChatForm,
     Choice,
-    Echo,
     Form,
     TextForm,
     late,
@@ -115,7 +114,7 @@ class Asked:
     given: Sampled
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[Echo]  # of the rows
+    echoes: Sequence[Choice]  # of the rows: what their answers begin with
     form: Form
     logprobs: bool
 
@@ -284,7 +283,7 @@ class Server:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
-        echoes = [Echo() for _ in prompts]
+        echoes = [Choice() for _ in prompts]
         if given.echo:
             for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
                 data = bytes_of_ids(self.encoding, ids.tolist())
@@ -306,7 +305,7 @@ class Server:
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
-        return Asked(given, rows, [ids], [Echo()] * len(rows), form, logprobs)
+        return Asked(given, rows, [ids], [Choice()] * len(rows), form, logprobs)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
