@@ -418,6 +418,7 @@ def test_tokenize(server: Running) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENS, NEXT = "/play/tokens", "/play/next"
 CALL = {"type": "function", "function": {"name": "f"}}
 LONG = "x" * 13 * 129  # the longest token has 13 bytes
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without content
@@ -501,6 +502,19 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
         ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions",
          "8 is not supported: expected 32, the model's, or none"),
+        (TOKENS, {}, 400, "prompt", "expected, but missing"),
+        (TOKENS, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's context is 128"),
+        (TOKENS, {"prompt": [257]}, 400, "prompt", "expected ids from 0 to 256"),
+        (TOKENS, {"prompt": [0.5]}, 400, "prompt", "expected a valid"),
+        (TOKENS, {"prompt": "x", "model": "y"}, 404, "model", "there is no 'y'"),
+        (NEXT, {"ids": []}, 400, "ids", "at least 1 item"),
+        (NEXT, {"ids": [257]}, 400, "ids", "expected ids from 0 to 256"),
+        (NEXT, {"ids": [1] * 129}, 400, "ids", "129 tokens, the model's context is 128"),
+        (NEXT, {"ids": [1], "token": 257}, 400, "token", "expected an id from 0 to 256, got 257"),
+        (NEXT, {"ids": [1], "temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        (NEXT, {"ids": [1], "seed": 3}, 400, "seed", "there is no such field"),
+        ("/play/explain", {"ids": "x"}, 400, "ids", "expected a valid list"),
+        ("/play/explain", {"ids": [257]}, 400, "ids", "expected ids from 0 to 256"),
         ("/v1/audio", {}, 404, None, "there is no such address"),
         ("/v1/models", {}, 405, None, "another method is expected"),
     ],
@@ -518,28 +532,17 @@ def test_a_wrong_request(
     assert error["message"].isprintable()
 
 
-def test_a_model_without_a_template_and_a_mistake_of_the_server(
-    model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def embed(ids: Any) -> Any:
-        raise RuntimeError("\x1b[31m red")
-
+def test_what_a_model_or_a_server_has_not() -> None:
     shakespeare = from_pretrained("shakespeare", device="cpu")
-    broken = model_of(shakespeare.engine, embed=embed)
-    with serving(broken, shakespeare.tokenizer, rows=1, queue=3) as running:
+    with serving(shakespeare, shakespeare.tokenizer, rows=1, queue=3) as running:
         assert app.Settings(("x",)).rows > running.service.slots == 1
-        body = {"prompt": "x", "n": 5}
-        status, found = post(running, COMPLETION, body)
-        assert (status, found["error"]["param"]) == (400, "n")
-        assert "5 continuations: this server takes 4 at most" in found["error"]["message"]
-        status, found = post(running, "/v1/embeddings", {"input": "x"})
-        assert (status, found["error"]["message"]) == (500, "the server has made an error")
-        assert "/v1/embeddings: " in caplog.text
-        assert "\x1b" not in caplog.text
-        running.server.model = shakespeare
-        status, found = post(running, CHAT, {"messages": HELLO})
-        assert (status, found["error"]["param"]) == (400, None)
-        assert "it has no chat template" in found["error"]["message"]
+        for path, body, param, words in [
+            (COMPLETION, {"prompt": "x", "n": 5}, "n", "5 continuations: this server takes 4 at"),
+            (CHAT, {"messages": HELLO}, None, "it has no chat template"),
+        ]:
+            status, found = post(running, path, body)
+            assert (status, found["error"]["param"]) == (400, param)
+            assert words in found["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -548,7 +551,7 @@ def test_a_model_without_a_template_and_a_mistake_of_the_server(
         (COMPLETION, {"prompt": LONG}),
         (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
         ("/v1/embeddings", {"input": LONG}),
-        ("/play/tokens", {"prompt": LONG}),
+        (TOKENS, {"prompt": LONG}),
     ],
 )
 def test_a_text_that_is_too_long_is_not_encoded(
@@ -838,7 +841,7 @@ def test_requests_that_are_sent_before_the_answer() -> None:
 PASSES = [
     ("/v1/embeddings", {"input": ["a" * 128] * 256}),
     (COMPLETION, {"prompt": ["a" * 128] * 256, "max_tokens": 0, "echo": True, "logprobs": 1}),
-    ("/play/next", {"ids": [1]}),
+    (NEXT, {"ids": [1]}),
 ]
 
 
@@ -1479,23 +1482,27 @@ def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
     assert log.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_a_mistake_in_a_stream(
+def test_a_mistake_of_the_server(
     model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client gets an event, the log the traceback; the row ends, and it is counted."""
+    """Its client is told, in a stream by an event, the log has it, and it is counted."""
 
-    def delta(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("\x1b[31m red")
 
-    monkeypatch.setattr(answers.TextForm, "delta", delta)
+    monkeypatch.setattr(answers.TextForm, "delta", fail)
+    monkeypatch.setattr(model, "embed", fail)
     with serving(model, rows=1) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}
         with pytest.raises(openai.APIError, match="the server has made an error"):
             list(client.completions.create(max_tokens=99, **asked))
         eventually(lambda: running.service.open == 0)
-        assert running.metric("faults_total", path=COMPLETION) == 1
-    assert "Traceback" in caplog.text
-    assert "RuntimeError: \\x1b[31m red" in caplog.text
+        status, found = post(running, "/v1/embeddings", {"input": "x"})
+        assert (status, found["error"]["message"]) == (500, "the server has made an error")
+        for path, logged in zip((COMPLETION, "/v1/embeddings"), caplog.messages, strict=True):
+            assert running.metric("faults_total", path=path) == 1
+            assert logged.startswith(f"{path}: Traceback")
+            assert logged.endswith("RuntimeError: \\x1b[31m red")
 
 
 @pytest.mark.usefixtures("smollm2_files")

@@ -157,33 +157,6 @@ def test_tokens_of_texts_and_of_ids(server: Running) -> None:
     assert post(server, TOKENS, {"prompt": ""})[1]["tokens"] == end
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "words"),
-    [
-        (TOKENS, {}, 400, "prompt", "expected, but missing"),
-        (TOKENS, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's context is 128"),
-        (TOKENS, {"prompt": [257]}, 400, "prompt", "expected ids from 0 to 256"),
-        (TOKENS, {"prompt": [0.5]}, 400, "prompt", "expected a valid"),
-        (TOKENS, {"prompt": "x", "model": "y"}, 404, "model", "there is no 'y'"),
-        (NEXT, {"ids": []}, 400, "ids", "at least 1 item"),
-        (NEXT, {"ids": [257]}, 400, "ids", "expected ids from 0 to 256"),
-        (NEXT, {"ids": [1] * 129}, 400, "ids", "129 tokens, the model's context is 128"),
-        (NEXT, {"ids": [1], "token": 257}, 400, "token", "expected an id from 0 to 256, got 257"),
-        (NEXT, {"ids": [1], "temperature": 3}, 400, "temperature", "less than or equal to 2"),
-        (NEXT, {"ids": [1], "seed": 3}, 400, "seed", "there is no such field"),
-        (EXPLAIN, {"ids": "x"}, 400, "ids", "expected a valid list"),
-        (EXPLAIN, {"ids": [257]}, 400, "ids", "expected ids from 0 to 256"),
-    ],
-)
-def test_a_wrong_request(
-    server: Running, path: str, body: Any, status: int, param: str, words: str
-) -> None:
-    found, answer = post(server, path, body)
-    assert (found, answer["error"]["param"]) == (status, param)
-    assert words in answer["error"]["message"]
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-
-
 def test_what_the_page_knows_of_a_model(server: Running) -> None:
     status, _, text = get(server, "/play/model")
     found = json.loads(text)
