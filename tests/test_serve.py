@@ -35,6 +35,7 @@ import load  # noqa: E402
 
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
+from gpt2block.errors import InputError  # noqa: E402
 from gpt2block.sampling import Sampling  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
@@ -1370,6 +1371,9 @@ def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     file.chmod(0o604)
     assert cli_serve._keys(file) == {"default": KEYS["ann"]}
     assert sys.platform == "win32" or "all users can read the keys" in caplog.text
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"expected UTF-8 text, byte 0 is invalid$"):
+        cli_serve._keys(file)
 
 
 def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,9 @@ def score(
     of_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
     if of_tokens and special:
         raise InputError("--special: expected a text, got a token file")
-    text: Any = scoring.load_tokens(regular_file(file)) if of_tokens else read_text(file, MOST_TEXT)
+    text: Any = (
+        scoring.load_tokens(regular_file(file)) if of_tokens else read_text(file, MOST_TEXT, True)
+    )
     hint = None if of_tokens else "--tokens reads token ids instead of text"
     loaded, encoding = load_model(model, hint)
     vocab_size = loaded.config.vocab_size

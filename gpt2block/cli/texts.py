@@ -11,12 +11,12 @@ from gpt2block.cli.options import path_of
 from gpt2block.errors import InputError
 
 
-def read_text(file: str, most: int) -> str:
+def read_text(file: str, most: int, or_tokens: bool = False) -> str:
     """The text of a regular file, or of stdin for "-"; InputError for more than `most` bytes."""
     if file == "-":
         return _decoded(sys.stdin.buffer, "stdin", most)
     with regular_file(file).open("rb") as opened:
-        return _decoded(opened, file, most, or_tokens=True)
+        return _decoded(opened, file, most, or_tokens)
 
 
 def regular_file(file: str) -> Path:
