@@ -39,7 +39,9 @@ OF_OTHERS: Settings = (
     ("rope_interleaved", (None, False), "RoPE turns the halves of a head"),
     ("llama_4_scaling_beta", (None, 0), "queries are not scaled by their position"),
     ("attn_temperature_tuning", (None, False), "queries are not scaled by their position"),
+    ("use_rope", (None, True), "RoPE turns all layers"),
     ("use_qk_norm", (None, False), _PLAIN_NORMS),
+    ("qk_norm", (None, False), _PLAIN_NORMS),
     ("qk_layernorm", (None, False), _PLAIN_NORMS),
     ("clip_qkv", (None,), "queries, keys and values are not clipped"),
     ("alibi", (None, False), "attention has no biases by distance"),
@@ -50,6 +52,8 @@ OF_OTHERS: Settings = (
     ("logits_scaling", (None, 1), _UNSCALED),
     ("logit_scale", (None, 1), _UNSCALED),
     ("scale_emb", (None, 1), _UNSCALED),
+    ("key_multiplier", (None, 1), _UNSCALED),
+    ("lm_head_multiplier", (None, 1), _UNSCALED),
     ("use_parallel_residual", (None, False), "the feed-forward follows attention"),
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
@@ -164,6 +168,8 @@ class ModelConfig(ABC):
             ("sliding_window", (None, *wide), f"{_ALL_SEEN} of {self.n_ctx}"),
             ("query_pre_attn_scalar", (None, self.head_size), scale),
             ("attention_multiplier", (None, self.head_size**-0.5), scale),
+            ("scale_depth", (None, self.n_layer**0.5), _UNSCALED),
+            ("dim_model_base", (None, self.n_embd), _UNSCALED),
         )
 
     @classmethod

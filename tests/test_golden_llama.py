@@ -282,6 +282,8 @@ def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) ->
     heads = {
         "query_pre_attn_scalar": plain.head_size,
         "attention_multiplier": plain.head_size**-0.5,
+        "scale_depth": plain.n_layer**0.5,
+        "dim_model_base": plain.n_embd,
     }
     usual = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 1], **heads}
     usual |= {key: supported[-1] for key, supported, _ in OF_OTHERS if key not in usual}
