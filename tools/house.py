@@ -1,0 +1,247 @@
+"""The structure of the package in figures: how far a call goes, circles, names, options, lines.
+
+    python tools/house.py                  # prints all of it
+    python tools/house.py > tests/golden/house.txt
+
+A walk is the way of a call on the emulator: how many files have the functions of the package that
+it enters, how many calls there are, and how often a function is in another file than the one
+entered before it, in its thread. A reader who follows the call makes this way. Functions of the
+emulator and comprehensions are left out. Each walk runs in a process of its own; "first" is the
+first call there, after the objects are made.
+
+A circle is a set of files each of which imports, directly or not, each other, also by imports for
+types and in functions. A name that stands twice is that of two classes. The files of an option are
+those that have its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "gpt2block"
+OPTIONS = ("activations", "kv_dtype", "repetition_penalty", "frequency_penalty", "overflow")
+FOLDERS = ("gpt2block", "tests", "tools")
+USER = "kernel of a user"
+PROMPTS = [1, 2, 3], [4, 5], [6]
+
+
+class Way:
+    """The way of the calls while it follows them."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.calls = self.changes = 0
+        self._last: dict[int, str] = {}  # the file of each thread
+        self._follows = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        self._follows = True
+        try:
+            yield
+        finally:
+            self._follows = False
+
+    def enter(self, frame: FrameType, event: str, argument: object) -> None:
+        """For `sys.setprofile`."""
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not self._follows or event != "call" or name.startswith("<"):
+            return
+        if not file.startswith(f"{PACKAGE}/") or "/emulator/" in file:
+            return
+        self.calls += 1
+        self.files.add(file)
+        thread = threading.get_ident()
+        self.changes += self._last.get(thread) != file
+        self._last[thread] = file
+
+    def of(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+        sys.setprofile(self.enter)
+        with self.following():
+            call(*arguments, **options)
+        sys.setprofile(None)
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"{len(self.files)} files, {self.calls} calls, {self.changes} changes of file"
+
+
+def of_block(kernels: str) -> Iterator[tuple[str, str]]:
+    import gpt2block  # noqa: PLC0415
+    from gpt2block.cuda import cupy  # noqa: PLC0415
+
+    config = gpt2block.GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=64, vocab_size=64)
+    weights = gpt2block.BlockWeights.random(0, config)
+    options: Any = {"device": "cuda", "dtype": "float32", "kernels": kernels}
+    block, x = gpt2block.Block(weights, **options), np.full((3, 64), 0.1, np.float32)
+    yield "first", Way().of(block, x)  # those of later ones depend on the addresses of arrays
+    on_device = cupy.asarray(x)
+    out = cupy.empty_like(on_device)
+    for _ in range(2):
+        block(on_device, out)
+    yield "repeated on device arrays", Way().of(block, on_device, out)
+
+
+def of_generate() -> Iterator[tuple[str, str]]:
+    import gpt2block  # noqa: PLC0415
+
+    model = gpt2block.GPT2.from_pretrained("shakespeare", device="cuda")
+    prompts = [*map(list, PROMPTS)]
+    yield "first, 3 prompts, 1 token", Way().of(model.generate, prompts, max_new_tokens=1)
+    yield "second, 3 tokens", Way().of(model.generate, prompts, max_new_tokens=3)
+
+
+def of_mine() -> Iterator[tuple[str, str]]:
+    from gpt2block.mine.kernel_check import check_kernel  # noqa: PLC0415
+
+    template = PACKAGE / "mine" / "templates" / "layernorm.cu"
+    yield "layernorm", Way().of(check_kernel, "layernorm", template, device="cpu")
+
+
+def of_http() -> Iterator[tuple[str, str]]:
+    """The second of two completions of one token: the first one imports what is imported late."""
+    from starlette.testclient import TestClient  # noqa: PLC0415
+
+    import gpt2block  # noqa: PLC0415
+    from gpt2block.serve.app import Server, Settings  # noqa: PLC0415
+
+    model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
+    way = Way()
+    threading.setprofile(way.enter)  # of threads from here on, such as those of the server
+    settings = Settings(("shakespeare",), hosts=("testserver",))
+    app = Server(model, model.tokenizer, settings).app()
+    with TestClient(app) as client:
+        body = {"prompt": "JULIET:", "max_tokens": 1, "seed": 0}
+        client.post("/v1/completions", json=body).raise_for_status()
+        with way.following():
+            client.post("/v1/completions", json=body).raise_for_status()
+    yield "one token", str(way)
+
+
+WALKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    "block, skeleton": lambda: of_block("skeleton"),
+    "block, fused": lambda: of_block("fused"),
+    "generate": of_generate,
+    USER: of_mine,
+    "server": of_http,
+}
+
+
+def walk(name: str) -> Iterator[str]:
+    """The lines of a walk, in this process."""
+    from gpt2block import emulator  # noqa: PLC0415
+
+    with emulator.emulated() if name != USER else nullcontext():  # which emulates by itself
+        for call, way in WALKS[name]():
+            yield f"{name}: {call}: {way}"
+
+
+def walked(name: str) -> list[str]:
+    """The lines of a walk, in a process of its own."""
+    command = [sys.executable, __file__, "--walk", name]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"{name}: {ran.stderr[-2000:]}")
+    return ran.stdout.splitlines()
+
+
+def sources(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & modules.keys() - {module_of(path)}
+
+
+def circles() -> list[list[str]]:
+    """Sets of modules that reach each other by imports: each is in the other's reach."""
+    modules = {module_of(path): path for path in sources()}
+    imports = {name: imported(path, modules) for name, path in modules.items()}
+
+    def reach(start: str) -> set[str]:
+        found, waiting = set[str](), [start]
+        while waiting:
+            new = imports[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return found
+
+    reached = {name: reach(name) for name in modules}
+    inside = {n: frozenset(m for m in reached[n] if n in reached[m]) for n in modules}
+    return sorted(sorted(each) for each in set(inside.values()) if each)
+
+
+def classes_twice() -> dict[str, int]:
+    """Names of classes that stand more than once, and how often."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sources())
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    count = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return {name: n for name, n in sorted(count.items()) if n > 1}
+
+
+def files_of(option: str) -> int:
+    named = re.compile(rf"\b{option}\b")
+    return sum(bool(named.search(path.read_text(encoding="utf-8"))) for path in sources())
+
+
+def lines() -> Iterator[str]:
+    """Lines of Python by folder."""
+    for top in FOLDERS:
+        count: defaultdict[str, int] = defaultdict(int)
+        for path in sources(ROOT / top):
+            parts = path.relative_to(ROOT / top).parts
+            count[parts[0] if len(parts) > 1 else "."] += path.read_text("utf-8").count("\n")
+        yield f"lines: {top}: {sum(count.values()):,}"
+        yield from (f"lines: {top}/{name}: {n:,}" for name, n in sorted(count.items()))
+
+
+def structure() -> Iterator[str]:
+    """What the repository's table has, besides walks."""
+    for circle in circles():
+        yield f"circle of {', '.join(circle)}: {len(circle)} files"
+    yield f"names of several classes: {len(classes_twice())}"
+    yield from (f"classes with the name {name}: {n}" for name, n in classes_twice().items())
+    yield from (f"files with the option {each}: {files_of(each)}" for each in OPTIONS)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--walk", choices=WALKS, help="only this walk, in this process")
+    parser.add_argument("--lines", action="store_true", help="lines of Python by folder, too")
+    given = parser.parse_args(arguments)
+    if given.walk:
+        found = [*walk(given.walk)]
+    else:
+        found = [line for name in WALKS for line in walked(name)] + [*structure()]
+    print("\n".join([*found, *(lines() if given.lines else ())]))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
