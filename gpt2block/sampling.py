@@ -252,8 +252,8 @@ def penalized(
 
     Sources: Keskar et al., "CTRL" (2019), for the repetition penalty; OpenAI, "API reference".
     """
-    check_biased(sampling, len(raw))
     if sampling.biases or sampling.late:
+        check_biased(sampling, len(raw))
         raw = raw.copy()
     if sampling.biases:
         ids, of_ids = zip(*sampling.biases, strict=True)

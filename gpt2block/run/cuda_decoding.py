@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 IN_FLIGHT = 2  # results that are computed ahead of the host
+CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
 
 
 class DecodingSteps:
@@ -135,9 +136,6 @@ class DecodingSteps:
                     self.counts = cupy.zeros((self.batch, V), "int32")
                 self.counts[start.slot].set(start.counts(V))
             self._changed[start.slot] = changed
-
-
-CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
 
 
 def _kind_of(sampling: Sampling) -> int:

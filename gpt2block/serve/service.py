@@ -201,7 +201,9 @@ class Service:
             return
         self._since.pop(id(row), None)
         with self._changed:
-            self._open_of -= Counter([row.client])  # without clients that have none left
+            self._open_of[row.client] -= 1
+            if not self._open_of[row.client]:
+                del self._open_of[row.client]
 
     def _note(self) -> None:
         now, slots = perf_counter(), self._batch.latest
