@@ -23,16 +23,14 @@ if TYPE_CHECKING:
     from gpt2block import ops as ops
     from gpt2block import reference
     from gpt2block import run as run
-    from gpt2block import text as text
     from gpt2block import weights as weights
     from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
     from gpt2block.architectures.llama_weights import LlamaBlockWeights, LlamaWeights
     from gpt2block.block import Block, solve
     from gpt2block.bulk.predictor import Predictor
     from gpt2block.checkpoints import Checkpoint
-    from gpt2block.compare import Comparison, Comparisons
     from gpt2block.config import SIZES, GPT2Config
-    from gpt2block.config_llama import LlamaConfig, RopeScaling
+    from gpt2block.config.llama import LlamaConfig, RopeScaling
     from gpt2block.errors import (
         CheckpointError,
         DeviceError,
@@ -41,14 +39,15 @@ if TYPE_CHECKING:
         UnknownOption,
     )
     from gpt2block.explain import Page
-    from gpt2block.inspection import LogitLens
+    from gpt2block.generation.rows import Generation
+    from gpt2block.generation.scoring import Score, ScoredToken, ScoredTokens
+    from gpt2block.inspect.compare import Comparison, Comparisons
+    from gpt2block.inspect.lens import LogitLens
     from gpt2block.llama_block import LlamaBlock
     from gpt2block.mine.kernel_check import KernelCheck, check_kernel
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
     from gpt2block.run.model import KVCache
     from gpt2block.sampling import Sampling
-    from gpt2block.text.rows import Generation
-    from gpt2block.text.scoring import Score, ScoredToken, ScoredTokens
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -101,26 +100,26 @@ _NAMES = {  # module → its names here
     "block": "Block solve",
     "bulk.predictor": "Predictor",
     "checkpoints": "Checkpoint",
-    "compare": "Comparison Comparisons",
+    "inspect.compare": "Comparison Comparisons",
     "config": "SIZES GPT2Config",
-    "config_llama": "LlamaConfig RopeScaling",
+    "config.llama": "LlamaConfig RopeScaling",
     "errors": "CheckpointError DeviceError InputError KernelError UnknownOption",
     "explain": "Page",
-    "inspection": "LogitLens",
+    "inspect.lens": "LogitLens",
     "llama_block": "LlamaBlock",
     "mine.kernel_check": "KernelCheck check_kernel",
     "model": "GPT2 Llama Model from_pretrained",
     "run.model": "KVCache",
     "sampling": "Sampling",
-    "text.rows": "Generation",
-    "text.scoring": "Score ScoredToken ScoredTokens",
+    "generation.rows": "Generation",
+    "generation.scoring": "Score ScoredToken ScoredTokens",
     "weights.matrix": "WeightMatrix",
     "weights.two_part": "TwoPartMatrix",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = (  # submodules that need no import of their own
     *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "model"),
-    *("ops", "reference", "run", "text", "weights"),
+    *("ops", "reference", "run", "weights"),
 )
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
 from gpt2block.block import BaseBlock, resolve_device, rounded
 from gpt2block.checks import check_flag, named_options, plain_array
-from gpt2block.compare import Comparisons
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.contract import MOST_POSITIONS
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
+from gpt2block.inspect.compare import Comparisons
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
 from gpt2block.passes import llama
 from gpt2block.passes.blocks import Settings

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.architectures.weights import ModelArrays
 from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
-from gpt2block.compare import Comparisons, compare
 from gpt2block.config import GPT2Config, ModelConfig, check_count
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
-from gpt2block.inspection import LogitLens
+from gpt2block.inspect import lens
+from gpt2block.inspect.compare import Comparisons, compare
+from gpt2block.inspect.lens import LogitLens
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -34,18 +34,18 @@ from gpt2block.run.model import (
     kv_cache_dtype,
 )
 from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, given, with_defaults
-from gpt2block.text.encoding import Encoding, as_array
-from gpt2block.text.lookup import Lookup, of_inputs
+from gpt2block.tokenizers.encoding import Encoding, as_array
+from gpt2block.tokenizers.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from gpt2block.chat.conversation import Conversation
+    from gpt2block.chat.template import ChatTemplate, Message
     from gpt2block.explain import Page
-    from gpt2block.text.chat import ChatTemplate, Message
-    from gpt2block.text.conversation import Conversation
-    from gpt2block.text.generation import Overflow, Prompt, Prompts
-    from gpt2block.text.rows import Generation
-    from gpt2block.text.scoring import Score
+    from gpt2block.generation.generate import Overflow, Prompt, Prompts
+    from gpt2block.generation.rows import Generation
+    from gpt2block.generation.scoring import Score
 
 Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -248,8 +248,8 @@ class Model(Generic[Weights]):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """How the model writes a conversation. Raises CheckpointError if it has no template."""
+        from gpt2block.chat.template import ChatTemplate  # noqa: PLC0415
         from gpt2block.checkpoints.chat_files import chat_template  # noqa: PLC0415
-        from gpt2block.text.chat import ChatTemplate  # noqa: PLC0415
 
         found = chat_template(self._checkpoint) if self._checkpoint else None
         if found is None:
@@ -361,7 +361,7 @@ class Model(Generic[Weights]):
 
         weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
         """
-        return inspection.attention_weights(self.engine, self._tokens(text))
+        return lens.attention_weights(self.engine, self._tokens(text))
 
     @named_options()
     def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
@@ -373,7 +373,7 @@ class Model(Generic[Weights]):
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
         ids = self._tokens(text)
-        return inspection.logit_lens(self.engine, ids, top, partial(of_inputs, self.lookup, text))
+        return lens.logit_lens(self.engine, ids, top, partial(of_inputs, self.lookup, text))
 
     @named_options()
     def explain(self, text: Prompt, layer: int = 0) -> Page:
@@ -385,7 +385,7 @@ class Model(Generic[Weights]):
         Raises InputError.
         """
         from gpt2block.explain import Page, collect  # noqa: PLC0415
-        from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
+        from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
         encoding = of_inputs(self.lookup, text)
         ids = token_ids(encoding, text, self.config.vocab_size, "text")
@@ -394,7 +394,7 @@ class Model(Generic[Weights]):
     def _tokens(self, text: Any) -> Ids:
         """One text, or sequence of ids, as checked ids."""
         if isinstance(text, str):
-            from gpt2block.text import tokenizer  # noqa: PLC0415
+            from gpt2block.tokenizers import tokenizer  # noqa: PLC0415
 
             text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
             if not len(text):
@@ -488,9 +488,9 @@ class Model(Generic[Weights]):
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
         tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
-        from gpt2block.text import generation  # noqa: PLC0415
+        from gpt2block.generation import generate  # noqa: PLC0415
 
-        found: Generation | list[Generation] | list[list[Generation]] = generation.generate(
+        found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
             self.engine,
             self.lookup,
             prompts,
@@ -537,9 +537,9 @@ class Model(Generic[Weights]):
         The keywords are those of `generate`. The generator's return value is the Generation.
         Raises as `generate` does; wrong arguments raise immediately.
         """
-        from gpt2block.text import generation  # noqa: PLC0415
+        from gpt2block.generation import generate  # noqa: PLC0415
 
-        return generation.stream(
+        return generate.stream(
             self.engine,
             self.lookup,
             prompt,
@@ -583,7 +583,7 @@ class Model(Generic[Weights]):
 
         Raises InputError for messages of another form, and CheckpointError as `chat` does.
         """
-        from gpt2block.text.conversation import Conversation  # noqa: PLC0415
+        from gpt2block.chat.conversation import Conversation  # noqa: PLC0415
 
         return Conversation(
             self.engine, self.tokenizer, self.chat_template, messages, self.chat_sampling
@@ -625,7 +625,7 @@ class Model(Generic[Weights]):
         tokens_at_once: tokens of the windows computed together; results do not depend on it.
         progress: called with the numbers of tokens scored so far and in total. Raises InputError.
         """
-        from gpt2block.text import scoring  # noqa: PLC0415
+        from gpt2block.generation import scoring  # noqa: PLC0415
 
         found: Score | list[Score] = scoring.score(
             self.engine,
@@ -649,7 +649,7 @@ class Model(Generic[Weights]):
         overflow: for inputs longer than n_ctx: "truncate" keeps the last n_ctx tokens, "error"
         raises InputError.
         """
-        from gpt2block.text import scoring  # noqa: PLC0415
+        from gpt2block.generation import scoring  # noqa: PLC0415
 
         return scoring.embed(self.engine, self.lookup, texts, pooling, overflow=overflow)
 

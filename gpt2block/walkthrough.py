@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
-from gpt2block.array_checks import FLOATS
 from gpt2block.block import Block
 from gpt2block.checkpoints import BUNDLED, Checkpoint
-from gpt2block.compare import Comparison, errors
+from gpt2block.checks import FLOATS
 from gpt2block.config import size
 from gpt2block.errors import InputError
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import bytes_of_id
+from gpt2block.inspect.compare import Comparison, errors
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import bytes_of_id
 
 MAX_TOKENS = 2**17  # all steps in float32 and float64 take about 10 GB for GPT-2 small
 Array = NDArray[np.floating[Any]]

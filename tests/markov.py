@@ -13,10 +13,10 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block.chat.template import ChatTemplate
 from gpt2block.config import GPT2Config
 from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.sampling import Sampling
-from gpt2block.text.chat import ChatTemplate
 
 END = "<|endoftext|>"
 # A conversation with a character for each role, and a line for each message.

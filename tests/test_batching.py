@@ -12,12 +12,12 @@ import pytest
 
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.generation.batching import TURN, Batch
+from gpt2block.generation.generate import Run, generate
+from gpt2block.generation.rows import Row
+from gpt2block.generation.scheduling import PIECE
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
-from gpt2block.text.batching import TURN, Batch
-from gpt2block.text.generation import Run, generate
-from gpt2block.text.rows import Row
-from gpt2block.text.scheduling import PIECE
 from tests.devices import SOMEWHERE, running_on
 from tests.markov import MarkovEngine, byte_encoding, cycle
 
@@ -182,7 +182,7 @@ def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: b
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while they wait, or their prompt is computed; the others go on."""
     engine, now = MarkovEngine(cycle(8)), [10.0]
-    monkeypatch.setattr("gpt2block.text.batching.monotonic", lambda: now[0])
+    monkeypatch.setattr("gpt2block.generation.batching.monotonic", lambda: now[0])
     rows = [row_of(engine, [1] * n, max_new_tokens=6, temperature=0) for n in (1, 1, 3, 1, 1)]
     batch = Batch(engine, 3, engine.config.n_ctx, tokens_at_once=1, piece=1)
     batch.submit(rows[:1])

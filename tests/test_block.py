@@ -27,8 +27,8 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.array_checks import FLOATS, host_array
-from gpt2block.compare import errors
+from gpt2block.checks import FLOATS, host_array
+from gpt2block.inspect.compare import errors
 from tests.devices import running_on
 
 SMALL = GPT2Config(n_head=3, n_embd=48)

@@ -21,7 +21,7 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.records import Cell
 from gpt2block.bulk.tasks import Problem, Scoring, problem_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.text import scoring
+from gpt2block.generation import scoring
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
 from tests.markov import byte_encoding

@@ -23,7 +23,7 @@ from gpt2block.cli.generate import DEFAULT_PROMPT
 from gpt2block.cuda.kernels import FP8
 from gpt2block.model import Model
 from gpt2block.run.model import DTYPES
-from gpt2block.text import tokenizer
+from gpt2block.tokenizers import tokenizer
 
 ROOT = Path(__file__).parent.parent
 N_CTX, STRIDE = 256, 64

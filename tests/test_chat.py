@@ -22,9 +22,10 @@ from make_golden_chat import CONVERSATIONS, TOKENS
 
 import gpt2block
 from gpt2block import CheckpointError, InputError
+from gpt2block.chat import template as chat
+from gpt2block.chat.template import ChatTemplate
 from gpt2block.checkpoints.chat_files import chat_template
-from gpt2block.text import chat, tokenizer
-from gpt2block.text.chat import ChatTemplate
+from gpt2block.tokenizers import tokenizer
 from tests.threads import together
 from tests.tokenizer_files import small_json
 

@@ -23,7 +23,7 @@ from gpt2block.cli.model import ModelOptions, load_model
 from gpt2block.errors import CheckpointError
 from gpt2block.run.model import weight_bytes
 from gpt2block.sampling import DEFAULT_TEMPERATURE
-from gpt2block.text.tokenizer import from_path
+from gpt2block.tokenizers.tokenizer import from_path
 from tests.command_line import Ended, gpt2block, printed
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 

@@ -28,8 +28,8 @@ from gpt2block import (
     LlamaWeights,
     random_input,
 )
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench.measure import tolerance
+from gpt2block.checks import FLOATS
 from gpt2block.run.model import DTYPES
 from tests.devices import assert_same_bits, running_on
 

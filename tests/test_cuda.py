@@ -28,7 +28,7 @@ from tests import plain
 from tests.gpus import large_memory
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.run import recording
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
 from gpt2block.run.model import DTYPES

@@ -31,7 +31,7 @@ from gpt2block import (
 )
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
 from gpt2block.passes import model_steps

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, KernelError, random_input
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, requests
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from gpt2block import (
     LlamaWeights,
     random_input,
 )
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, foreign
 from tests.devices import running_on
 from tests.gpus import busy

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, cuda, doctor, emulator, random_input
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.emulator import loader
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

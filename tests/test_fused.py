@@ -34,9 +34,9 @@ from gpt2block import (
 from gpt2block import (
     block as block_module,
 )
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded, two_part_problem
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap
 from gpt2block.run import recording
 from gpt2block.run.cuda_block import CudaEngine

@@ -13,7 +13,7 @@ from launch_recorder import recording
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, WeightMatrix, cuda, reference
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
 from gpt2block.errors import InputError

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import InputError
+from gpt2block.generation.generate import Run, generate, stream
+from gpt2block.generation.rows import Generation, Text
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
-from gpt2block.text.generation import Run, generate, stream
-from gpt2block.text.rows import Generation, Text
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 BYTES = byte_encoding(end=False)

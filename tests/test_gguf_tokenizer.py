@@ -20,8 +20,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 import gpt2block
 from gpt2block import CheckpointError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, TokenizersEncoding
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import Encoding, TokenizersEncoding
 from tests.refusals import refused
 
 CORPUS = Path(__file__).parent.parent / "kernels_cu"

@@ -31,8 +31,8 @@ from gpt2block import (
 )
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.checkpoints.hugging_face import parse_config
-from gpt2block.compare import exact_tensors
 from gpt2block.config import OF_OTHERS
+from gpt2block.inspect.compare import exact_tensors
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -26,7 +26,7 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints import hub as module
-from gpt2block.text import tokenizer
+from gpt2block.tokenizers import tokenizer
 from tests import refusals
 from tests.command_line import gpt2block
 from tests.tokenizer_files import PAIRS, pair

@@ -22,8 +22,8 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.text.rows import Generation
-from gpt2block.text.scoring import score
+from gpt2block.generation.rows import Generation
+from gpt2block.generation.scoring import score
 from tests.markov import MarkovEngine, byte_encoding, cycle
 from tests.test_compare import CONFIG, IDS, device  # noqa: F401
 

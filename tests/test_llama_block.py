@@ -19,8 +19,8 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench.measure import tolerance
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import timing
 from tests.devices import GPU, SOMEWHERE, one_order
 

@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaBlockWeights, LlamaConfig, LlamaWeights, cuda
-from gpt2block.compare import compare, exact_tensors
 from gpt2block.cuda.kernels import FP8
+from gpt2block.inspect.compare import compare, exact_tensors
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_products import row_norms
 from gpt2block.weights.matrix import WeightMatrix

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, WeightMatrix, ops, reference
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.ops.elementwise import SILU_MUL
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM

@@ -17,8 +17,8 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.config import GPT2Config
-from gpt2block.text import tokenizer
-from gpt2block.text.lookup import Lookup
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.lookup import Lookup
 from tests.command_line import gpt2block, printed
 from tests.markov import byte_encoding
 from tests.tokenizer_files import small_pair

@@ -21,9 +21,9 @@ from gpt2block.checkpoints import Checkpoint
 from gpt2block.checks import SAMPLING_OPTIONS
 from gpt2block.cli.model import GenerateOptions
 from gpt2block.cuda.kernels import FP8
+from gpt2block.generation.generate import Run
 from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
-from gpt2block.text.generation import Run
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import running_on
 from tests.plain import rounding

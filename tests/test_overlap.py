@@ -27,7 +27,7 @@ from gpt2block import (
     random_input,
 )
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, kernels, overlap, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, cuda, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.config import block_shapes
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import stand_in

@@ -11,7 +11,7 @@ import pytest
 import scaling
 from scaling import End, Part
 
-from gpt2block.text import tokenizer_json
+from gpt2block.tokenizers import tokenizer_json
 
 
 def test_the_rate_is_measured_while_all_workers_are_busy() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block.text.scheduling import MOST_REMOVED, START_COST, PieceScheduler, RowScheduler
+from gpt2block.generation.scheduling import MOST_REMOVED, START_COST, PieceScheduler, RowScheduler
 
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=40)
 

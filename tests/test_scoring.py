@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError
+from gpt2block.generation import scoring
+from gpt2block.generation.scoring import LLM_C_MAGIC, Score, embed, load_tokens, score
 from gpt2block.run.model import Floats, Ids
-from gpt2block.text import scoring
-from gpt2block.text.scoring import LLM_C_MAGIC, Score, embed, load_tokens, score
 from tests.markov import MarkovEngine, byte_encoding, cycle, log_softmax, random_table
 
 BYTES = byte_encoding(end=False)

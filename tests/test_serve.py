@@ -36,11 +36,11 @@ import load  # noqa: E402
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.errors import InputError  # noqa: E402
+from gpt2block.generation.generate import Run, generate  # noqa: E402
 from gpt2block.sampling import Sampling  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
-from gpt2block.text import tokenizer  # noqa: E402
-from gpt2block.text.generation import Run, generate  # noqa: E402
+from gpt2block.tokenizers import tokenizer  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
@@ -1469,7 +1469,7 @@ def test_a_signal_at_any_time_ends_the_server(first: str, wait: float) -> None:
 
 
 FAILING = """
-from gpt2block.text.batching import Batch
+from gpt2block.generation.batching import Batch
 Batch.step = lambda *_: 1 / 0
 """
 

@@ -17,7 +17,7 @@ from make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
 from gpt2block import Llama
 from gpt2block.checkpoints.locating import find_smollm2
-from gpt2block.text import tokenizer
+from gpt2block.tokenizers import tokenizer
 from tests.command_line import gpt2block
 from tests.refusals import refused
 

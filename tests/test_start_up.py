@@ -12,10 +12,10 @@ from launch_recorder import recording
 
 from gpt2block import GPT2Config, Sampling
 from gpt2block.cuda import requests
+from gpt2block.generation.batching import Batch
+from gpt2block.generation.generate import Run
 from gpt2block.run.cuda_start_up import PROMPTS, TOGETHER
 from gpt2block.run.model import Start
-from gpt2block.text.batching import Batch
-from gpt2block.text.generation import Run
 from tests.devices import SOMEWHERE, running_on
 from tests.test_decoding import TINY, model, random_prompts
 

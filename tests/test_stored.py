@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpt2block import InputError
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.ops._stored import stored
 from tests.devices import combinations, one_order
 

@@ -20,7 +20,7 @@ from gpt2block.cli.model import ModelOptions, load_model
 from gpt2block.cli.profile import ProfileOptions
 from gpt2block.cli.profile import _model as of_profile
 from gpt2block.config import GPT2Config
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms

@@ -26,17 +26,17 @@ from hypothesis import strategies as st
 from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
+from gpt2block.generation.rows import Text
 from gpt2block.model import as_sequences
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import (
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import (
     TokenizersEncoding,
     byte_characters,
     bytes_of_id,
     bytes_of_ids,
     token_sizes,
 )
-from gpt2block.text.rows import Text
-from gpt2block.text.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
+from gpt2block.tokenizers.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
 from tests import refusals
 from tests.tokenizer_files import (

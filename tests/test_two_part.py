@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, TwoPartMatrix, ops, reference
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import ORDERS
 from gpt2block.ops.layernorm import bind as bind_layernorm

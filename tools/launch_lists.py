@@ -37,10 +37,10 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench.llama_works import RandomLlama, llama_decode
+from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config_llama import RopeScaling
+from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.run.model import DTYPES, start_all

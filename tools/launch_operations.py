@@ -11,7 +11,7 @@ import numpy as np
 from launch_recorder import Recorder
 
 from gpt2block import TwoPartMatrix, WeightMatrix
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._terms import Terms

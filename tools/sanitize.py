@@ -39,8 +39,8 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY

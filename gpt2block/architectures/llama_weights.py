@@ -20,7 +20,7 @@ from gpt2block.architectures.weights import (
 )
 from gpt2block.checks import check_flag
 from gpt2block.config import Shapes
-from gpt2block.config_llama import LlamaConfig, RopeScaling
+from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import InputError
 
 _BIASES = ("b_qkv", "b_o", "b_gate", "b_up", "b_down")

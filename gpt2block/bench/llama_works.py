@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench.race import Run
 from gpt2block.bench.token_works import (
     GREEDY,
@@ -29,9 +28,9 @@ from gpt2block.bench.token_works import (
     prompt,
 )
 from gpt2block.bench.works import Work, Written
-from gpt2block.checks import check_choice
+from gpt2block.checks import FLOATS, check_choice
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8

@@ -28,7 +28,7 @@ from torch.nn.functional import (
 from gpt2block.bench.race import Run
 from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.checkpoints.naming import GPT2_NAMING
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:

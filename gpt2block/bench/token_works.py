@@ -362,7 +362,7 @@ class Continuations:
         return Written([np.array([*self.prompts[i], *new[i]], np.int32) for i in checked])
 
     def generated(self, device: int, rounds: int) -> Run:
-        from gpt2block.text.generation import generate  # noqa: PLC0415  (tiktoken imports slowly)
+        from gpt2block.generation.generate import generate  # noqa: PLC0415  (tiktoken imports slowly)
 
         engine = self.model.on(device).engine
         options: dict[str, Any] = {"max_new_tokens": self.new, "temperature": 0, "stop_ids": ()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpt2block.bulk import paths
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.text.encoding import Encoding, rules, special_id, tokens_of
-from gpt2block.text.tokenizer import end_of_text
+from gpt2block.tokenizers.encoding import Encoding, rules, special_id, tokens_of
+from gpt2block.tokenizers.tokenizer import end_of_text
 
 
 @lru_cache(maxsize=4)

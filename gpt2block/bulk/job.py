@@ -23,7 +23,7 @@ from gpt2block.checks import check_choice
 from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.run.model import check_activations, check_dtype, kv_cache_dtype
-from gpt2block.text.lookup import Lookup
+from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # of the manifest
 # How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.

@@ -21,9 +21,9 @@ from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids
 from gpt2block.run.numpy_model import NumpyModel
-from gpt2block.text import tokenizer as tokenizers
-from gpt2block.text.encoding import Encoding
-from gpt2block.text.lookup import Lookup, of_outputs
+from gpt2block.tokenizers import tokenizer as tokenizers
+from gpt2block.tokenizers.encoding import Encoding
+from gpt2block.tokenizers.lookup import Lookup, of_outputs
 
 Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")

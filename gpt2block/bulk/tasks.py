@@ -13,12 +13,12 @@ import numpy as np
 from gpt2block.checks import check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
+from gpt2block.generation import scoring
+from gpt2block.generation.generate import Overflow, Run
+from gpt2block.generation.rows import BAD_WEIGHTS
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
-from gpt2block.text import scoring
-from gpt2block.text.encoding import Encoding, token_sizes
-from gpt2block.text.generation import Overflow, Run
-from gpt2block.text.rows import BAD_WEIGHTS
+from gpt2block.tokenizers.encoding import Encoding, token_sizes
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]

@@ -19,7 +19,7 @@ from gpt2block.checkpoints.gguf_header import MAGIC, Header, read_header
 from gpt2block.checkpoints.naming import ROPE_FACTORS, naming_of
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import GPT2Config, ModelConfig, sees_all
-from gpt2block.config_llama import LlamaConfig, RopeScaling
+from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
 
 # Keys of an architecture that do not change the result, or that are read here

@@ -29,7 +29,7 @@ from gpt2block.checkpoints.files import (
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.checkpoints.stored import Stored, equal, itemsize
 from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
 WEIGHTS = "model.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpt2block.checkpoints.files import first_names
 from gpt2block.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import CheckpointError
 
 Shape = tuple[int, ...]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from gpt2block import walkthrough
-from gpt2block.array_checks import FLOATS
 from gpt2block.checkpoints import BUNDLED
+from gpt2block.checks import FLOATS
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cli.model import device_option, json_option, revision_option

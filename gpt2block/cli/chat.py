@@ -30,7 +30,7 @@ from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, PrintableError, require
 
 if TYPE_CHECKING:
-    from gpt2block.text.conversation import Conversation
+    from gpt2block.chat.conversation import Conversation
 
 MOST_FILE = 2**24  # bytes: 16 MiB
 QUOTES = '"""'  # before and after a message of several lines
@@ -95,7 +95,7 @@ def chat(
     stderr. What the model has read stays in the kv_cache: only new tokens are computed.
     """
     require("chat", "serve", "jinja2")
-    from gpt2block.text.conversation import Conversation, read_messages  # noqa: PLC0415
+    from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # such a message is refused, and no more
@@ -132,7 +132,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
     """Answer the user's messages; others only become part of the conversation."""
-    from gpt2block.text.conversation import read_messages  # noqa: PLC0415
+    from gpt2block.chat.conversation import read_messages  # noqa: PLC0415
 
     for line in filter(str.strip, sys.stdin):
         try:

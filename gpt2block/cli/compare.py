@@ -12,8 +12,8 @@ from rich.console import Console
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown
 from gpt2block.cli.model import ModelOptions, json_option, load_model, model_facts
 from gpt2block.cli.options import argument, option
-from gpt2block.compare import Comparison
 from gpt2block.errors import InputError
+from gpt2block.inspect.compare import Comparison
 
 MOST_TOKENS = 1024  # every tensor is kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
@@ -33,7 +33,7 @@ def compare(
     A row shows the step with the largest error of a layer. The float64 pass uses the weights as
     they are stored, and keys and values that are not rounded.
     """
-    from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
+    from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
     loaded, encoding = load_model(model, "--ids of generate reads token ids")
     n_layer = loaded.config.n_layer

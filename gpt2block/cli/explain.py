@@ -26,7 +26,7 @@ def explain(
     file that needs no network.
     """
     from gpt2block import explain as explaining  # noqa: PLC0415
-    from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
+    from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
     check_file(output)
     loaded, encoding = load_model(model, "--tokenizer takes the path of one")

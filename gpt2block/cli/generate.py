@@ -36,9 +36,9 @@ from gpt2block.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpt2block.generation.generate import Run
+    from gpt2block.generation.rows import Row
     from gpt2block.model import Model
-    from gpt2block.text.generation import Run
-    from gpt2block.text.rows import Row
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
 MOST_PROMPT = 2**24  # bytes: 16 MiB
@@ -73,8 +73,8 @@ def generate(
 
     The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
     """
-    from gpt2block.text.generation import Run  # noqa: PLC0415
-    from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
+    from gpt2block.generation.generate import Run  # noqa: PLC0415
+    from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     clock = Clock(perf_counter())
     if ids and special:

@@ -17,7 +17,7 @@ from gpt2block.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
     from gpt2block.model import Model
-    from gpt2block.text.encoding import Encoding
+    from gpt2block.tokenizers.encoding import Encoding
 
 
 # Options that several commands have, each a function that returns one
@@ -117,7 +117,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     next to the weights are read.
     """
     from gpt2block.model import from_pretrained  # noqa: PLC0415
-    from gpt2block.text.lookup import Lookup  # noqa: PLC0415
+    from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(options.model, options.revision)
     lookup = Lookup(checkpoint, checkpoint.config.vocab_size, options.tokenizer)

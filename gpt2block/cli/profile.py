@@ -129,7 +129,7 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     from gpt2block.architectures.llama_weights import LlamaBlockWeights  # noqa: PLC0415
     from gpt2block.block import Block  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
-    from gpt2block.config_llama import LlamaConfig  # noqa: PLC0415
+    from gpt2block.config.llama import LlamaConfig  # noqa: PLC0415
     from gpt2block.llama_block import LlamaBlock  # noqa: PLC0415
 
     made: Block | LlamaBlock

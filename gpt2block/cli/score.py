@@ -24,9 +24,9 @@ from gpt2block.cli.texts import read_text, regular_file
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2block.generation.scoring import Score
     from gpt2block.model import Model
-    from gpt2block.text.encoding import Encoding
-    from gpt2block.text.scoring import Score
+    from gpt2block.tokenizers.encoding import Encoding
 
 MOST_TEXT = 2**28  # bytes: 256 MiB
 
@@ -57,8 +57,8 @@ def score(
 
     A window as long as the model's context slides over the text; each token is predicted once.
     """
-    from gpt2block.text import scoring  # noqa: PLC0415
-    from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
+    from gpt2block.generation import scoring  # noqa: PLC0415
+    from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     begun = perf_counter()
     of_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
@@ -97,7 +97,7 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -
 
     <|endoftext|> for GPT-2. InputError if the tokenizer does not have it.
     """
-    from gpt2block.text.tokenizer import end_of_text, prefix_of  # noqa: PLC0415
+    from gpt2block.tokenizers.tokenizer import end_of_text, prefix_of  # noqa: PLC0415
 
     prefix = prefix_of(encoding) if encoding is not None else []
     if prefix:

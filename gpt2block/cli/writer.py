@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from gpt2block.text.rows import Row
+    from gpt2block.generation.rows import Row
 
 
 class Writer:

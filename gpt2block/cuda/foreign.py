@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.array_checks import FLOATS, host_array, imported
+from gpt2block.checks import FLOATS, host_array, imported
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 

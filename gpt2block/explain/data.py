@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import check_integer
-from gpt2block.compare import Comparison, compare_tensors, exact_tensors
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import read_source
 from gpt2block.errors import InputError
 from gpt2block.explain import grids, sources
 from gpt2block.explain.opened import opened
-from gpt2block.inspection import lens_of, weights_of
+from gpt2block.inspect.compare import Comparison, compare_tensors, exact_tensors
+from gpt2block.inspect.lens import lens_of, weights_of
 from gpt2block.passes import fused_steps, model_steps
 from gpt2block.passes.machine import Step
 from gpt2block.run.model import Floats, Ids, TracedEngine
-from gpt2block.text.encoding import Encoding, bytes_of_id
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 
 MOST_TOKENS = 1024  # every tensor is kept in float64
 DETAILED_CELLS = 16_384  # of a tensor of the chosen layer, and before and after the blocks

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.explain import grids
-from gpt2block.inspection import rows_of_attention
+from gpt2block.inspect.lens import rows_of_attention
 from gpt2block.passes import model_steps
 from gpt2block.run.model import TracedEngine
 

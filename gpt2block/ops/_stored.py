@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2block.array_checks import FLOATS
-from gpt2block.checks import meant
+from gpt2block.checks import FLOATS, meant
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray

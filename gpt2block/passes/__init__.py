@@ -11,7 +11,7 @@ machine       what runs steps; others are in `gpt2block.run`
 from __future__ import annotations
 
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.passes import forward as _forward
 from gpt2block.passes import gpt2, llama
 from gpt2block.passes.blocks import BlockPass, ModelStepPass, Settings, StepPass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpt2block.config import ModelConfig
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.passes.forward import Pass, Product, To
 from gpt2block.passes.machine import TWO_PART, Machine, Value
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config_llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.passes.forward import RowNorms
 from gpt2block.passes.machine import Value
 

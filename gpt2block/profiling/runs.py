@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2block.architectures.gpt2_weights import random_input
-from gpt2block.array_checks import FLOATS
 from gpt2block.bench import ceilings
 from gpt2block.block import Block
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.llama_block import LlamaBlock

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.array_checks import host_array
+from gpt2block.checks import host_array
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import InOrder, as_cupy, on_torch_gpu

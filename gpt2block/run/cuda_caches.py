@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Any
 
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import FLOATS
-from gpt2block.checks import check_choice, meant
+from gpt2block.checks import FLOATS, check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown

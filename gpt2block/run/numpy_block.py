@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import FLOATS, require_host
+from gpt2block.checks import FLOATS, require_host
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
 from gpt2block.run.numpy_machine import NumpySteps, apply
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.contract import unchecked
 from gpt2block.cuda.kernels import FP8

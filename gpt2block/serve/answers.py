@@ -19,10 +19,10 @@ from functools import partial
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
+from gpt2block.generation.rows import Row, Tops
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.service import Failed, Full, Piece, Service
-from gpt2block.text.encoding import Encoding, bytes_of_ids
-from gpt2block.text.rows import Row, Tops
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability

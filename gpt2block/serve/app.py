@@ -31,6 +31,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.generation.generate import Run
+from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids, in_groups
 from gpt2block.serve.access import Access
 from gpt2block.serve.answers import (
@@ -64,10 +66,8 @@ from gpt2block.serve.protocol import (
     refused,
 )
 from gpt2block.serve.service import Service, batch_of
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, bytes_of_ids
-from gpt2block.text.generation import Run
-from gpt2block.text.rows import Row
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 MOST_BODY = 4 * 2**20  # bytes
 MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its sender reads why not

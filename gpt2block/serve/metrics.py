@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Service
-from gpt2block.text.rows import Row
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # seconds
 AT_ONCE = 1024  # values that are noted before they are added

@@ -33,7 +33,7 @@ from gpt2block.run.model import Floats, Ids
 from gpt2block.sampling import Sampling, probabilities
 from gpt2block.serve.answers import TextForm
 from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
-from gpt2block.text.encoding import Encoding
+from gpt2block.tokenizers.encoding import Encoding
 
 SHOWN = 40  # tokens of a distribution
 KEPT_LOGITS = 16  # texts whose next token's logits are kept, for the sliders

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.generation.batching import Batch
+from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
-from gpt2block.text.batching import Batch
-from gpt2block.text.rows import Row, Tops
 
 TOKENS_AT_ONCE = 2048  # of prompts, before a step of the rows that run takes no further piece
 

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.array_checks import FLOATS
-from gpt2block.checks import is_plain, meant
+from gpt2block.checks import FLOATS, is_plain, meant
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import FP8, STORAGE

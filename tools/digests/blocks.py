@@ -16,7 +16,7 @@ from gpt2block import (
     RopeScaling,
     random_input,
 )
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 
 Made = Iterator[tuple[str, Any]]
 

@@ -27,7 +27,7 @@ from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, spoi
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
-from gpt2block.text.scoring import load_tokens
+from gpt2block.generation.scoring import load_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 PENALTIES = ("presence_penalty", "frequency_penalty")

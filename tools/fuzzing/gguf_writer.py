@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints import Checkpoint, TensorSource
-from gpt2block.config_llama import LlamaConfig, RopeScaling
+from gpt2block.config.llama import LlamaConfig, RopeScaling
 
 Arrays = dict[str, NDArray[Any]]
 _GPT2 = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from fuzzing import Rng
 from gpt2block import ops, reference
-from gpt2block.array_checks import FLOATS
+from gpt2block.checks import FLOATS
 from gpt2block.contract import MATRICES, Entry, contract_of
 from gpt2block.cuda import cupy
 from gpt2block.ops.call import FIXED

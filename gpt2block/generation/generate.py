@@ -15,6 +15,8 @@ import numpy as np
 from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import Argument, InputError, shown
+from gpt2block.generation.batching import Batch
+from gpt2block.generation.rows import Ends, Generation, Row
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import (
     DEFAULT_TEMPERATURE,
@@ -25,10 +27,8 @@ from gpt2block.sampling import (
     chosen,
     new_seed,
 )
-from gpt2block.text import tokenizer
-from gpt2block.text.batching import Batch
-from gpt2block.text.lookup import Tokenizer, of_inputs, of_outputs
-from gpt2block.text.rows import Ends, Generation, Row
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 
 Overflow = Literal["error", "truncate"]
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]

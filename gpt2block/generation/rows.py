@@ -15,8 +15,8 @@ from gpt2block import notebook
 from gpt2block.errors import Argument, InputError
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
-from gpt2block.text.encoding import Encoding, bytes_of_ids
-from gpt2block.text.lookup import ReadLater, Tokenizer, of_outputs
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
+from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
 SHOWN_TEXT = 200  # characters of a text in `repr`

@@ -32,8 +32,8 @@ from gpt2block.checkpoints.tokenizer_files import (
 )
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 from gpt2block.errors import CheckpointError, InputError
-from gpt2block.text import tokenizer_json
-from gpt2block.text.encoding import (
+from gpt2block.tokenizers import tokenizer_json
+from gpt2block.tokenizers.encoding import (
     Encoding,
     Spans,
     TokenizersEncoding,
@@ -44,7 +44,7 @@ from gpt2block.text.encoding import (
     tokens_of,
     without_names,
 )
-from gpt2block.text.tokenizer_json import TiktokenEncoding
+from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"
 _LLM_C_MAGIC = 20240328

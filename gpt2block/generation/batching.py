@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.generation.rows import Ends, Row, Tops
+from gpt2block.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
 from gpt2block.sampling import Sampling
-from gpt2block.text.encoding import bytes_of_ids
-from gpt2block.text.rows import Ends, Row, Tops
-from gpt2block.text.scheduling import PIECE, PieceScheduler, RowScheduler
+from gpt2block.tokenizers.encoding import bytes_of_ids
 
 NO_SLOTS = np.empty(0, np.int32)
 FIRST_TOKENS = 4  # of rows that run before any is submitted

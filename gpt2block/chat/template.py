@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError, require, shown
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, Spans
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import Encoding, Spans
 
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 SECONDS = 10.0  # that a rendering may take
-WORKER = Path(__file__).with_name("chat_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 
 
 class ChatTemplate:

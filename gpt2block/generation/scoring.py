@@ -18,12 +18,12 @@ from gpt2block import notebook
 from gpt2block.checks import check_callable, check_choice, is_plain
 from gpt2block.config import check_count
 from gpt2block.errors import InputError
+from gpt2block.generation.generate import Overflow
+from gpt2block.generation.rows import BAD_WEIGHTS
 from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
-from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, as_array, bytes_of_id, token_sizes
-from gpt2block.text.generation import Overflow
-from gpt2block.text.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
-from gpt2block.text.rows import BAD_WEIGHTS
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import Encoding, as_array, bytes_of_id, token_sizes
+from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
 
 Pooling = Literal["mean", "last"]
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score

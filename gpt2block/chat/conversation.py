@@ -7,15 +7,15 @@ from copy import deepcopy
 from typing import Any
 from weakref import ref
 
+from gpt2block.chat.template import ChatTemplate, Message, checked
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
+from gpt2block.generation.batching import Batch
+from gpt2block.generation.generate import Run
+from gpt2block.generation.rows import Generation, Row
 from gpt2block.run.model import ModelEngine
 from gpt2block.sampling import with_defaults
-from gpt2block.text.batching import Batch
-from gpt2block.text.chat import ChatTemplate, Message, checked
-from gpt2block.text.encoding import Encoding
-from gpt2block.text.generation import Run
-from gpt2block.text.rows import Generation, Row
+from gpt2block.tokenizers.encoding import Encoding
 
 LEAST = 1024  # tokens that a batch has room for
 ANSWER = 200  # tokens of an answer by default, as of `generate`

@@ -18,7 +18,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.errors import require
-from gpt2block.text.encoding import (
+from gpt2block.tokenizers.encoding import (
     UTF_8,
     TokenizersEncoding,
     byte_characters,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.errors import CheckpointError
-from gpt2block.text.encoding import Encoding
+from gpt2block.tokenizers.encoding import Encoding
 
 if TYPE_CHECKING:
     from gpt2block.checkpoints import Checkpoint
@@ -31,7 +31,7 @@ class Lookup:
 
     @cached_property
     def _found(self) -> Encoding | CheckpointError:
-        from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
+        from gpt2block.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
 
         try:
             if self._path is not None:

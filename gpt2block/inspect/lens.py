@@ -15,8 +15,8 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.passes import architecture_of, final_step
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_machine import apply
-from gpt2block.text.encoding import Encoding, bytes_of_id
-from gpt2block.text.lookup import ReadLater
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
+from gpt2block.tokenizers.lookup import ReadLater
 
 POSITIONS = 6  # the last ones, which a table as text shows
 POSITIONS_HTML = 32

@@ -1,4 +1,4 @@
-"""Renders a chat template in a process of its own, which `gpt2block.text.chat` starts as a file.
+"""Renders a chat template in a process of its own, which `gpt2block.chat.template` starts.
 
 A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox), and this
 process has limits of memory and output; its parent ends it after a time. It reads and writes lines

@@ -1,0 +1,1 @@
+"""Conversations: their template, and answers to them."""

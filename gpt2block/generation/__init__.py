@@ -1,0 +1,1 @@
+"""Texts that a model continues or scores: rows, batches, their order."""

@@ -1,1 +1,0 @@
-"""Tokenizers, sampling, text generation and scoring."""
