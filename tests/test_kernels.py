@@ -244,7 +244,9 @@ def test_a_grid_beyond_cudas_limits_is_refused(grid: tuple[int, ...]) -> None:
     with running_on("forward") as device:
         args = (device.zeros(1, "float32"), 1)
         with pytest.raises(KernelError, match="exceeds CUDA's limits"):
-            kernels.launch("elementwise/gelu.cu", "gelu_kernel", grid, (32,), args)
+            kernels.launch_at(
+                "elementwise/gelu.cu", kernels.Geometry("gelu_kernel", grid, (32,)), args
+            )
 
 
 def test_a_type_the_loader_does_not_know_is_refused() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, dtype_name, launch
+from gpt2block.cuda.kernels import STORAGE, dtype_name
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
@@ -35,29 +36,6 @@ class Bound(NamedTuple):
         for each in self.launches:
             each.run()
         return self.out
-
-
-def launch_at(
-    file: str,
-    geometry: Geometry,
-    args: tuple[Any, ...],
-    storage: str = "float32",
-    weights: str | None = None,
-    cache: str | None = None,
-) -> Launch:
-    """`kernels.launch` with a geometry."""
-    return launch(
-        file,
-        geometry.kernel,
-        geometry.grid,
-        geometry.block,
-        args,
-        shared=geometry.shared,
-        defines=geometry.defines,
-        storage=storage,
-        weights=weights,
-        cache=cache,
-    )
 
 
 def check(

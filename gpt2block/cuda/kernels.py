@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,11 @@ import numpy as np
 
 import kernels_cu
 from gpt2block.cuda import cupy
-from gpt2block.cuda.requests import Function
+from gpt2block.cuda.requests import Function, Launch, Scalar
 from gpt2block.cuda.tensor_maps import TensorMap
 from gpt2block.errors import KernelError
 
 SOURCE_DIR = Path(kernels_cu.__file__).parent
-Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
-Argument = Any  # a Scalar or a TensorMap
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that kernels can be cached by it
 
 _KERNEL = re.compile(
@@ -99,30 +97,6 @@ class Signature:
     file: str
     name: str
     parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its grid, block and arguments fixed; `run` puts it on the current stream.
-
-    Pointers are stored as numbers: a launch does not keep the arrays alive. args: NumPy scalars,
-    and TensorMaps, which the first run encodes.
-    """
-
-    name: str
-    function: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    args: tuple[Argument, ...]
-    shared: int = 0
-
-    @cached_property
-    def values(self) -> tuple[Scalar, ...]:
-        """The arguments as CuPy takes them. Raises DeviceError."""
-        return tuple([a.encoded() if type(a) is TensorMap else a for a in self.args])
-
-    def run(self) -> None:
-        self.function(self.grid, self.block, self.values, shared_mem=self.shared)
 
 
 class Geometry(NamedTuple):
@@ -231,15 +205,10 @@ def _parameter(text: str) -> Parameter:
     return Parameter(ctype, words[-1], const, restrict="__restrict" in text)
 
 
-def launch(
+def launch_at(
     file: str,
-    name: str,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
+    geometry: Geometry,
     args: tuple[Any, ...],
-    *,
-    shared: int = 0,
-    defines: Defines = (),
     storage: str = "float32",
     weights: str | None = None,
     cache: str | None = None,
@@ -251,6 +220,7 @@ def launch(
     `KV` if they are one of `FP8`, of `W` also `TWO_PART`. Raises KernelError when the arguments do
     not match the prototype, or the grid exceeds CUDA's limits.
     """
+    name, grid, block, shared, defines = geometry
     typed = typed_arguments(signatures(file)[name], args, storage, weights, cache)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} exceeds CUDA's limits (2147483647, 65535, 65535)")

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import DeviceError
 
 OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph

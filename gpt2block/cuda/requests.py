@@ -1,4 +1,4 @@
-"""Kernels that are compiled, or loaded from CuPy's cache, by background threads.
+"""Launches, and their kernels, which are compiled, or loaded from CuPy's cache, in the background.
 
 A kernel is requested when a launch is bound, and its first use waits for it. So the kernels of a
 whole plan, which are all bound before the first one runs, are compiled in parallel. At exit, and
@@ -13,10 +13,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gpt2block.cuda import replaced
+from gpt2block.cuda.tensor_maps import TensorMap
 
+Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
+Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # of the arguments in a key: a `cupy.RawKernel`, compiled
 Watcher = Callable[[int, int], None]
 MOST_THREADS = 16  # a start has few more kernels, and each compile takes memory
@@ -70,6 +75,30 @@ class Function:
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, shared_mem: int = 0
     ) -> None:
         self.found(grid, block, args, shared_mem=shared_mem)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid, block and arguments fixed; `run` puts it on the current stream.
+
+    Pointers are stored as numbers: a launch does not keep the arrays alive. args: NumPy scalars,
+    and TensorMaps, which the first run encodes.
+    """
+
+    name: str
+    function: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Argument, ...]
+    shared: int = 0
+
+    @cached_property
+    def values(self) -> tuple[Scalar, ...]:
+        """The arguments as CuPy takes them. Raises DeviceError."""
+        return tuple([a.encoded() if type(a) is TensorMap else a for a in self.args])
+
+    def run(self) -> None:
+        self.function(self.grid, self.block, self.values, shared_mem=self.shared)
 
 
 def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:

@@ -9,8 +9,9 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import check_address, device_attribute, launch_at
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import check_address, device_attribute
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._matrix import storage_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute, launch_at
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import CudaArray, device_attribute
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops._gemm_hopper import (
     BUFFERS,

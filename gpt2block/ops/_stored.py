@@ -8,7 +8,7 @@ from gpt2block.checks import FLOATS, meant
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, checked
 from gpt2block.ops.operation import Operation, variant

@@ -23,10 +23,10 @@ from gpt2block.cuda.arrays import (
     check_address,
     compute_capability,
     device_attribute,
-    launch_at,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, load
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (

@@ -25,10 +25,10 @@ from gpt2block.cuda.arrays import (
     compute_capability,
     contiguous,
     device_attribute,
-    launch_at,
     storage,
 )
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, Launch
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     MOST_BLOCKS,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from math import ceil
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous, launch_at
-from gpt2block.cuda.kernels import Geometry, Launch, launch
+from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, Sizes, variant
 from gpt2block.ops.warm import call
@@ -22,13 +23,13 @@ BLOCK = 256
 @variant("add", "elementwise/residual.cu", "add_kernel", idea="one thread per element")
 def _add(c: Call) -> Launch:
     grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.out, c.a.size)
-    return launch("elementwise/residual.cu", "add_kernel", grid, (BLOCK,), args)
+    return launch_at("elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
 
 
 @variant("gelu", "elementwise/gelu.cu", "gelu_kernel", idea="one thread per element")
 def _gelu(c: Call) -> Launch:
     grid, args = (ceil(c.x.size / BLOCK),), (c.x, c.x.size)
-    return launch("elementwise/gelu.cu", "gelu_kernel", grid, (BLOCK,), args)
+    return launch_at("elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
 
 
 def _elements(s: Sizes) -> int:

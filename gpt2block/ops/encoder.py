@@ -14,15 +14,9 @@ import numpy as np
 
 from gpt2block.config import LARGEST_COUNT
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    alignment,
-    check,
-    contiguous,
-    launch_at,
-    row_alignment,
-)
-from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch
+from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_alignment
+from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
@@ -39,7 +33,7 @@ def _launch(c: Call, kernel: str, threads: int) -> Launch:
     """With `threads` threads for each token."""
     grid = (ceil(c.ids.size * threads / c.block),)
     args = (c.ids, c.wte, c.wpe, c.out, c.ids.size, c.T, c.C, c.V)
-    return launch(FILE, kernel, grid, (c.block,), args)
+    return launch_at(FILE, Geometry(kernel, grid, (c.block,)), args)
 
 
 def _check_vectors(c: Call) -> None:

@@ -20,9 +20,9 @@ from gpt2block.cuda.arrays import (
     check_address,
     compute_capability,
     device_attribute,
-    launch_at,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch, cache_dtype
+from gpt2block.cuda.kernels import FP8, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._matrix import storage_of

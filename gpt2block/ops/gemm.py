@@ -24,10 +24,10 @@ from gpt2block.cuda.arrays import (
     compute_capability,
     contiguous,
     device_attribute,
-    launch_at,
     storage,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper

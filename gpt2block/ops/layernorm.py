@@ -24,10 +24,10 @@ from gpt2block.cuda.arrays import (
     check_address,
     contiguous,
     device_attribute,
-    launch_at,
     storage,
 )
-from gpt2block.cuda.kernels import Geometry, Launch, launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
@@ -154,12 +154,14 @@ def _skeleton(c: Call) -> Launch:
     args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
     file, block = "layernorm/skeleton.cu", (SKELETON_BLOCK,)
-    return launch(file, name, (c.rows,), block, args, defines=defines)
+    return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
 
 
 def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
     defines = (("LN_BLOCK", c.block),)
-    return launch("layernorm/ladder.cu", kernel, grid, (c.block,), args, defines=defines)
+    return launch_at(
+        "layernorm/ladder.cu", Geometry(kernel, grid, (c.block,), defines=defines), args
+    )
 
 
 @variant(
@@ -199,7 +201,7 @@ def _warps(c: Call, kernel: str) -> Launch:
     """The kernel reads the block size at run time: one program serves all."""
     _fit(c)
     grid = (ceil(c.rows / (c.block // 32)),)
-    return launch("layernorm/warp.cu", kernel, grid, (c.block,), _every(c))
+    return launch_at("layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
 
 
 @variant(
@@ -265,7 +267,7 @@ def _rows(c: Call) -> Launch:
     names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
     defines = tuple(zip(names, (*shape, rows), strict=True))
     file, kernel, grid = "layernorm/rows.cu", "layernorm_forward_kernel6", (ceil(c.rows / rows),)
-    return launch(file, kernel, grid, (block,), _every(c), defines=defines, storage=c.storage)
+    return launch_at(file, Geometry(kernel, grid, (block,), defines=defines), _every(c), c.storage)
 
 
 @variant(

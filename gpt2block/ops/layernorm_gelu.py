@@ -14,7 +14,8 @@ from gpt2block.cuda.arrays import (
     row_alignment,
     same_memory,
 )
-from gpt2block.cuda.kernels import Launch, launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, unfit, variant
@@ -40,7 +41,7 @@ def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
 )
 def _baseline(c: Call) -> Launch:
     args, grid = _documented(c), (ceil(c.rows * c.C / c.block),)
-    return launch(FILE, "layernorm_gelu_baseline", grid, (c.block,), args)
+    return launch_at(FILE, Geometry("layernorm_gelu_baseline", grid, (c.block,)), args)
 
 
 @variant(
@@ -52,7 +53,9 @@ def _baseline(c: Call) -> Launch:
 )
 def _optimized(c: Call) -> Launch:
     args, shared = _documented(c), 2 * 4 * c.block
-    return launch(FILE, "layernorm_gelu_optimized", (c.rows,), (c.block,), args, shared=shared)
+    return launch_at(
+        FILE, Geometry("layernorm_gelu_optimized", (c.rows,), (c.block,), shared), args
+    )
 
 
 @variant(
@@ -76,7 +79,7 @@ def _rows(c: Call) -> Launch:
     )
     args = (c.x, c.out, c.gamma, c.beta, c.rows, c.eps)
     grid, block = (shape.grid,), (shape.block,)
-    return launch(FILE, "layernorm_gelu_rows", grid, block, args, defines=defines)
+    return launch_at(FILE, Geometry("layernorm_gelu_rows", grid, block, defines=defines), args)
 
 
 OPERATION = Operation(

@@ -27,10 +27,10 @@ from gpt2block.cuda.arrays import (
     compute_capability,
     contiguous,
     device_attribute,
-    launch_at,
     row_alignment,
 )
-from gpt2block.cuda.kernels import TWO_PART, Geometry, Launch, cache_dtype
+from gpt2block.cuda.kernels import TWO_PART, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpt2block.cuda.arrays import CudaArray, contiguous, launch_at
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import CudaArray, contiguous
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import check_rows
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant

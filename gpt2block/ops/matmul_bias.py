@@ -13,14 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    contiguous,
-    device_attribute,
-    launch_at,
-    row_alignment,
-)
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.ops._matrix import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call

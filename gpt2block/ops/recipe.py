@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2block.cuda.arrays import arrays_of
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import TensorMap
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix

@@ -20,11 +20,11 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
     in_rows,
-    launch_at,
     row_alignment,
     storage,
 )
-from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale

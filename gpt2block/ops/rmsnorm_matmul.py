@@ -23,10 +23,10 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
     in_rows,
-    launch_at,
     storage,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec

@@ -22,10 +22,10 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
     element_strides,
-    launch_at,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, variant

@@ -11,15 +11,9 @@ from math import ceil, gcd
 import numpy as np
 
 from gpt2block.config import check_count
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    alignment,
-    contiguous,
-    device_attribute,
-    launch_at,
-    same_memory,
-)
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call

@@ -15,15 +15,9 @@ from numpy.typing import NDArray
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    Bound,
-    CudaArray,
-    compute_capability,
-    contiguous,
-    device_attribute,
-    launch_at,
-)
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch, load
+from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, contiguous, device_attribute
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
@@ -105,7 +99,7 @@ class Slots(NamedTuple):
 
 def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
     """A launch with a thread for each row."""
-    return launch(file, kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,), args)
+    return launch_at(file, Geometry(kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,)), args)
 
 
 def choose_geometry(

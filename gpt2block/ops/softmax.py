@@ -8,7 +8,8 @@ from __future__ import annotations
 from math import ceil
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Launch, launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Call
@@ -22,7 +23,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, int]) -> Launch:
     defines = (("SOFTMAX_CAUSAL", int(c.causal)), *defines)
     args = (c.scores, c.out, c.rows, c.T)
-    return launch(FILE, kernel, (grid,), (block,), args, defines=defines)
+    return launch_at(FILE, Geometry(kernel, (grid,), (block,), defines=defines), args)
 
 
 def _width(c: Call) -> int:

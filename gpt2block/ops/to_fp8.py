@@ -9,7 +9,8 @@ from typing import Any
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import Bound, CudaArray, contiguous
-from gpt2block.cuda.kernels import FP8, Launch, launch
+from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, checked
 from gpt2block.ops.operation import Operation, unfit, variant
@@ -94,7 +95,9 @@ def _absmax(c: Call) -> Launch:
 def _row_norms(c: Call) -> Launch:
     unfit(c.K % NORMS_WIDTH, f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)
-    return launch(NORMS_FILE, "row_norms", (c.N,), (NORMS_BLOCK,), args, weights=c.w.dtype)
+    return launch_at(
+        NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype
+    )
 
 
 ROW_NORMS = Operation(

@@ -18,10 +18,10 @@ from gpt2block.cuda.arrays import (
     check_address,
     compute_capability,
     device_attribute,
-    launch_at,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Call

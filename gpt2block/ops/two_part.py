@@ -9,8 +9,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, launch_at, storage
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, storage
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, variant

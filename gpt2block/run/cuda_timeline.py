@@ -16,7 +16,8 @@ from math import ceil
 from typing import Any
 
 from gpt2block.cuda import cupy, overlap
-from gpt2block.cuda.kernels import Launch, launch
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
@@ -140,7 +141,7 @@ def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
 
 def _nothing() -> Launch:
     """A kernel whose threads return at once: `mark_seen` of no tokens."""
-    return launch(FILE, "mark_seen", (1,), (32,), (None, None, None, 0, 0, 0))
+    return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
 def _in_memory(array: Any, terms: Terms | None) -> Stored:

@@ -20,7 +20,7 @@ from gpt2block.contract import MATRICES, Sizes, contract_of
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arena import Arena, ArenaFull, Lease, Offsets, bytes_of
 from gpt2block.cuda.arrays import Bound, CudaArray, Shape, mapped
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.ops import registry
 from gpt2block.ops.call import FIXED

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from gpt2block.cuda.arrays import CudaArray, launch_at
-from gpt2block.cuda.kernels import Defines, Geometry, Launch
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 
 LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
