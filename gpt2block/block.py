@@ -11,8 +11,8 @@ import numpy as np
 from gpt2block import doctor
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.architectures.weights import BlockArrays
-from gpt2block.checks import FLOATS, check_choice, check_flag, named_options
-from gpt2block.config import block_shapes, check_count
+from gpt2block.checks import FLOATS, check_choice, check_count, check_flag, named_options
+from gpt2block.config import block_shapes
 from gpt2block.cuda import cupy
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.inspect.compare import Comparisons, compare_steps

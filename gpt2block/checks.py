@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
@@ -20,6 +20,9 @@ from gpt2block.errors import InputError, UnknownOption, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
+MOST_POSITIONS = 2**31 - 1
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -248,3 +251,48 @@ def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
         raise InputError(
             f"expected an array that can be shared, got {type(x).__name__}: {error}{of_bfloat16(x)}"
         ) from error
+
+
+def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
+    """The value as an int; InputError unless it is an integer, not a bool, in 1..most."""
+    count = check_integer(name, value, 1, math.inf, "a positive integer")
+    return check_integer(name, count, 1, most, f"at most {most:,}")
+
+
+def check_eps(value: Any) -> float:
+    """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
+    expected = "a finite number of at least 0 that fits float32"
+    return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
+
+
+def check_token(name: str, value: Any) -> int:
+    """The value as an int; InputError unless it can be the id of a token."""
+    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
+
+
+def _position(name: str, value: Any) -> int:
+    return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
+
+
+# Scalar arguments by name, with the same meaning in every function.
+SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
+    "n_head": check_count,
+    "n_kv_head": check_count,
+    "head_dim": check_count,
+    "start": _position,
+    "step": _position,
+    "eps": lambda _, value: check_eps(value),
+    "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
+    **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
+}
+
+
+def scalars(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, those checked that have a name of `SCALARS`; None stays.
+
+    NumPy scalars become Python scalars, which do not overflow. Raises InputError.
+    """
+    return {
+        name: SCALARS[name](name, value) if name in SCALARS and value is not None else value
+        for name, value in options.items()
+    }

@@ -31,22 +31,20 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from gpt2block.checks import check_flag, check_integer, check_number, is_plain, of_bfloat16
-from gpt2block.config import check_count, check_eps
+from gpt2block.checks import SCALARS, is_plain, of_bfloat16
 from gpt2block.errors import InputError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
 
-MOST_POSITIONS = 2**31 - 1
 MATRICES = ("matrix", "rows")  # kinds whose axes are (K, N)
 _LETTERS = re.compile(r"[A-Za-z_]+")
 _FLOAT = ("efdE", "float16, bfloat16, float32 or float64")  # E is bfloat16 of ml_dtypes
@@ -57,23 +55,6 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
     "u8": ("B", "uint8"),
     "float32": ("f", "float32"),
     **dict.fromkeys((*MATRICES, "table"), _MATRIX),
-}
-
-
-def _position(name: str, value: Any) -> int:
-    return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
-
-
-# Scalar arguments by name, with the same meaning in every function.
-SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
-    "n_head": check_count,
-    "n_kv_head": check_count,
-    "head_dim": check_count,
-    "start": _position,
-    "step": _position,
-    "eps": lambda _, value: check_eps(value),
-    "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
-    **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
 }
 
 
@@ -117,28 +98,35 @@ class Entry(NamedTuple):
 
 
 class Contract(NamedTuple):
-    """The arrays of an operation."""
+    """The arrays of an operation.
+
+    changed: the place of the input that is the first output, or None.
+    """
 
     inputs: tuple[Entry, ...]
     outputs: tuple[Entry, ...]
+    changed: int | None
 
     @classmethod
     def parse(cls, text: str) -> Contract:
         """The contract that a line states."""
-        inputs, _, outputs = text.partition("->")
-        return cls(_entries(inputs), _entries(outputs))
-
-    @property
-    def changed(self) -> int | None:
-        """The place of the input that is the first output, or None."""
-        names = [entry.name for entry in self.inputs]
-        first = self.outputs[0].name
-        return names.index(first) if first in names else None
+        before, _, after = text.partition("->")
+        inputs, outputs = _entries(before), _entries(after)
+        names = [entry.name for entry in inputs]
+        changed = next((names.index(each.name) for each in outputs[:1] if each.name in names), None)
+        return cls(inputs, outputs, changed)
 
     @property
     def matrices(self) -> tuple[int, ...]:
         """The places of the weight matrices among the inputs."""
         return tuple(i for i, entry in enumerate(self.inputs) if entry.kind in MATRICES)
+
+
+def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -> None:
+    """InputError unless all shapes fit; the sizes of new letters are added."""
+    for entry, shape in given:
+        if not entry.fits(shape, sizes):
+            raise InputError(f"{entry.name}: expected shape {entry.expected(sizes)}, got {shape}")
 
 
 def _entries(text: str) -> tuple[Entry, ...]:
@@ -164,19 +152,11 @@ def _compiled(axis: str) -> CodeType:
     return compile(axis, f"<axis {axis}>", "eval")  # of a contract, which is this package's text
 
 
-def scalar(name: str, value: Any) -> Any:
-    """The value of an option, checked if its name is one of `SCALARS`.
-
-    NumPy scalars become Python scalars, which do not overflow. Raises InputError.
-    """
-    return SCALARS[name](name, value) if name in SCALARS and value is not None else value
-
-
 def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a NumPy function: check its arguments by a contract, of which it has the names.
 
     An array may be None if that is its default, or if the contract says so; scalars are checked by
-    name (`scalar`). Raises InputError. `contract_of` returns the contract.
+    name (`checks.SCALARS`). Raises InputError. `contract` of the result is the contract.
 
     The function gets float32 in place of 16 bits, whose squares and sums overflow or are coarse.
     Its results are rounded to 16 bits where all arrays have that dtype, apart from matrices,
@@ -218,12 +198,6 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorated
-
-
-def contract_of(function: Callable[..., Any]) -> Contract:
-    """The contract of a function with `takes`."""
-    found: Contract = function.contract  # type: ignore[attr-defined]
-    return found
 
 
 def unchecked(function: Callable[P, R]) -> Callable[P, R]:

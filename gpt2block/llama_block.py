@@ -8,9 +8,8 @@ import numpy as np
 
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
 from gpt2block.block import BaseBlock, resolve_device, rounded
-from gpt2block.checks import check_flag, named_options, plain_array
+from gpt2block.checks import MOST_POSITIONS, check_flag, named_options, plain_array
 from gpt2block.config.llama import LlamaConfig
-from gpt2block.contract import MOST_POSITIONS
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparisons

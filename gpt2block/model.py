@@ -15,8 +15,8 @@ from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.architectures.weights import ModelArrays
 from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
-from gpt2block.checks import check_callable, check_flag, named_options
-from gpt2block.config import GPT2Config, ModelConfig, check_count
+from gpt2block.checks import check_callable, check_count, check_flag, named_options
+from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError

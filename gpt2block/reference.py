@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checks import as_float, check_integer
-from gpt2block.contract import takes
+from gpt2block.contract import Contract, takes
 from gpt2block.errors import InputError, shown
 from gpt2block.sampling import (
     MOST_ALTERNATIVES,
@@ -1017,3 +1017,9 @@ def llama_block_forward(
     up = matmul_bias(rms2, w.w_up, w.b_up)
     ff = silu_mul(gate, up)
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
+
+
+# The contracts of the functions above, by name.
+CONTRACTS: Mapping[str, Contract] = {
+    name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")
+}

@@ -23,7 +23,7 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.cuda import kernels
+from gpt2block.cuda import kernels, requests
 from tests import plain
 from tests.gpus import large_memory
 
@@ -121,7 +121,7 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
     captures: list[int] = []
     capture = recording.capture
 
-    def spy(launches: tuple[kernels.Launch, ...], stream: Any, overlapping: bool) -> Any:
+    def spy(launches: tuple[requests.Launch, ...], stream: Any, overlapping: bool) -> Any:
         captures.append(len(launches))
         return capture(launches, stream, overlapping)
 

@@ -37,7 +37,7 @@ from gpt2block import (
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded, two_part_problem
 from gpt2block.checks import FLOATS
-from gpt2block.cuda import kernels, overlap
+from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.run import recording
 from gpt2block.run.cuda_block import CudaEngine
 from tests.devices import running_on
@@ -274,8 +274,8 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     monkeypatch.setattr(overlap, "possible", lambda: able)
     monkeypatch.setattr(overlap, "run", early.append)
     plain: list[Any] = []
-    monkeypatch.setattr(kernels.Launch, "run", lambda self: plain.append(self))  # noqa: PLW0108
-    launches = [kernels.Launch(name, None, (1,), (1,), ()) for name in "ab"]
+    monkeypatch.setattr(requests.Launch, "run", lambda self: plain.append(self))  # noqa: PLW0108
+    launches = [requests.Launch(name, None, (1,), (1,), ()) for name in "ab"]
     for overlapping in (False, True):
         early.clear()
         plain.clear()

@@ -28,7 +28,7 @@ from gpt2block import (
 )
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checks import FLOATS
-from gpt2block.cuda import cupy, kernels, overlap, replaced
+from gpt2block.cuda import cupy, overlap, replaced, requests
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
 from gpt2block.ops import registry
@@ -96,7 +96,7 @@ def poison(arrays: list[Any]) -> None:
 
 def launch_early(launches: tuple[Any, ...]) -> None:
     for launch in launches:
-        if not isinstance(launch, kernels.Launch):
+        if not isinstance(launch, requests.Launch):
             launch.run()  # of CuPy, which launches it normally
         elif replaced():
             stand_in.run_early(launch, READ_EARLY.get(launch.name, ()))
@@ -196,7 +196,7 @@ def test_the_late_kernel_is_late(waits: bool) -> None:
     x, out = cupy.arange(32, dtype="int32"), cupy.zeros(32, "int32")
     args = np.uintp(x.data.ptr), np.uintp(out.data.ptr)
     name = "copy_after_wait" if waits else "copy_without_wait"
-    launch = kernels.Launch(name, probe(name), (1,), (32,), args)
+    launch = requests.Launch(name, probe(name), (1,), (32,), args)
     launch.run()  # loads the kernel, which would wait for the one that runs
     run_behind([x], (launch,), LATER_NS)
     assert out.get().tolist() == (list(range(32)) if waits else [-1] * 32)

@@ -15,7 +15,6 @@ from gpt2block import Block, BlockWeights, GPT2Config, LlamaConfig, emulator, re
 from gpt2block.block import largest, spec_of
 from gpt2block.config import ModelConfig, block_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arena import ALIGNMENT, Arena, ArenaFull, Offsets
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.passes import gpt2, model_steps
 from gpt2block.passes.blocks import Settings
@@ -24,6 +23,7 @@ from gpt2block.passes.machine import Step
 from gpt2block.passes.prefill import Prefill, Products
 from gpt2block.run.block import BlockSpec
 from gpt2block.run.numpy_machine import NumpyMachine
+from gpt2block.run.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
 from gpt2block.run.recording import Recordings
 from gpt2block.weights.matrix import WeightMatrix
 from tests.outlines import decode, prefill

@@ -29,7 +29,7 @@ from gpt2block import GPT2, GPT2Config, cuda, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
 from gpt2block.checks import FLOATS
 from gpt2block.config import block_shapes
-from gpt2block.cuda import kernels, overlap
+from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.emulator import stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
@@ -184,7 +184,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         found.ran.append(self.name)
         run_kernel(self, *args)
 
-    def run_early(launch: kernels.Launch) -> None:
+    def run_early(launch: requests.Launch) -> None:
         found.early.append(launch.name)
         launch.run()
 

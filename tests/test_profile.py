@@ -50,7 +50,8 @@ from gpt2block.profiling import trace as trace_of
 from gpt2block.profiling.summary import layer_of
 from gpt2block.run import cuda_timeline
 from gpt2block.run.model import start_all
-from gpt2block.run.timeline import Moved, Stored, Timeline, moved
+from gpt2block.run.recorder import Stored
+from gpt2block.run.timeline import Moved, Timeline, moved
 from tests.command_line import gpt2block, printed
 from tests.devices import on_gpu, one_order
 from tests.test_readme import shown

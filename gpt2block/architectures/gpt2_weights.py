@@ -20,7 +20,8 @@ from gpt2block.architectures.weights import (
     random_tensors,
     views,
 )
-from gpt2block.config import SIZES, GPT2Config, Shapes, block_shapes, check_count, size
+from gpt2block.checks import check_count
+from gpt2block.config import SIZES, GPT2Config, Shapes, block_shapes, size
 from gpt2block.errors import InputError, shown
 
 

@@ -13,8 +13,16 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.checks import check_integer, is_plain, of_bfloat16, plain_array, several
-from gpt2block.config import ModelConfig, Shapes, check_count, check_eps, model_shapes
+from gpt2block.checks import (
+    check_count,
+    check_eps,
+    check_integer,
+    is_plain,
+    of_bfloat16,
+    plain_array,
+    several,
+)
+from gpt2block.config import ModelConfig, Shapes, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 
 Array = NDArray[np.floating[Any]]

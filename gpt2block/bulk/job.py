@@ -19,8 +19,7 @@ from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
-from gpt2block.checks import check_choice
-from gpt2block.config import check_count
+from gpt2block.checks import check_choice, check_count
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.run.model import check_activations, check_dtype, kv_cache_dtype
 from gpt2block.tokenizers.lookup import Lookup

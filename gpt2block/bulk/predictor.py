@@ -15,8 +15,8 @@ import numpy as np
 
 from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
-from gpt2block.checks import check_choice, check_integer
-from gpt2block.config import ModelConfig, check_count
+from gpt2block.checks import check_choice, check_count, check_integer
+from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids

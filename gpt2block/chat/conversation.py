@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from gpt2block.chat.template import ChatTemplate, Message, checked
-from gpt2block.config import check_count
+from gpt2block.checks import check_count
 from gpt2block.errors import InputError, shown
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.generate import Run

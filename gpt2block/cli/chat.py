@@ -316,7 +316,7 @@ class Session:
 
     def _set(self, name: str, text: str) -> None:
         """Change an option; it is checked at once, as an answer would check it."""
-        from gpt2block.config import check_count  # noqa: PLC0415
+        from gpt2block.checks import check_count  # noqa: PLC0415
         from gpt2block.sampling import Sampling  # noqa: PLC0415
 
         whole = name in ("top_k", "max_new_tokens", "seed")

@@ -18,12 +18,12 @@ from typing import Literal
 import typer
 from rich.console import Console
 
+from gpt2block.checks import check_count
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
 from gpt2block.cli.model import ModelOptions, load_model, model_option
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import read_text
-from gpt2block.config import check_count
 from gpt2block.errors import InputError, printable, require
 from gpt2block.serve.log import log, set_up_log
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from gpt2block.checks import check_integer, check_number, meant, several
+from gpt2block.checks import check_count, check_eps, check_token, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 # Far above the sizes of every model: they limit the memory that a small, damaged file can request.
@@ -21,7 +20,6 @@ LIMITS: Mapping[str, int] = {
 }
 # Likewise of sizes that only some architectures have
 ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
-LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
@@ -58,25 +56,7 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
-LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
-
-
-def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
-    """The value as an int; InputError unless it is an integer, not a bool, in 1..most."""
-    count = check_integer(name, value, 1, math.inf, "a positive integer")
-    return check_integer(name, count, 1, most, f"at most {most:,}")
-
-
-def check_eps(value: Any) -> float:
-    """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
-    expected = "a finite number of at least 0 that fits float32"
-    return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
-
-
-def check_token(name: str, value: Any) -> int:
-    """The value as an int; InputError unless it can be the id of a token."""
-    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_number, several
+from gpt2block.checks import check_count, check_number, check_token, several
 from gpt2block.config import (
     ALL_LIMITS,
     OF_OTHERS,
@@ -18,9 +18,7 @@ from gpt2block.config import (
     Settings,
     Shapes,
     agreed,
-    check_count,
     check_settings,
-    check_token,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 

@@ -6,15 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import STORAGE, dtype_name
+from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
@@ -38,17 +41,73 @@ class Bound(NamedTuple):
         return self.out
 
 
+class Composite:
+    """Base of the matrices of `gpt2block.weights`, which have several arrays, NumPy or CuPy.
+
+    PARTS: for each array the suffix of its name in messages, and its attribute, which may be None.
+    """
+
+    PARTS: ClassVar[tuple[tuple[str, str], ...]]
+
+    @classmethod
+    def trusted(cls, **attributes: Any) -> Self:
+        """One of attributes that are known to match, which are not checked."""
+        made = cls.__new__(cls)
+        vars(made).update(attributes)
+        return made
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of the matrix, by the suffix of their names in messages."""
+        return arrays_of("", self)
+
+    def mapped(self, function: Callable[[Any], Any]) -> Self:
+        """The matrix with a function applied to its arrays, which keeps their shapes and dtypes."""
+        parts = {part: getattr(self, part) for _, part in self.PARTS}
+        made = {part: function(array) for part, array in parts.items() if array is not None}
+        return self.trusted(**{**vars(self), **made})
+
+
+def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
+    """The arrays of an argument, by their names in messages."""
+    if isinstance(value, Composite):
+        found = ((name + suffix, getattr(value, part)) for suffix, part in value.PARTS)
+        return {part: array for part, array in found if array is not None}
+    return {} if value is None else {name: value}
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with a function applied to each of its arrays; a matrix remains one."""
+    return value.mapped(function) if isinstance(value, Composite) else function(value)
+
+
+class Expected(NamedTuple):
+    """An array, and what `check` expects of it."""
+
+    name: str
+    array: Any
+    dtype: str
+    strided: bool = False
+    multiple: int = 1
+
+
+def check_each(arrays: Iterable[Expected]) -> None:
+    """`check` arrays in turn."""
+    for name, array, dtype, strided, multiple in arrays:
+        check(name, array, None, dtype, strided, multiple)
+
+
 def check(
     name: str,
     array: Any,
     shape: tuple[int, ...] | None = None,
     dtype: str = "float32",
     strided: bool = False,
+    multiple: int = 1,
 ) -> None:
     """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
 
     It must have exactly this `dtype`, this `shape` if one is given, and at least one element.
-    strided: it need not be contiguous.
+    strided: it need not be contiguous. multiple: of bytes, to which its address is aligned.
     """
     if not isinstance(array, cupy.ndarray):
         raise InputError(
@@ -69,6 +128,7 @@ def check(
             f"{name}: expected an array on the current device {device}, it is on device "
             f"{array.device.id}: use `with cupy.cuda.Device({array.device.id}):`"
         )
+    check_address(name, array, multiple)
 
 
 def check_alignment(name: str, array: CudaArray) -> None:
@@ -88,20 +148,6 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
         raise InputError(
             f"{name}: expected data aligned to {multiple} bytes: pass a copy, {name}.copy()"
         )
-
-
-def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
-    """The arrays of an argument, by their names in messages."""
-    if value is None:
-        return {}
-    if hasattr(value, "arrays"):  # a matrix of gpt2block.weights
-        return {name + part: array for part, array in value.arrays().items()}
-    return {name: value}
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """An argument with a function applied to each of its arrays; a matrix remains one."""
-    return value.mapped(function) if hasattr(value, "mapped") else function(value)
 
 
 def check_apart(
@@ -127,12 +173,6 @@ def check_apart(
 def same_memory(a: CudaArray, b: CudaArray) -> bool:
     """Whether both arrays have the same elements in the same memory."""
     return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
-
-
-def storage(x: Any) -> str:
-    """The dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
-    name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
-    return name if name in STORAGE else "float32"
 
 
 def element_strides(array: CudaArray) -> tuple[int, ...] | None:

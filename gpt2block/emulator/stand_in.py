@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
-from gpt2block.cuda import kernels
+from gpt2block.cuda import kernels, requests
 from gpt2block.emulator import loader
 
 CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine are not emulated
@@ -383,14 +383,14 @@ def early_launches(early: Collection[str] = ()) -> Iterator[None]:
         _state.early = None
 
 
-def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
+def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
     """`launch.run()` as one of `early_launches`."""
     with early_launches(early):
         launch.run()
 
 
 def compile_ahead(
-    launches: Iterable[kernels.Launch], checks: Iterable[loader.Checks] = BOTH
+    launches: Iterable[requests.Launch], checks: Iterable[loader.Checks] = BOTH
 ) -> None:
     """Start to compile the programs of each launch for these checks, in other threads."""
     programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))

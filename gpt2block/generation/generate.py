@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args, overload
 
 import numpy as np
 
-from gpt2block.checks import check_choice, named_options, several
-from gpt2block.config import check_count
+from gpt2block.checks import check_choice, check_count, named_options, several
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import Ends, Generation, Row

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook
-from gpt2block.checks import check_callable, check_choice, is_plain
-from gpt2block.config import check_count
+from gpt2block.checks import check_callable, check_choice, check_count, is_plain
 from gpt2block.errors import InputError
 from gpt2block.generation.generate import Overflow
 from gpt2block.generation.rows import BAD_WEIGHTS

@@ -25,7 +25,6 @@ from gpt2block.cuda.arrays import (
     compute_capability,
     contiguous,
     device_attribute,
-    storage,
 )
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
@@ -42,7 +41,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Call, check_format
+from gpt2block.ops.call import TWO_PART, Call, check_format, storage
 from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 

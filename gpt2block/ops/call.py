@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from gpt2block.checks import meant
-from gpt2block.contract import MATRICES, Contract, Entry, Sizes, scalar
+from gpt2block.checks import meant, scalars
+from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import check, check_address, check_apart, same_memory, storage
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
+from gpt2block.cuda.kernels import FP8, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -58,6 +59,16 @@ class Call(SimpleNamespace):
                     made = cupy.empty(shape, _dtype(entry, None, self))
                 setattr(self, entry.name, made)
 
+    def take(self, sizes: Sizes, written: Mapping[str, Any]) -> None:
+        """Add sizes by their letters, and outputs; one that is required and missing is made."""
+        for letter, size in sizes.items():
+            setattr(self, "leading" if letter == "..." else letter, size)
+        if "..." in sizes:
+            self.rows = prod(sizes["..."])
+        for entry in self.contract.outputs:
+            if written[entry.name] is not None or entry.optional:
+                setattr(self, entry.name, written[entry.name])
+
     @property
     def extra(self) -> tuple[Any, ...]:
         """The outputs besides the first one, and the arrays of launches before the last one."""
@@ -69,45 +80,75 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     """Check a call of an operation.
 
     inputs, out: in the order of the contract; missing ones are None. Options with a known meaning
-    are checked too (`contract.scalar`). Raises InputError with the name of what is wrong.
+    are checked too (`checks.scalars`). Raises InputError with the name of what is wrong.
     """
-    call = Call(
-        contract=contract, **{name: scalar(name, option) for name, option in options.items()}
-    )
+    call = Call(contract=contract, **scalars(options))
     sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
+    arrays: list[Expected] = []
+    shapes: list[tuple[Entry, Any]] = []
+
+    def expect(entry: Entry, value: Any) -> None:
+        expected, shape = _expected(entry, value, call)
+        arrays.extend(expected)
+        shapes.append((entry, shape))
+
     given: dict[str, Any] = {}
     for entry, value in zip_longest(contract.inputs, inputs[: len(contract.inputs)]):
         if value is not None or not entry.optional:
-            _check(entry, value, call, sizes)
+            expect(entry, value)
         given[entry.name] = value
         setattr(call, entry.name, value)
-    for letter, size in sizes.items():
-        setattr(call, "leading" if letter == "..." else letter, size)
-    if "..." in sizes:
-        call.rows = prod(sizes["..."])
+    written: dict[str, Any] = {}
     outs = out if isinstance(out, tuple) else (out,)
     for entry, value in zip_longest(contract.outputs, outs):
-        written = _output(entry, value, call, sizes, given)
-        if written is not None or entry.optional:
-            setattr(call, entry.name, written)
-        given[entry.name] = written
+        if entry.name in given:
+            if value is not None and not same_memory(value, given[entry.name]):
+                name = entry.name
+                raise InputError(f"out: expected {name} itself, which the kernel changes in place")
+            written[entry.name] = given[entry.name]
+        else:
+            if value is not None:
+                expect(entry, value)
+            written[entry.name] = value
+    check_each(arrays)
+    check_shapes(shapes, sizes)
+    for entry in contract.outputs:
+        _check_apart(entry, written, given)
+    call.take(sizes, written)
     return call
 
 
-def _check(entry: Entry, value: Any, call: Call, sizes: Sizes) -> None:
-    """InputError unless the array or matrix fits; the sizes of new letters are added."""
+def _check_apart(entry: Entry, written: dict[str, Any], given: dict[str, Any]) -> None:
+    """InputError where an output overlaps an input or an earlier output, which given then has.
+
+    An input that the operation changes is not compared with itself, nor with later outputs.
+    """
+    name, value = entry.name, written[entry.name]
+    given.pop(name, None)
+    if value is not None:
+        itself = {other: given[other] for other in entry.itself}
+        check_apart(name, value, {n: v for n, v in given.items() if n not in itself}, itself)
+    given[name] = value
+
+
+def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...], Any]:
+    """What the arrays of an argument must be, and its shape; InputError for another matrix."""
     name, kind = entry.name, _kind(entry, value, call)
     if kind == TWO_PART:
-        check_two_part(name, value)
-        shape = value.shape
-    elif kind in MATRICES or (kind == "table" and isinstance(value, WeightMatrix)):
-        check_matrix(name, value, None if kind == "matrix" else "NK")
-        shape = value.data.shape if kind == "table" else (value.K, value.N)
-    else:
-        check(name, value, dtype=_dtype(entry, value, call), strided=kind == "strided")
-        shape = value.shape
-    if not entry.fits(shape, sizes):
-        raise InputError(f"{name}: expected shape {entry.expected(sizes)}, got {shape}")
+        if not isinstance(value, TwoPartMatrix):
+            raise InputError(
+                f"{name}: expected a TwoPartMatrix, got {type(value).__name__}: "
+                "use TwoPartMatrix.from_float32"
+            )
+        parts = Expected(f"{name}.parts", value.parts, "float16", multiple=16)
+        scale = Expected(f"{name}.scale", value.scale, "float32", multiple=16)
+        return (parts, scale), value.shape
+    if kind in MATRICES or (kind == "table" and isinstance(value, WeightMatrix)):
+        expected = _of_matrix(name, value, None if kind == "matrix" else "NK")
+        shape = value.data.shape
+        return expected, shape if kind == "table" or value.layout == "KN" else shape[::-1]
+    array = Expected(name, value, _dtype(entry, value, call), kind == "strided")
+    return (array,), getattr(value, "shape", ())
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
@@ -154,27 +195,8 @@ def check_format(kv_dtype: Any) -> None:
         )
 
 
-def _output(entry: Entry, value: Any, call: Call, sizes: Sizes, given: dict[str, Any]) -> Any:
-    """An output, checked; an input if the operation changes it; None if it is not given.
-
-    given: the inputs, and the outputs before this one, by name.
-    """
-    name = entry.name
-    if name in given:
-        if value is not None and not same_memory(value, given[name]):
-            raise InputError(f"out: expected {name} itself, which the kernel changes in place")
-        value = given.pop(name)
-    elif value is None:
-        return None
-    else:
-        _check(entry, value, call, sizes)
-    itself = {other: given[other] for other in entry.itself}
-    check_apart(name, value, {n: v for n, v in given.items() if n not in itself}, itself)
-    return value
-
-
-def check_matrix(name: str, w: Any, layout: str | None = "NK") -> None:
-    """InputError unless w is a WeightMatrix on the current device; layout: None for either."""
+def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
+    """What the arrays of a WeightMatrix must be; layout: None for either. Raises InputError."""
     if not isinstance(w, WeightMatrix):
         raise InputError(
             f"{name}: expected a WeightMatrix, got {type(w).__name__}: use WeightMatrix.quantize"
@@ -184,18 +206,11 @@ def check_matrix(name: str, w: Any, layout: str | None = "NK") -> None:
             f"{name}: expected layout 'NK', (N, K) in memory, got {w.layout!r}: "
             f"use WeightMatrix.quantize(w, {w.dtype!r}, 'NK')"
         )
-    check(name, w.data, dtype="uint8" if w.dtype in FP8 else w.dtype)
-    if w.scale is not None:
-        check(f"{name}.scale", w.scale)
+    data = Expected(name, w.data, "uint8" if w.dtype in FP8 else w.dtype)
+    return (data,) if w.scale is None else (data, Expected(f"{name}.scale", w.scale, "float32"))
 
 
-def check_two_part(name: str, matrix: Any) -> None:
-    """InputError unless it is a TwoPartMatrix on the current device, aligned to 16 bytes."""
-    if not isinstance(matrix, TwoPartMatrix):
-        raise InputError(
-            f"{name}: expected a TwoPartMatrix, got {type(matrix).__name__}: "
-            "use TwoPartMatrix.from_float32"
-        )
-    for part, array in matrix.arrays().items():
-        check(name + part, array, dtype=array.dtype.name)
-        check_address(name + part, array)
+def storage(x: Any) -> str:
+    """The dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
+    name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
+    return name if name in STORAGE else "float32"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.config import LARGEST_COUNT
+from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_alignment
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at

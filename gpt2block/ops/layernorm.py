@@ -24,14 +24,13 @@ from gpt2block.cuda.arrays import (
     check_address,
     contiguous,
     device_attribute,
-    storage,
 )
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import TWO_PART, Call, checked
+from gpt2block.ops.call import TWO_PART, Call, checked, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, unfit, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call

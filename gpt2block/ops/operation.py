@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import meant
-from gpt2block.contract import Contract, contract_of, size_of
+from gpt2block.contract import Contract, size_of
 from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
 from gpt2block.errors import Argument, InputError, KernelError
@@ -198,12 +199,12 @@ class Operation:
             return tuple(self.options)
         return tuple(inspect.signature(self.binder).parameters)[2:]
 
-    @property
+    @cached_property
     def contract(self) -> Contract:
         """That of the function of the same name in the reference, or of `line`."""
         if self.line:
             return Contract.parse(self.line)
-        return contract_of(getattr(reference, self.name))
+        return reference.CONTRACTS[self.name]
 
     def checked(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
         """`gpt2block.ops.call.checked` by the operation's contract. Raises InputError."""

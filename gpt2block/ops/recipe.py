@@ -71,20 +71,26 @@ def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 
 
-def alike(values: Sequence[Any], addresses: Sequence[int]) -> Hashable:
-    """All that launches can depend on of arguments with these addresses, except the addresses."""
-    return *map(_described, values), *map(addresses.index, addresses)
+def seen(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
+    """The addresses of the arrays of all arguments, and all else that launches can depend on."""
+    addresses: list[int] = []
+    kinds = tuple([_described(value, addresses) for value in values])
+    places = tuple(map(addresses.index, addresses))
+    return tuple(addresses), (kinds, places, tuple(map(exactly, options)))
 
 
-def _described(value: Any) -> Hashable:
+def _described(value: Any, addresses: list[int]) -> Hashable:
+    """What launches can depend on, except addresses, to which those of its arrays are added."""
     if value is None:
         return None
     if isinstance(value, WeightMatrix):
-        return value.dtype, value.layout, _described(value.data), _described(value.scale)
+        parts = _described(value.data, addresses), _described(value.scale, addresses)
+        return value.dtype, value.layout, parts
     if isinstance(value, TwoPartMatrix):
-        parts = _described(value.parts), _described(value.scale)
-        return value.shape, value.one_scale, *parts
+        parts = _described(value.parts, addresses), _described(value.scale, addresses)
+        return value.shape, value.one_scale, parts
     memory = value.data
+    addresses.append(memory.ptr)
     return value.shape, value.dtype, value.strides, memory.device_id, memory.ptr % ALIGNED
 
 

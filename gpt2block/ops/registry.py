@@ -85,7 +85,10 @@ STEPS: Mapping[str, Operation] = {
     )
 }
 
+BY_NAME: Mapping[str, Operation] = {**STEPS, **OPERATIONS}
+
 __all__ = [
+    "BY_NAME",
     "OPERATIONS",
     "STEPS",
     "Inputs",
@@ -101,7 +104,7 @@ __all__ = [
 
 def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
     """`Operation.bind` of an operation or a step by name."""
-    return (OPERATIONS.get(name) or STEPS[name]).bind(inputs, out, **options)
+    return BY_NAME[name].bind(inputs, out, **options)
 
 
 def find(name: str) -> Operation:

@@ -21,14 +21,13 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     in_rows,
     row_alignment,
-    storage,
 )
 from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, storage
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.ops.warm import call
 

@@ -23,7 +23,6 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
     in_rows,
-    storage,
 )
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
@@ -33,7 +32,7 @@ from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, storage
 from gpt2block.ops.operation import (
     Inputs,
     Operation,

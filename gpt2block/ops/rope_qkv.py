@@ -10,7 +10,7 @@ from math import ceil, gcd
 
 import numpy as np
 
-from gpt2block.config import check_count
+from gpt2block.checks import check_count
 from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch

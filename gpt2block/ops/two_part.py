@@ -9,11 +9,11 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, storage
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, storage
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import (

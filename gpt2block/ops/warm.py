@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of
-from gpt2block.ops.recipe import Recipe, addresses_of, alike, exactly
+from gpt2block.ops.recipe import Recipe, addresses_of, seen
 from gpt2block.weights.two_part import TwoPartMatrix
 
 MOST = 4096  # calls cached; the oldest is dropped first
@@ -48,13 +48,8 @@ def call(
     usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
     if out is not None or not usual:  # may overlap an input; bind says what is wrong with others
         return _bound_and_run(bind, inputs, out, options)
-    addresses = tuple([array.data.ptr for array in arrays])
-    key = (
-        bind,
-        cupy.cuda.runtime.getDevice(),
-        alike(inputs, addresses),
-        *map(exactly, options.values()),  # of one bind, always the same names
-    )
+    addresses, kind = seen(inputs, options.values())  # of one bind, always the same names
+    key = bind, cupy.cuda.runtime.getDevice(), kind
     known = _known.get(key)
     if known is not None:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.contract import MATRICES, contract_of
+from gpt2block.contract import MATRICES
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.errors import InputError
 from gpt2block.passes.blocks import BlockPass, Settings, StepPass
@@ -64,10 +64,7 @@ class BlockSpec:
     @cached_property
     def matrices(self) -> frozenset[str]:
         """The weights that products on tensor cores take as matrices (N, K)."""
-        inputs = (
-            zip(contract_of(getattr(reference, s.op)).inputs, s.inputs, strict=False)
-            for s in self.steps
-        )
+        inputs = (zip(reference.CONTRACTS[s.op].inputs, s.inputs, strict=False) for s in self.steps)
         return frozenset(
             name for each in inputs for entry, name in each if entry.kind in MATRICES and name
         )

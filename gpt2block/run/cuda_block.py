@@ -25,7 +25,8 @@ from gpt2block.passes.machine import Step
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
 from gpt2block.run.cuda_timeline import timed
 from gpt2block.run.model import StepResult
-from gpt2block.run.recording import Recorded, Recording, Recordings
+from gpt2block.run.recorder import Recorded
+from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
+from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
+from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of

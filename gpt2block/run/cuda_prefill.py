@@ -19,7 +19,8 @@ from gpt2block.passes.forward import Want
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.model import Floats, Ids, cache_tensors
-from gpt2block.run.recording import Recorded, Recording
+from gpt2block.run.recorder import Recorded
+from gpt2block.run.recording import Recording
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_model import CudaModel

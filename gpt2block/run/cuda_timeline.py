@@ -21,8 +21,9 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
+from gpt2block.run.recorder import Stored
 from gpt2block.run.recording import Recording, Recordings, capture
-from gpt2block.run.timeline import Call, Moved, Ran, Stored, Timeline, moved, weights_dtype
+from gpt2block.run.timeline import Call, Moved, Ran, Timeline, moved, weights_dtype
 
 EMPTY = 100  # kernels that do nothing, for the time between two kernels
 SAMPLE = "sample"  # the step of what launches after a pass

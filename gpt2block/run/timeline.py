@@ -12,18 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.contract import MATRICES, contract_of
+from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
-from gpt2block.cuda.kernels import dtype_name
 from gpt2block.passes import BATCH
-from gpt2block.passes.machine import TWO_PART, Step
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.passes.machine import Step
+from gpt2block.run.recorder import VIEW, Stored, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
 SCRATCH = "memory"  # of a product that converts its weights first
-VIEW = "rows"  # the operation whose result is a view of its input
 Call = Callable[[], Any]
 
 
@@ -93,37 +90,13 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-class Stored(NamedTuple):
-    """The size of an array or matrix in memory."""
-
-    shape: Shape
-    dtype: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, array: Any) -> Stored:
-        """That of an array, a matrix or a Stored."""
-        return cls(*described(array), int(array.nbytes))
-
-
-def described(array: Any) -> tuple[Shape, str]:
-    """Shape and dtype of a tensor; of matrices those in memory."""
-    if isinstance(array, TwoPartMatrix):
-        return array.shape, TWO_PART
-    if isinstance(array, WeightMatrix):
-        return array.data.shape, array.dtype
-    if isinstance(array, Stored):
-        return array.shape, array.dtype
-    return array.shape, dtype_name(array.dtype)
-
-
 def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> Moved:
     """What a step of an operation moves.
 
     names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
     those of floats can be Stored. out: the result.
     """
-    contract = contract_of(getattr(reference, op))
+    contract = reference.CONTRACTS[op]
     given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
     written = {entry.name for entry in contract.outputs}
     weights = activations = cache = 0
@@ -179,7 +152,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
     """The dtype of the first matrix that a step reads, "" without one."""
-    entries = contract_of(getattr(reference, op)).inputs
+    entries = reference.CONTRACTS[op].inputs
     for entry, value in zip(entries, inputs, strict=False):
         matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias takes arrays
         if matrix and value is not None:

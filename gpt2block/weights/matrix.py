@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import FLOATS, is_plain, meant
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import check
+from gpt2block.cuda.arrays import Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.weights import conversions
@@ -27,7 +26,7 @@ _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 
 @dataclass(frozen=True, eq=False)
-class WeightMatrix:
+class WeightMatrix(Composite):
     """A weight matrix (K, N), K inputs and N outputs, stored in one of five dtypes.
 
     data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
@@ -38,6 +37,8 @@ class WeightMatrix:
     The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
     that are infinity or NaN, which the kernels would treat as numbers.
     """
+
+    PARTS = ("", "data"), (".scale", "scale")
 
     data: Any
     dtype: str
@@ -122,15 +123,6 @@ class WeightMatrix:
         if self.scale is not None:
             scale *= on_host(self.scale)
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
-
-    def arrays(self) -> dict[str, Any]:
-        """The arrays of the matrix, by the suffix of their names in messages."""
-        return {"": self.data} | ({} if self.scale is None else {".scale": self.scale})
-
-    def mapped(self, function: Callable[[Any], Any]) -> WeightMatrix:
-        """The matrix with a function applied to its arrays."""
-        scale = None if self.scale is None else function(self.scale)
-        return replace(self, data=function(self.data), scale=scale)
 
     @property
     def K(self) -> int:  # noqa: N802

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from gpt2block import reference
 from gpt2block.checks import check_integer, is_plain, real
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import check, contiguous
+from gpt2block.cuda.arrays import Composite, check, contiguous
 from gpt2block.errors import InputError, shown
 from gpt2block.weights import conversions
 from gpt2block.weights.matrix import check_device, check_kind, kind, on_host
@@ -21,7 +20,7 @@ LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
 
 
 @dataclass(frozen=True, eq=False)
-class TwoPartMatrix:
+class TwoPartMatrix(Composite):
     """float32 numbers (..., K), stored as (hi + lo 2^-11) scale, with one scale per row.
 
     parts (2, rows, K), hi and lo in float16, and scale (rows,), float32 powers of two: NumPy or
@@ -33,6 +32,8 @@ class TwoPartMatrix:
     The arrays are not copied. Scales in device memory are not checked. Raises InputError for arrays
     that do not match.
     """
+
+    PARTS = (".parts", "parts"), (".scale", "scale")
 
     parts: Any
     scale: Any
@@ -104,14 +105,6 @@ class TwoPartMatrix:
 
     def __repr__(self) -> str:
         return f"TwoPartMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
-
-    def arrays(self) -> dict[str, Any]:
-        """The arrays of the matrix, by the suffix of their names in messages."""
-        return {".parts": self.parts, ".scale": self.scale}
-
-    def mapped(self, function: Callable[[Any], Any]) -> TwoPartMatrix:
-        """The matrix with a function applied to its arrays."""
-        return replace(self, parts=function(self.parts), scale=function(self.scale))
 
     @property
     def ndim(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from fuzzing import Rng
 from gpt2block import ops, reference
 from gpt2block.checks import FLOATS
-from gpt2block.contract import MATRICES, Entry, contract_of
+from gpt2block.contract import MATRICES, Entry
 from gpt2block.cuda import cupy
 from gpt2block.ops.call import FIXED
 from gpt2block.ops.registry import OPERATIONS, STEPS
@@ -128,7 +128,7 @@ def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
     """Draw the arrays of the contract, and the options. function: that of `ops` by default."""
     known = rule.given(d)
     operation = {**OPERATIONS, **STEPS, "mark_seen": MARK_SEEN}.get(rule.op)
-    contract = operation.contract if operation else contract_of(getattr(reference, rule.op))
+    contract = operation.contract if operation else reference.CONTRACTS[rule.op]
     entries = {entry.name: entry for entry in contract.inputs}
     arrays: Arrays = {}
     options: dict[str, Any] = {}

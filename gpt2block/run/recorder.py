@@ -1,0 +1,356 @@
+"""Binding the steps of a forward pass to arrays, and the memory of their results.
+
+A step's result is a part of an arena, which is free again when Python drops it: a pass drops what
+no later step reads, and steps are bound in the order in which they will run. Recordings that never
+run at the same time can share an arena.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Collection, Hashable, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2block import reference
+from gpt2block.contract import MATRICES, Sizes
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, Shape
+from gpt2block.cuda.kernels import dtype_name
+from gpt2block.cuda.requests import Launch
+from gpt2block.ops.call import FIXED
+from gpt2block.ops.recipe import Recipe, addresses_of, seen
+from gpt2block.ops.registry import BY_NAME
+from gpt2block.passes.machine import TWO_PART, Machine, Step, Value
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix, scale_for
+
+VIEW = "rows"  # the operation whose result is a view of its input
+ALIGNMENT = 512  # of each part of an arena, in bytes
+OPEN = ("any", "strided", "mixed")  # kinds of arrays that share their dtype
+
+
+def bytes_of(shape: Shape, dtype: Any) -> int:
+    return prod(shape) * int(np.dtype(dtype).itemsize)
+
+
+class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger one)
+    """An array does not fit."""
+
+
+class Offsets:
+    """Parts of one piece of memory: each gets the lowest place where it fits.
+
+    limit: bytes; None: as many as are needed. `peak` is the end of the highest part so far.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.peak = limit, 0
+        self._taken: list[tuple[int, int]] = []  # first byte and end of each part, sorted
+
+    def take(self, nbytes: int) -> int:
+        """The first byte of a new part. Raises ArenaFull."""
+        size = -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
+        at = 0
+        for first, end in self._taken:
+            if at + size <= first:
+                break
+            at = end
+        if self.limit is not None and at + size > self.limit:
+            raise ArenaFull
+        insort(self._taken, (at, at + size))
+        self.peak = max(self.peak, at + size)
+        return at
+
+    def give_back(self, at: int) -> None:
+        """Free the part that begins there."""
+        del self._taken[bisect_left(self._taken, (at, 0))]
+
+
+class Lease:
+    """A part of an arena, which is free again when nothing refers to the lease."""
+
+    def __init__(self, offsets: Offsets, nbytes: int) -> None:
+        """Raises ArenaFull."""
+        self.at = offsets.take(nbytes)
+        self._offsets = offsets
+
+    def __del__(self) -> None:
+        if hasattr(self, "_offsets"):  # else there was no room
+            self._offsets.give_back(self.at)
+
+
+class Arena:
+    """Device memory of `nbytes`, zeros at first, on the current device."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = cupy.zeros(max(ALIGNMENT, nbytes), "uint8")
+        self._offsets = Offsets(nbytes)
+        self._filled: dict[tuple[str, float], CudaArray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._memory.nbytes)
+
+    def empty(self, shape: Shape, dtype: Any) -> CudaArray:
+        """An array whose part is free when Python drops it and its views. Raises ArenaFull."""
+        nbytes = bytes_of(shape, dtype)
+        lease = Lease(self._offsets, nbytes)
+        base = self._memory.data
+        owner = cupy.cuda.UnownedMemory(base.ptr + lease.at, nbytes, lease, base.device_id)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owner, 0))
+
+    def filled(self, name: str, rows: int, value: float) -> CudaArray:
+        """A float32 array (rows,) of one value, apart from the arena: no kernel writes it.
+
+        Arrays of the same name are shared by all layers.
+        """
+        known = self._filled.get((name, value))
+        if known is None or len(known) < rows:
+            known = self._filled[name, value] = cupy.full((rows,), value, "float32")
+        return known[:rows]
+
+    def view(self, array: CudaArray) -> CudaArray:
+        """The same elements, without keeping their part; an array of other memory itself."""
+        offset = array.data.ptr - self._memory.data.ptr
+        if not 0 <= offset < self._memory.nbytes:
+            return array
+        part = self._memory[offset : offset + array.nbytes]
+        return part.view(array.dtype).reshape(array.shape)
+
+
+class Stored(NamedTuple):
+    """The size of an array or matrix in memory."""
+
+    shape: Shape
+    dtype: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, array: Any) -> Stored:
+        """That of an array, a matrix or a Stored."""
+        return cls(*described(array), int(array.nbytes))
+
+
+def described(array: Any) -> tuple[Shape, str]:
+    """Shape and dtype of a tensor; of matrices those in memory."""
+    if isinstance(array, TwoPartMatrix):
+        return array.shape, TWO_PART
+    if isinstance(array, WeightMatrix):
+        return array.data.shape, array.dtype
+    if isinstance(array, Stored):
+        return array.shape, array.dtype
+    return array.shape, dtype_name(array.dtype)
+
+
+class Result:
+    """The result of a step while its pass needs it. array: CuPy, or a TwoPartMatrix."""
+
+    __slots__ = ("array", "dtype", "name", "overwritten", "shape")
+
+    def __init__(self, name: str, shape: Shape, dtype: str, array: Any) -> None:
+        self.name, self.shape, self.dtype, self.array = name, shape, dtype, array
+        self.overwritten = ""  # by the step of this name
+
+
+class Recorded(NamedTuple):
+    """A step bound to arrays. key: what determines its launches; result: None if borrowed.
+
+    extra: other arrays that the launches use.
+    """
+
+    step: Step
+    launches: tuple[Launch, ...]
+    key: tuple[Any, ...]
+    result: Any
+    extra: tuple[Any, ...]
+
+
+class Recorder(Machine):
+    """What recordings have in common with the measurement of their memory: results and names.
+
+    outs: arrays for some of the results, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+        super().__init__(tensors)
+        self.outs = dict(outs or {})
+
+    def do(self, step: Step, into: Value) -> Result:
+        name, op, inputs, attrs, dtype, bound = step
+        given = [self._given(name, each) for each in inputs]
+        first, changes = given[0], op == VIEW
+        if changes and first:
+            made = self._rows(name, first, attrs["first"], attrs["end"])
+        else:
+            changed = reference.CONTRACTS[op].changed
+            target = into if changed is None else given[changed]
+            if target is not None:
+                made = Result(name, target.shape, target.dtype, target.array)
+                target.overwritten = name
+            else:
+                kinds = tuple([each and (each.shape, each.dtype) for each in given])
+                sizes = tuple([pair for pair in attrs.items() if type(pair[1]) is int])
+                made = self._new(name, *result_of(op, kinds, sizes, dtype), bound)
+            changes = changed is not None
+        names = tuple([each.name if each else "" for each in given])
+        out = None if changes else made.array
+        self._bind(
+            Step(name, op, names, attrs, dtype, bound),
+            tuple([each.array if each else None for each in given]),
+            out,
+            made,
+        )
+        return made
+
+    def _given(self, name: str, value: Any) -> Result | None:
+        """An input: a result, or a tensor by its name."""
+        if isinstance(value, Result):
+            if value.overwritten:
+                raise RuntimeError(f"{name}: reads {value.name}: {value.overwritten} overwrote it")
+            return value
+        array = self.tensors.get(value)
+        return None if array is None else Result(value, *described(array), array)
+
+    def _new(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Result:
+        array = self.outs.get(name)
+        if array is None:
+            array = self._allocated(name, shape, dtype, bound)
+        return Result(name, shape, dtype, array)
+
+    def _rows(self, name: str, x: Result, first: int, end: int) -> Result:
+        return Result(name, (end - first, *x.shape[1:]), x.dtype, x.array[first:end])
+
+    @abstractmethod
+    def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
+        """Memory for a result."""
+
+    @abstractmethod
+    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+        """Bind a step to its arrays. out: None if it changes an input; made: its result."""
+
+
+@lru_cache(maxsize=4096)  # layers have the same shapes
+def result_of(
+    op: str,
+    given: tuple[tuple[Shape, str] | None, ...],
+    attrs: tuple[tuple[str, int], ...],
+    dtype: str | None,
+) -> tuple[Shape, str]:
+    """Shape and dtype of an operation's first output.
+
+    given: those of the inputs. attrs: the sizes among the attributes. dtype: where the contract
+    leaves it open.
+    """
+    contract = reference.CONTRACTS[op]
+    sizes: Sizes = dict(attrs)
+    storage = None
+    for entry, value in zip(contract.inputs, given, strict=False):
+        if value is not None:
+            shape, of_input = value
+            in_rows = entry.kind in MATRICES  # axes (K, N), rows in memory
+            entry.fits(shape[::-1] if in_rows else shape, sizes)
+            storage = storage or (of_input if entry.kind in OPEN else None)
+    out = contract.outputs[0]
+    open_dtype = storage if storage != TWO_PART or out.kind in OPEN else "float32"
+    kind = TWO_PART if out.kind == TWO_PART else str(open_dtype)
+    return out.shape(sizes), dtype or FIXED.get(out.kind) or kind
+
+
+class _Leased:
+    """An array without memory."""
+
+    def __init__(self, *leases: Lease) -> None:
+        self._leases = leases
+
+    def __getitem__(self, rows: slice) -> _Leased:
+        return self
+
+
+class Measure(Recorder):
+    """Finds the bytes that an arena needs for a pass, `peak`; nothing is allocated or bound."""
+
+    def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+        super().__init__(tensors, outs)
+        self._offsets = Offsets()
+
+    @property
+    def peak(self) -> int:
+        return self._offsets.peak
+
+    def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> _Leased:
+        if dtype != TWO_PART:
+            return _Leased(Lease(self._offsets, bytes_of(shape, dtype)))
+        parts = Lease(self._offsets, bytes_of((2, *shape), "float16"))
+        scales = bytes_of(shape[:-1], "float32")
+        return _Leased(parts, *((Lease(self._offsets, scales),) if bound is None else ()))
+
+    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+        pass
+
+
+class Binder(Recorder):
+    """Binds steps to arrays on the current device.
+
+    known: earlier recorded steps by name, used again where they have the same arrays and options.
+    borrowed: names of results that the caller keeps alive during a run, which are not kept here.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        arena: Arena,
+        outs: Mapping[str, Any] | None = None,
+        known: Mapping[str, Recorded] | None = None,
+        borrowed: Collection[str] = (),
+    ) -> None:
+        super().__init__(tensors, outs)
+        self.steps: dict[str, Recorded] = {}
+        self._arena, self._known, self._borrowed = arena, known or {}, borrowed
+        self._recipes: dict[Hashable, tuple[Recipe | None, tuple[Any, ...], tuple[int, ...]]] = {}
+
+    def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
+        if dtype != TWO_PART:
+            return self._arena.empty(shape, dtype)
+        rows = int(np.prod(shape[:-1]))
+        parts = self._arena.empty((2, rows, shape[-1]), "float16")
+        if bound is None:
+            return TwoPartMatrix(parts, self._arena.empty((rows,), "float32"), shape)
+        one_scale = scale_for(bound)
+        scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
+        return TwoPartMatrix(parts, scale, shape, one_scale)
+
+    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+        places, kind = seen((*inputs, made.array), step.attrs.values())
+        key = step.op, out is None, places, kind, tuple(step.attrs)
+        known = self._known.get(step.name)
+        if known is not None and known.key == key:
+            launches, extra = known.launches, known.extra
+        elif step.op == VIEW:
+            launches, extra = (), ()
+        else:
+            launches, extra = self._launches(step, inputs, out, kind, places)
+        result = None if step.name in self._borrowed else self.kept(made.array)
+        self.steps[step.name] = Recorded(step, launches, key, result, extra)
+
+    def _launches(
+        self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
+    ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
+        """The launches of a step and their further arrays: most steps are alike in all layers."""
+        alike = step.op, out is None, kind, tuple(step.attrs)
+        recipe, extra, further = self._recipes.get(alike, (None, (), ()))
+        if recipe is not None:
+            return recipe.at((*places, *further)), extra
+        _, launches, extra = BY_NAME[step.op].bind_on_device(inputs, out, **step.attrs)
+        further = addresses_of(extra)
+        self._recipes[alike] = Recipe.of(launches, (*places, *further)), extra, further
+        return launches, extra
+
+    def kept(self, value: Any) -> Any:
+        """An array or matrix, without keeping its part of the arena."""
+        view = self._arena.view
+        return value.mapped(view) if isinstance(value, TwoPartMatrix) else view(value)
