@@ -285,14 +285,3 @@ SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
     **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
 }
-
-
-def scalars(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options, those checked that have a name of `SCALARS`; None stays.
-
-    NumPy scalars become Python scalars, which do not overflow. Raises InputError.
-    """
-    return {
-        name: SCALARS[name](name, value) if name in SCALARS and value is not None else value
-        for name, value in options.items()
-    }

@@ -21,7 +21,7 @@ from gpt2block.ops._attention_tiles import (
     hopper_two_part_geometry,
     two_part_geometry,
 )
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART, VARLEN, bind
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for

@@ -39,7 +39,7 @@ from gpt2block.ops._attention_tiles import (
     mma_stage,
     together,
 )
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain

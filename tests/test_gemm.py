@@ -32,7 +32,7 @@ from gpt2block.ops._gemm_mma import (
     Tile,
     geometry,
 )
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.weights.matrix import WeightMatrix

@@ -23,7 +23,7 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._matrix import fastest
+from gpt2block.ops._products import fastest
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.linear import OPERATION
 from gpt2block.ops.linear import bind as bind_linear

@@ -32,7 +32,7 @@ from gpt2block.cuda import cupy, overlap, replaced, requests
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
 from gpt2block.ops import registry
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL

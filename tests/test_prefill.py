@@ -31,7 +31,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config import block_shapes
 from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.emulator import stand_in
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.passes.gpt2 import operand_bounds
 from gpt2block.run import cuda_model

@@ -22,8 +22,8 @@ from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import ORDERS
 from gpt2block.ops import _rmsnorm_hopper, _rmsnorm_mma
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rmsnorm_matvec import geometry as matvec
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain

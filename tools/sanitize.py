@@ -43,7 +43,7 @@ from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops._tensor_cores import room
+from gpt2block.ops._products import room
 
 MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the others
 WARPS = (4, 2, 1)  # of a block of `online`, the best first

@@ -7,8 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.ops._matrix import count_tiles
-from gpt2block.ops._tensor_cores import room
+from gpt2block.ops._products import count_tiles, room
 
 FILE = "matmul/mma.cu"
 KERNEL = "gemm_mma"
@@ -87,7 +86,8 @@ def geometry(
     """
     parts = 1 + two_part
     candidates = (tile,) if tile else TWO_PART_TILES if two_part else TILES
-    fitting = [fit for each in candidates if (fit := _fit(each, most_shared, parts))]
+    memory = tuple(room(most_shared, blocks) for blocks in (1, 2))
+    fitting = [fit for each in candidates if (fit := _fit(each, memory, parts))]
     tile = min(fitting, key=lambda each: _clocks(each, M, N, K, sms, parts))
     warps_m, warps_n = tile.warps
     defines = (
@@ -134,13 +134,17 @@ def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
         32 * (read + sides) * parts / SHARED_BYTES,
     )
     store = 2 * parts * size / STORED_BYTES / tile.blocks  # while other blocks multiply
-    return ceil(count_tiles(tile, M, N) / sms) * (ceil(K / 16) * step + store)
+    tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
+    return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
-def _fit(tile: Tile, most_shared: int, parts: int) -> Tile | None:
-    """The tile with as many blocks and stages as shared memory holds; None where it has no room."""
+def _fit(tile: Tile, memory: tuple[int, ...], parts: int) -> Tile | None:
+    """The tile with as many blocks and stages as shared memory holds; None where it has no room.
+
+    memory: bytes for each of 1, 2, … blocks on a multiprocessor.
+    """
     for blocks in range(tile.blocks, 0, -1):
-        stages = min(tile.stages, room(most_shared, blocks) // (parts * _slice(tile)))
+        stages = min(tile.stages, memory[blocks - 1] // (parts * _slice(tile)))
         if stages >= FEWEST_STAGES:
             return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
     return None

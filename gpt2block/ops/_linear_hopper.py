@@ -14,9 +14,8 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
-from gpt2block.ops._matrix import storage_of
+from gpt2block.ops._products import room, storage_of
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._tensor_cores import room
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import unfit

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import TWO_PART, Geometry
 from gpt2block.ops._linear_mma import BYTES, FLOAT, UNIT, splits
-from gpt2block.ops._matrix import count_tiles
+from gpt2block.ops._products import count_tiles, room
 from gpt2block.ops._rows import WARP
-from gpt2block.ops._tensor_cores import room
 
 FILE = "matmul/decode_tiles.cu"
 CLUSTER_CAPABILITY = 90

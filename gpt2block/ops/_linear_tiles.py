@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._matrix import count_tiles, fastest
+from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 
 FILE = "matmul/tiles.cu"

@@ -7,8 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._matrix import count_tiles
-from gpt2block.ops._tensor_cores import room
+from gpt2block.ops._products import count_tiles, room
 
 FILE = "llama/rmsnorm_matmul_mma.cu"
 

@@ -48,7 +48,7 @@ from gpt2block.ops._attention_tiles import (
     tensor_heads_defines,
     two_part_geometry,
 )
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import TWO_PART, Call
 from gpt2block.ops.operation import Operation, Unfit, unfit, variant
 from gpt2block.ops.warm import call

@@ -37,8 +37,8 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
+from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, check_format, storage

@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from gpt2block.checks import meant, scalars
+from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
@@ -80,9 +80,13 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     """Check a call of an operation.
 
     inputs, out: in the order of the contract; missing ones are None. Options with a known meaning
-    are checked too (`checks.scalars`). Raises InputError with the name of what is wrong.
+    are checked too (`checks.SCALARS`). Raises InputError with the name of what is wrong.
     """
-    call = Call(contract=contract, **scalars(options))
+    checked_options = {
+        name: SCALARS[name](name, option) if name in SCALARS and option is not None else option
+        for name, option in options.items()
+    }
+    call = Call(contract=contract, **checked_options)
     sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []
@@ -110,25 +114,28 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
             if value is not None:
                 expect(entry, value)
             written[entry.name] = value
+    apart = [_apart(entry, written, given) for entry in contract.outputs]
     check_each(arrays)
+    for name, value, others, itself in apart:
+        check_apart(name, value, others, itself)
     check_shapes(shapes, sizes)
-    for entry in contract.outputs:
-        _check_apart(entry, written, given)
     call.take(sizes, written)
     return call
 
 
-def _check_apart(entry: Entry, written: dict[str, Any], given: dict[str, Any]) -> None:
-    """InputError where an output overlaps an input or an earlier output, which given then has.
+def _apart(
+    entry: Entry, written: dict[str, Any], given: dict[str, Any]
+) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+    """The arguments of `check_apart` for an output, which is then one of the given ones.
 
     An input that the operation changes is not compared with itself, nor with later outputs.
     """
     name, value = entry.name, written[entry.name]
     given.pop(name, None)
-    if value is not None:
-        itself = {other: given[other] for other in entry.itself}
-        check_apart(name, value, {n: v for n, v in given.items() if n not in itself}, itself)
+    itself = {other: given[other] for other in entry.itself}
+    others = {other: array for other, array in given.items() if other not in itself}
     given[name] = value
+    return name, value, others, itself
 
 
 def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...], Any]:

@@ -25,9 +25,8 @@ from gpt2block.cuda.kernels import FP8, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops._matrix import storage_of
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import count_define, rounds
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, unfit, variant

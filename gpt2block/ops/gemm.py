@@ -33,7 +33,7 @@ from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import _stored as stored
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.call import TWO_PART, Call, checked, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART

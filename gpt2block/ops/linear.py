@@ -37,8 +37,7 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._matrix import Parts, storage_of
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, Parts, storage_of
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Call, checked
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS

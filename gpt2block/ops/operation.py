@@ -229,14 +229,15 @@ class Operation:
         call with the option `block` gets the block size of the variant in its place, and whether it
         was `requested`. Raises InputError with the reason if no variant fits.
         """
-        name = getattr(call, "variant", None)
+        given = vars(call)
+        name = given.get("variant")
         candidates = order or tuple(reversed(self.variants))
         if name is not None:
             candidates = (self.variant(name),)
-        requested, why = getattr(call, "block", None), ""
+        requested, why = given.get("block"), ""
         for candidate in candidates:
             chosen = self.variant(candidate) if isinstance(candidate, str) else candidate
-            if hasattr(call, "block"):
+            if "block" in given:
                 wanted = requested if chosen.blocks else None
                 call.block = check_block(self.name, chosen, wanted)
                 call.requested = requested is not None
@@ -245,7 +246,8 @@ class Operation:
             except Unfit as problem:
                 why = f" variant {chosen.name}: {problem}" if name is not None else f": {problem}"
                 continue
-            check_block(self.name, chosen, requested)
+            if requested is not None:
+                check_block(self.name, chosen, requested)
             launches = launches if isinstance(launches, tuple) else (launches,)
             first = call.contract.outputs[0].name
             return Bound(getattr(call, first), launches, call.extra)

@@ -30,8 +30,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._matrix import storage_of
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE, storage_of
 from gpt2block.ops.call import Call, storage
 from gpt2block.ops.operation import (
     Inputs,

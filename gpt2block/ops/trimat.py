@@ -23,7 +23,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
+from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call

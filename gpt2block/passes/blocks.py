@@ -58,7 +58,7 @@ class StepPass(Pass):
         y = self.do(p.name, "matmul_bias", (p.a, p.w, p.bias))
         if p.gelu:
             y = self.do(p.gelu, "gelu", (y,))
-        return self.do(p.add[0], "add", (p.add[1], y)) if p.add else y
+        return self.do(p.add, "add", (p.residual, y)) if p.add else y
 
     def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))

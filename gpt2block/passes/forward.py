@@ -21,32 +21,22 @@ RowNorms = Callable[[str, str], NDArray[Any]]
 
 
 class Product(NamedTuple):
-    """A product, a w + bias.
+    """A product, a w + bias, with what a kernel fuses.
 
-    add: the name of its sum with a residual, and the residual; gelu: the name of its GELU.
+    add: the name of its sum with a residual, or "". gelu: the name of its GELU, or "". result: the
+    name of what is computed in the end. options: what a kernel that fuses GELU is told.
     """
 
     name: str
     a: Value
     w: str
-    bias: str = ""
-    add: tuple[str, Value] | None = None
-    gelu: str = ""
-    to: To = ()
-
-    @property
-    def result(self) -> str:
-        """The name of what is computed in the end."""
-        return self.add[0] if self.add else self.gelu or self.name
-
-    @property
-    def residual(self) -> Value:
-        return self.add[1] if self.add else None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a kernel is told that fuses GELU."""
-        return {"gelu": True} if self.gelu else {}
+    bias: str
+    add: str
+    residual: Value
+    gelu: str
+    to: To
+    result: str
+    options: Mapping[str, Any]
 
 
 class Pass(ABC):
@@ -67,9 +57,19 @@ class Pass(ABC):
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         """LayerNorm, or RMSNorm without beta."""
 
-    def product(self, name: str, a: Value, w: str, bias: str = "", **options: Any) -> Value:
-        """a w + bias, with the options of `Product`."""
-        return self._product(Product(name, a, w, bias, **options))
+    def product(
+        self,
+        name: str,
+        a: Value,
+        w: str,
+        bias: str = "",
+        add: tuple[str, Value] = ("", None),
+        gelu: str = "",
+        to: To = (),
+    ) -> Value:
+        """a w + bias; then its GELU, or its sum with a residual: add has the names of both."""
+        result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
+        return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
     @abstractmethod
     def _product(self, p: Product) -> Value:

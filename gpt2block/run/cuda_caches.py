@@ -11,7 +11,8 @@ from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
+from gpt2block.run.model import cache_kind, describe_cache, itemsize
+from gpt2block.run.recorder import rounded_up
 
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
 KEPT_STARTS = 160  # prefill shapes kept for a decoding

@@ -20,16 +20,8 @@ from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_stat
 from gpt2block.ops.top_logprobs import bind as bind_top
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_start_up import start_up
-from gpt2block.run.model import (
-    Alternatives,
-    Floats,
-    Ids,
-    Sampled,
-    Start,
-    cache_tensors,
-    in_groups,
-    rounded_up,
-)
+from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors, in_groups
+from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 if TYPE_CHECKING:

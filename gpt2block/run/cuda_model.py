@@ -25,8 +25,8 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.errors import InputError
+from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
@@ -52,10 +52,10 @@ from gpt2block.run.model import (
     Tensors,
     in_groups,
     padded,
-    rounded_up,
     stored_tensors,
     weight_bytes,
 )
+from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix, request

@@ -15,7 +15,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.ops import registry
-from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops._products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS

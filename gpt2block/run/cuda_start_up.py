@@ -16,7 +16,8 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.run.cuda_caches import CudaCache
-from gpt2block.run.model import Ids, rounded_up
+from gpt2block.run.model import Ids
+from gpt2block.run.recorder import rounded_up
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_model import CudaModel

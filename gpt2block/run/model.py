@@ -16,6 +16,7 @@ from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.ops._terms import ROUNDED, ROUNDING
 from gpt2block.passes import architecture_of
+from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
@@ -225,12 +226,6 @@ def padded(group: list[Ids]) -> list[Ids]:
     missing = rounded_up(tokens, 16) - tokens
     more = rounded_up(count + -(-missing // max(1, longest)), 4) - count
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
-
-
-def rounded_up(n: int, steps: int) -> int:
-    """n rounded up to a power of two, or to one of `steps` even steps up to the next."""
-    step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
-    return -(-n // step) * step
 
 
 def check_dtype(dtype: str) -> None:

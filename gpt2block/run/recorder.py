@@ -31,6 +31,7 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 VIEW = "rows"  # the operation whose result is a view of its input
 ALIGNMENT = 512  # of each part of an arena, in bytes
+_scale_for = lru_cache(maxsize=4096)(scale_for)  # layers have the same bounds
 OPEN = ("any", "strided", "mixed")  # kinds of arrays that share their dtype
 
 
@@ -318,11 +319,12 @@ class Binder(Recorder):
             return self._arena.empty(shape, dtype)
         rows = int(np.prod(shape[:-1]))
         parts = self._arena.empty((2, rows, shape[-1]), "float16")
-        if bound is None:
-            return TwoPartMatrix(parts, self._arena.empty((rows,), "float32"), shape)
-        one_scale = scale_for(bound)
-        scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
-        return TwoPartMatrix(parts, scale, shape, one_scale)
+        one_scale = None if bound is None else _scale_for(bound)
+        if one_scale is None:
+            scale = self._arena.empty((rows,), "float32")
+        else:
+            scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
+        return TwoPartMatrix.trusted(parts=parts, scale=scale, shape=shape, one_scale=one_scale)
 
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
         places, kind = seen((*inputs, made.array), step.attrs.values())
@@ -353,4 +355,13 @@ class Binder(Recorder):
     def kept(self, value: Any) -> Any:
         """An array or matrix, without keeping its part of the arena."""
         view = self._arena.view
-        return value.mapped(view) if isinstance(value, TwoPartMatrix) else view(value)
+        if not isinstance(value, TwoPartMatrix):
+            return view(value)
+        parts, scale = view(value.parts), view(value.scale)
+        return TwoPartMatrix.trusted(**{**vars(value), "parts": parts, "scale": scale})
+
+
+def rounded_up(n: int, steps: int) -> int:
+    """n rounded up to a power of two, or to one of `steps` even steps up to the next."""
+    step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
+    return -(-n // step) * step

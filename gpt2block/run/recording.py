@@ -16,7 +16,7 @@ from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.passes.machine import Machine
-from gpt2block.run.model import StepResult, rounded_up
+from gpt2block.run.model import StepResult
 from gpt2block.run.recorder import (
     Arena,
     ArenaFull,
@@ -25,6 +25,7 @@ from gpt2block.run.recorder import (
     Recorded,
     Result,
     Stored,
+    rounded_up,
 )
 from gpt2block.weights.two_part import TwoPartMatrix
 

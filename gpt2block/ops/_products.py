@@ -1,4 +1,4 @@
-"""How weights are stored for a kernel, and the number of tiles of a product."""
+"""What products share: how weights are stored, what tensor cores require, tiles and memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.weights.matrix import WeightMatrix
+
+MMA_CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
+HOPPER_CAPABILITY = 90  # exactly: no other GPU has wgmma
+MULTIPLE = 8  # of N and K of a product: rows are copied in 16 bytes
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
 Tile = TypeVar("Tile")
 
@@ -44,3 +49,11 @@ def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
         return ceil(count_tiles(tile, M, N) / sms) * tile.rows * tile.columns / tile.speed
 
     return min(tiles, key=duration)
+
+
+def room(most_shared: int, blocks: int) -> int:
+    """Bytes of shared memory for each of `blocks` on a multiprocessor.
+
+    most_shared: the bytes that a block may request.
+    """
+    return (most_shared + RESERVED) // blocks - RESERVED
