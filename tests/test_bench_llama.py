@@ -192,7 +192,7 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Wrong(StagedPass):
         def _product(self, p: Product) -> Any:
-            y = super()._product(p._replace(add=None))
+            y = super()._product(p._replace(add="", residual=None, result=p.name))
             return self.do(p.result, "add", (y, y)) if p.add else y
 
     monkeypatch.setattr(LLAMA_WORKS, "StagedPass", Wrong)

@@ -127,7 +127,7 @@ class StagedPass(DecodePass):
             return self.do(p.name, "rmsnorm_matmul", (p.a.x, p.a.gamma, p.w), eps=self.c.eps)
         if not p.add or self.adds:
             return super()._product(p)
-        y = super()._product(p._replace(add=None, to=()))
+        y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
         return self.do(p.result, "add", (p.residual, y), into=p.residual)
 
     def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
