@@ -17,6 +17,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison, errors
+from gpt2block.inspect.lens import most_likely
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import bytes_of_id
 
@@ -131,12 +132,6 @@ def with_trained_weights(
             for token, p in most_likely(logits)
         ],
     )
-
-
-def most_likely(logits: Array, count: int = 5) -> list[tuple[int, float]]:
-    """The `count` most likely tokens of logits (V,) with their probabilities, in that order."""
-    p = reference.softmax(logits.astype(np.float64))
-    return [(int(token), float(p[token])) for token in np.argsort(-p)[:count]]
 
 
 def _excerpt(text: str, ends: int = 24) -> str:
