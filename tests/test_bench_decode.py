@@ -17,10 +17,10 @@ from rich.console import Console
 from gpt2block import GPT2, GPT2Config, InputError, bench, doctor
 from gpt2block.bench import Report, Work, token_works
 from gpt2block.bench import report as reports
+from gpt2block.bench.models import RandomGPT2
 from gpt2block.bench.plots import draw_decoding, floor, points
 from gpt2block.bench.token_works import (
     Continuations,
-    RandomGPT2,
     Steps,
     decode,
     first_token,

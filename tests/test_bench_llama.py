@@ -12,19 +12,12 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, LlamaConfig, bench, emulator
-from gpt2block.bench import Report, Work, token_works
+from gpt2block.bench import Report, Work, stages, token_works
 from gpt2block.bench import report as reports
-from gpt2block.bench.llama_works import (
-    SHAPES,
-    RandomLlama,
-    StagedPass,
-    llama_decode,
-    llama_prompt,
-    random_tensors,
-    staged,
-    stages_of,
-)
+from gpt2block.bench.llama_works import llama_decode, llama_prompt
 from gpt2block.bench.measure import tolerance
+from gpt2block.bench.models import SHAPES, RandomLlama, random_tensors
+from gpt2block.bench.stages import StagedPass, staged, stages_of
 from gpt2block.bench.token_works import Steps
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
@@ -195,7 +188,7 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             y = super()._product(p._replace(add=None))
             return self.do(p.result, "add", (y, y)) if p.add else y
 
-    monkeypatch.setattr(LLAMA_WORKS, "StagedPass", Wrong)
+    monkeypatch.setattr(stages, "StagedPass", Wrong)
     monkeypatch.setattr(LLAMA_WORKS, "stages_of", lambda dtype: {"wrong": ()})
     work = llama_decode(RandomLlama(TINY, "float16"), 2, 6)
     entrants = [each for each in work.ours([{}], 0) if each.name == "wrong"]

@@ -18,9 +18,9 @@ from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.bench import llama_works
-from gpt2block.bench.llama_works import SHAPES, RandomLlama, llama_decode
+from gpt2block.bench.llama_works import llama_decode
+from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama
 from gpt2block.bench.report import tolerance
-from gpt2block.bench.token_works import RandomGPT2
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config

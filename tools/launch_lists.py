@@ -37,7 +37,8 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.bench.llama_works import RandomLlama, llama_decode
+from gpt2block.bench.llama_works import llama_decode
+from gpt2block.bench.models import RandomLlama
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.llama import RopeScaling

@@ -7,227 +7,38 @@ each fusion in addition, and last a CUDA graph: the table of kernl's Llama optim
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
-from itertools import accumulate
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpt2block.bench.models import SHAPES, RandomLlama
 from gpt2block.bench.race import Run
+from gpt2block.bench.stages import staged, stages_of
 from gpt2block.bench.token_works import (
     GREEDY,
     NAME,
-    UNFUSED,
     Captures,
-    RandomModel,
     Steps,
     parse_rows,
     prompt,
 )
 from gpt2block.bench.works import Work, Written
-from gpt2block.checks import FLOATS, check_choice
-from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.llama import LlamaConfig
+from gpt2block.checks import check_choice
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.model import Llama
 from gpt2block.ops.attention import SIXTEEN_BITS
-from gpt2block.passes import architecture_of
-from gpt2block.passes.blocks import Settings
-from gpt2block.passes.decoding import DecodePass, Rows
-from gpt2block.passes.forward import Product, To, forward
-from gpt2block.passes.machine import Machine, Value
-from gpt2block.passes.prefill import Products
-from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import DTYPES, Ids, Tensors, cache_tensors
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.run.model import DTYPES, Ids, cache_tensors
 
 if TYPE_CHECKING:
     from gpt2block.bench.torch_peers import TorchPeers
 
-SHAPES: Mapping[str, LlamaConfig] = {
-    "7b": LlamaConfig(),
-    "1b": LlamaConfig(
-        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_ff=8192, vocab_size=128256,
-        theta=500000.0, tie_word_embeddings=True,
-    ),
-    "small": LlamaConfig(
-        n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
-    ),
-}  # fmt: skip
 ROWS = (1, 4, 16, 64)
 NARROW = "float8_e5m2"  # the dtype after the 16-bit one, if none is given
 FP8_CACHE = "+ FP8 kv_cache"  # a step of all stages, and a kv_cache of FP8
 BFLOAT16 = ("1b",)  # sizes whose checkpoints have bfloat16 weights; the others have float16
-NUMBERS = 2**22 - 3  # different random weights; a prime, so that rows of a matrix differ
-DEVIATION = 0.02
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each other
-
-
-Stages = Mapping[str, Collection[str]]  # name → its fusions
-SIXTEEN_BIT_STAGES = {  # name → what it has more than the one before it
-    UNFUSED: "",
-    "+ residuals": "adds",
-    "+ RoPE": "into_cache",
-    "+ graph": "graph",
-    "+ overlap": "overlap",
-}
-OTHER_STAGES = {
-    UNFUSED: "",
-    "+ RMSNorm": "adds norms",
-    "+ RoPE": "into_cache",
-    "+ feed-forward": "gates",
-    "+ graph": "graph",
-}
-
-
-def stages_of(dtype: str) -> Stages:
-    """The stages with weights of a dtype.
-
-    Residuals are fused together with RMSNorm; RoPE, with the append of K and V to the kv_cache.
-    Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
-    not overlap.
-    """
-    stages = SIXTEEN_BIT_STAGES if dtype in SIXTEEN_BITS else OTHER_STAGES
-    added = (frozenset(more.split()) for more in stages.values())
-    return dict(zip(stages, accumulate(added, or_), strict=True))
-
-
-def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
-    """A step of decoding with some of the fusions, to logits."""
-    step = StagedPass(do, Settings.of(config), fusions)
-    return forward(step, architecture_of(config), config, "logits")
-
-
-class StagedPass(DecodePass):
-    """Steps of decoding with some of the fusions.
-
-    "adds", "norms", "gates": products have residuals, RMSNorm, and gate and up of the feed-forward.
-    "into_cache": RoPE also appends K and V to the kv_cache, which the attention of decoding then
-    reads; else they are appended by a kernel of their own, and attention takes rows [Q | K | V].
-    """
-
-    def __init__(self, do: Machine, settings: Settings, fusions: Collection[str]) -> None:
-        super().__init__(do, settings, norms="norms" in fusions)
-        self.adds, self.gates = "adds" in fusions, "gates" in fusions
-        self.into_cache = "into_cache" in fusions
-
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
-        if self.norms and to != ("lm_head",):
-            return Rows(x, gamma)
-        return super().norm(name, x, gamma, beta, to)
-
-    def _product(self, p: Product) -> Value:
-        if p.a.gamma:
-            return self.do(p.name, "rmsnorm_matmul", (p.a.x, p.a.gamma, p.w), eps=self.c.eps)
-        if not p.add or self.adds:
-            return super()._product(p)
-        y = super()._product(p._replace(add=None, to=()))
-        return self.do(p.result, "add", (p.residual, y), into=p.residual)
-
-    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
-        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
-        if self.into_cache:
-            options: dict[str, Any] = {"n_head": self.c.n_head, "half_split": True}
-            return self.do(f"{h}q", "rope_append", (y, "frequencies", *self._cache(h)), **options)
-        inputs = (y, "positions", "frequencies")
-        return self.do(f"{h}rope", "rope_qkv", inputs, into=y, **self.c.turn)
-
-    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        if self.into_cache:
-            return super().attend(h, qkv, to)
-        k, v = f"{h}k", f"{h}v"
-        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        inputs = (qkv, k, v, "cu_seqlens", "start")
-        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": 1}
-        return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
-
-    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
-        if not (self.gates and x.gamma):
-            return super().gated(h, x, to)
-        inputs = (x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
-        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.eps))
-
-
-class RandomLlama(RandomModel[LlamaConfig]):
-    """Llama with weights that are made in device memory, in their dtype.
-
-    Results are compared with those of a prompt, for which 16-bit weights are multiplied with
-    float32 activations by other kernels.
-    """
-
-    _exact: CudaModel | None = None
-
-    def _made(self, device: str) -> Llama:
-        with cupy.cuda.Device(self.device):
-            tensors = random_tensors(self.config, self.dtype)
-            stored = self.dtype, self.kv_dtype, self.activations
-            return Llama.from_tensors(self.config, tensors, device, *stored)
-
-    def stored(self) -> Tensors:
-        """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
-        given = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
-        for name in model_shapes(self.config):
-            value = given[name]
-            if isinstance(value, WeightMatrix):
-                yield name, value.data, value.layout
-            else:
-                yield name, value, None
-
-    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        if self._exact is None:
-            engine: Any = self.on(self.device).engine
-            if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
-                fp8 = self.dtype in FP8
-                tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
-                engine = _Float32Activations(
-                    self.config, tensors, self.dtype, self.device, kv_dtype=self.kv_dtype
-                )
-            self._exact = engine
-        return self._exact.forward([ids], "last")[0]
-
-
-class _Float32Activations(CudaModel):
-    """A model whose prompts are computed without tensor cores."""
-
-    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        return "float32", {}
-
-
-def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
-    """Name, array in device memory and layout of every tensor; one at a time.
-
-    Matrices are in the dtype, or in float16 for FP8, of N(0, 0.02), which repeat after NUMBERS
-    weights; gammas are of U(0.8, 1.2) in float32.
-    """
-    stored = FLOATS["float16" if dtype in FP8 else dtype]
-    rng = np.random.default_rng(0)
-    count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
-    numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
-    block = cupy.asarray(numbers.astype(stored))
-    for n, (name, shape) in enumerate(model_shapes(config).items()):
-        if len(shape) == 1:
-            yield name, cupy.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
-            continue
-        made = cupy.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
-        _fill(made, block, int(n * GOLDEN_RATIO * count))
-        yield name, made, "NK"
-
-
-def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
-    """Fill an array with copies of a block, from one of its elements on."""
-    bits = np.dtype(f"u{array.dtype.itemsize}")  # which every CuPy can copy
-    to, of = array.reshape(-1).view(bits), block.view(bits)
-    at, start = 0, start % of.size
-    while at < to.size:
-        part = of[start : start + to.size - at]
-        to[at : at + part.size] = part
-        at, start = at + part.size, 0
 
 
 def llama_decode(model: RandomLlama, rows: int, position: int = 512) -> Work:

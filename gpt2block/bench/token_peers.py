@@ -32,8 +32,8 @@ from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
-    from gpt2block.bench.llama_works import RandomLlama
-    from gpt2block.bench.token_works import Continuations, RandomGPT2, Steps
+    from gpt2block.bench.models import RandomGPT2, RandomLlama
+    from gpt2block.bench.token_works import Continuations, Steps
     from gpt2block.bench.works import Written
     from gpt2block.run.model import Ids
 

@@ -6,33 +6,29 @@ Times are those of calls from Python whose results are on the host.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.bench.models import RandomGPT2, RandomModel
 from gpt2block.bench.race import Capture, Contender, Run, refuse
+from gpt2block.bench.stages import UNFUSED
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Sets, Work, Written
 from gpt2block.checks import check_choice
-from gpt2block.config import GPT2Config, ModelConfig, model_shapes, size
+from gpt2block.config import size
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.model import GPT2, Model
 from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import (
     DTYPES,
     Floats,
     Ids,
     Sampled,
-    check_activations,
-    itemsize,
     kv_cache_dtype,
     start_all,
 )
@@ -51,111 +47,11 @@ DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
-UNFUSED = "unfused"  # the first stage of a Llama
 NOTES = {
     UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above",
     "transformers": "generate, left-padded to one batch",
     "transformers, paged": "generate_batch, which is continuous batching",
 }
-
-Config = TypeVar("Config", bound=ModelConfig)
-
-
-class RandomModel(ABC, Generic[Config]):
-    """A model with random weights in one dtype; several works share it."""
-
-    def __init__(
-        self,
-        config: Config,
-        dtype: str,
-        kv_dtype: str | None = None,
-        activations: str | None = None,
-    ) -> None:
-        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
-        check_activations(dtype, activations)
-        self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
-        self.activations = activations
-        self.device = 0  # that of the last call of `on`
-        self._on: dict[int, Model[Any]] = {}
-        self._logits: dict[bytes, NDArray[np.float64]] = {}
-
-    def on(self, device: int) -> Model[Any]:
-        """The model on a GPU, created at the first call."""
-        self.device = device
-        if device not in self._on:
-            self._on[device] = self._made(f"cuda:{device}")
-        return self._on[device]
-
-    @abstractmethod
-    def _made(self, device: str) -> Model[Any]:
-        """The model on a device."""
-
-    @abstractmethod
-    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        """The logits (V,) after a sequence, which results are compared with."""
-
-    def last_logits(self, ids: Ids) -> NDArray[np.float64]:
-        """The logits (V,) after a sequence, which results are compared with; remembered."""
-        key = ids.tobytes()
-        if key not in self._logits:
-            self._logits[key] = self._exact_logits(ids).astype(np.float64)
-        return self._logits[key]
-
-    def prompts(self, lengths: Iterable[int]) -> list[Ids]:
-        """Random token ids."""
-        rng = np.random.default_rng(0)
-        V = self.config.vocab_size
-        return [rng.integers(V, size=length).astype(np.int32) for length in lengths]
-
-    @property
-    def matrix_elements(self) -> int:
-        """Elements of the matrices that a token is multiplied with, lm_head included."""
-        shapes = self.config.block_shapes().values()
-        block = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-        return self.config.n_layer * block + self.config.vocab_size * self.config.n_embd
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads: matrices in the dtype, vectors in float32."""
-        shapes = model_shapes(self.config).values()
-        vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
-        return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of a token in all layers."""
-        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
-
-    def prompt_flops(self, T: int) -> int:
-        """FLOPs of a prompt of T tokens, to the logits after its last one."""
-        head = self.config.vocab_size * self.config.n_embd
-        products = 2 * T * (self.matrix_elements - head) + 2 * head
-        return products + self.attention_flops(T * (T + 1) // 2)
-
-    def attention_flops(self, keys: int) -> int:
-        """FLOPs of attention in all layers, for queries that see so many keys in total."""
-        return 4 * self.config.n_layer * self.config.q_width * keys
-
-
-class RandomGPT2(RandomModel[GPT2Config]):
-    """GPT-2, with weights on the host as well; the results are compared with NumPy's."""
-
-    @cached_property
-    def weights(self) -> GPT2Weights:
-        return GPT2Weights.random(0, self.config)
-
-    @cached_property
-    def _reference(self) -> GPT2:
-        return self._made("cpu")
-
-    def _made(self, device: str) -> GPT2:
-        stored = self.dtype, False, self.kv_dtype, self.activations
-        return GPT2(self.weights, device, *stored)
-
-    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self._reference(ids, last=True)
-        return logits
-
 
 Captures = Mapping[str, Capture]  # by the names of contenders
 
