@@ -19,6 +19,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8
 from gpt2block.model import GPT2, Llama, Model
+from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import Ids, Tensors, check_activations, itemsize, kv_cache_dtype
@@ -72,6 +73,11 @@ class RandomModel(ABC, Generic[Config]):
     @abstractmethod
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         """The logits (V,) after a sequence, which results are compared with."""
+
+    @property
+    def checks_prompts(self) -> bool:
+        """Whether `_exact_logits` computes otherwise than a prompt of the model."""
+        return True
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
         """The logits (V,) after a sequence, which results are compared with; remembered."""
@@ -144,6 +150,10 @@ class RandomLlama(RandomModel[LlamaConfig]):
     """
 
     _exact: CudaModel | None = None
+
+    @property
+    def checks_prompts(self) -> bool:
+        return self.dtype in SIXTEEN_BITS
 
     def _made(self, device: str) -> Llama:
         with cupy.cuda.Device(self.device):

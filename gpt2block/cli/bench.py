@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpt2block import bench
-from gpt2block.bench import Report, Row, token_works
+from gpt2block.bench import Report, Row, tasks
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.plots import check_file, draw, draw_decoding
@@ -40,9 +40,9 @@ RATES = ("us", "TFLOP/s", "% matmul", "% copy")
 def run(options: BenchOptions) -> bool:
     """Time what the options choose, and print it; False if a result of gpt2block is wrong."""
     if options.decode or options.llama:
-        works_of = bench.llama_works if options.llama else bench.decode_works
+        architecture = "llama" if options.llama else "gpt2"
         stored = options.kv_dtype, options.activations
-        works = works_of(options.dtype, options.rows, options.size, *stored)
+        works = bench.model_works(architecture, options.dtype, options.rows, options.size, *stored)
         return _race(works, options)
     chosen = options.what, options.dtype, options.only, options.peer, options.plot
     if chosen != (None,) * len(chosen):
@@ -132,7 +132,7 @@ def _decoding(row: Row) -> tuple[str, ...]:
     return (
         f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {token_works.TURNS} turns of {token_works.STEPS}{steps}",
+        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
         f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",
