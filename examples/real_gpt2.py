@@ -24,7 +24,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.walkthrough import most_likely
+from gpt2block.inspect.lens import most_likely
 
 
 def main() -> int:

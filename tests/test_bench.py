@@ -331,9 +331,9 @@ def on_host(array: Any) -> Any:
 )
 def test_pytorch_computes_the_same(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="compares with PyTorch")
-    from gpt2block.bench import torch_peers  # noqa: PLC0415
+    from gpt2block.bench import torch_functions, torch_peers  # noqa: PLC0415
 
-    monkeypatch.setattr(works, "BACKENDS", {"math": "MATH"})
+    monkeypatch.setattr(torch_functions, "BACKENDS", {"math": "MATH"})
     monkeypatch.setattr(works, "TOKENS", 18)
     given: list[Any] = []
 
@@ -341,8 +341,8 @@ def test_pytorch_computes_the_same(work: Work, monkeypatch: pytest.MonkeyPatch) 
         given.append(functions)
         return []
 
-    torch = SimpleNamespace(functions=torch_peers.TorchPeers.functions, contenders=contenders)
-    list(work.theirs([], torch))  # type: ignore[arg-type]
+    peers: Any = SimpleNamespace(contenders=contenders)
+    list(torch_peers.TorchPeers.contenders_of(peers, work, []))
     arguments = torch_peers.arguments_of(work.inputs(), on_host)
     for function in given[0].values():
         out = torch_peers.in_rows(function(*arguments))
@@ -365,7 +365,7 @@ def test_the_peers_of_each_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (product(residual=True), compiled),
         (attention("float32", 1, 16, True), ["torch, flash", "torch, cuDNN", "torch, efficient"]),
     ):
-        found = list(work.theirs([{}], peers))
+        found = list(peers.contenders_of(work, [{}]))
         assert [each.name for each in found] == names
         for each in found:
             assert each.arithmetic == ("tf32" if "TF32" in each.name else work.dtype)
@@ -390,7 +390,7 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = modules.TorchPeers(0)
     notes = []
     for work in (*[block("bfloat16", 1, T, True) for T in (1, 2, 3)], product(gelu=True)):
-        contender = list(work.theirs([{}], torch))[-1]
+        contender = list(torch.contenders_of(work, [{}]))[-1]
         contender.capture(1)
         contender.capture(5)
         notes.append(contender.note())

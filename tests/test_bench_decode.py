@@ -8,20 +8,18 @@ from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from gpt2block import GPT2, GPT2Config, InputError, bench, doctor
-from gpt2block.bench import Report, Work, token_works
+from gpt2block.bench import Report, Work, tasks, token_works
 from gpt2block.bench import report as reports
+from gpt2block.bench.models import RandomGPT2
 from gpt2block.bench.plots import draw_decoding, floor, points
+from gpt2block.bench.tasks import Continuations, Steps
 from gpt2block.bench.token_works import (
-    Continuations,
-    RandomGPT2,
-    Steps,
     decode,
     first_token,
     generate,
@@ -69,9 +67,9 @@ def test_bytes_and_operations() -> None:
 
 def test_the_position_is_the_middle_of_the_timed_steps() -> None:
     steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
-    timed = token_works.STEPS * token_works.TURNS
+    timed = tasks.STEPS * tasks.TURNS
     assert steps.end - timed / 2 == 512  # the first turn checks the results
-    assert steps.end - steps.start == timed + token_works.STEPS
+    assert steps.end - steps.start == timed + tasks.STEPS
 
 
 def test_a_new_token_sees_all_before_it() -> None:
@@ -87,14 +85,14 @@ def test_a_new_token_sees_all_before_it() -> None:
 
 
 def test_the_works_and_their_order() -> None:
-    works = bench.decode_works()
+    works = bench.model_works("gpt2")
     assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
     assert [w.sizes["rows"] for w in works[:-4]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert raced(works[:-4]) == [1, 8, 64, 256]
     assert [work.what for work in works[-4:]] == ["prompt", "first", "first", "generate"]
     assert [work.name for work in works[-3:-1]] == ["1x480", "1x1000"]
     assert {work.dtype for work in works} == {"bfloat16"}
-    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    some = bench.model_works("gpt2", "float32", "3, 3,16", "gpt2-xl")
     assert [work.sizes["rows"] for work in some[:-4]] == raced(some[:-4]) == [3, 16]
     assert some[0].sizes["n_layer"] == 48
     assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # a model
@@ -102,8 +100,7 @@ def test_the_works_and_their_order() -> None:
 
 def raced(works: list[Work]) -> list[int]:
     """The numbers of rows at which PyTorch takes part."""
-    peers: Any = MagicMock()
-    return [work.sizes["rows"] for work in works if list(work.theirs([{}], peers))]
+    return [work.sizes["rows"] for work in works if work.for_peers is not None]
 
 
 @pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
@@ -115,8 +112,8 @@ def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn of two steps after the one that is checked."""
-    monkeypatch.setattr(token_works, "STEPS", 2)
-    monkeypatch.setattr(token_works, "TURNS", 1)
+    monkeypatch.setattr(tasks, "STEPS", 2)
+    monkeypatch.setattr(tasks, "TURNS", 1)
 
 
 # Whether a result is right
@@ -189,7 +186,7 @@ def few(dtype: str = "float32") -> list[Work]:
 
 def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of a decoding start in several groups, the first tokens of each a result."""
-    monkeypatch.setattr(token_works, "STEPS", 1)
+    monkeypatch.setattr(tasks, "STEPS", 1)
     steps = Steps(tiny("bfloat16"), 4, 10)
     monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
     report = Report({"GPU": "a GPU"}, BEST, [], [])
@@ -226,7 +223,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
     """NumPy in place of the GPU."""
     monkeypatch.setattr(RandomGPT2, "on", lambda model, device: model._reference)
     if find_spec("cupy") is None or doctor.cuda_problem():
-        monkeypatch.setattr(token_works, "cupy", Idle())
+        monkeypatch.setattr(tasks, "cupy", Idle())
     benches.without_measuring(monkeypatch)
     monkeypatch.setattr(reports, "cupy", Idle())
 
@@ -295,13 +292,13 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
         requested.append(arguments)
         return few()
 
-    monkeypatch.setattr(bench, "decode_works", works)
+    monkeypatch.setattr(bench, "model_works", works)
     ended = gpt2block(
         *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--activations", "float16"),
         "--json",
     )
     assert ended.code == 0
-    assert requested == [("float32", "1,4", None, None, "float16")]
+    assert requested == [("gpt2", "float32", "1,4", None, None, "float16")]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["skipped"] == []
@@ -355,7 +352,7 @@ def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) 
     from gpt2block.bench import token_peers  # noqa: PLC0415
 
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=128, vocab_size=211)
-    monkeypatch.setattr(token_works, "STEPS", 4)
+    monkeypatch.setattr(tasks, "STEPS", 4)
     model = RandomGPT2(config, "float32")
     steps, work = Steps(model, 4, 60), decode(model, 4, position=60)
 
@@ -443,7 +440,7 @@ def test_a_small_race() -> None:
     works: list[Work] = [
         decode(model, 1),
         decode(model, 8),
-        prompt(model),
+        prompt(model, 1024),
         generate(model, prompts=20, new=8),
     ]
     report = bench.run(works)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,20 +11,13 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, LlamaConfig, bench, emulator
-from gpt2block.bench import Report, Work, token_works
+from gpt2block.bench import Report, Work, stages, tasks, token_works
 from gpt2block.bench import report as reports
-from gpt2block.bench.llama_works import (
-    SHAPES,
-    RandomLlama,
-    StagedPass,
-    llama_decode,
-    llama_prompt,
-    random_tensors,
-    staged,
-    stages_of,
-)
 from gpt2block.bench.measure import tolerance
-from gpt2block.bench.token_works import Steps
+from gpt2block.bench.models import SHAPES, RandomLlama, random_tensors
+from gpt2block.bench.stages import StagedPass, staged, stages_of
+from gpt2block.bench.tasks import Prompt, Steps
+from gpt2block.bench.token_works import decode, prompt
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.cuda import cupy
@@ -42,7 +34,6 @@ TINY = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ctx=16, vocab_size=56, n_ff=32, head_size=64,
     tie_word_embeddings=True,
 )  # fmt: skip
-LLAMA_WORKS = sys.modules["gpt2block.bench.llama_works"]  # the package has a function of that name
 STAGES = {
     "float16": ["unfused", "+ residuals", "+ RoPE", "+ graph", "+ overlap"],
     "float8_e5m2": ["unfused", "+ RMSNorm", "+ RoPE", "+ feed-forward", "+ graph"],
@@ -55,7 +46,7 @@ def test_bytes_of_llama_7b() -> None:
     wte = 2 * 32000 * 4096
     assert model.weight_bytes == weight_bytes(model.config, "float16") - wte
     assert model.token_bytes == 2 * 32 * 4096 * 2
-    step = llama_decode(model, 1)
+    step = decode(model, 1)
     assert step.traffic == pytest.approx(13.48e9, rel=0.01)
     assert step.flops == 2 * model.matrix_elements + 4 * 32 * 4096 * 512
     small = RandomLlama(SHAPES["1b"], "bfloat16")
@@ -64,7 +55,7 @@ def test_bytes_of_llama_7b() -> None:
 
 
 def test_the_works_and_their_order() -> None:
-    works = bench.llama_works()
+    works = bench.model_works("llama")
     assert [(work.what, work.dtype, work.name) for work in works] == [
         *[("decode", "float16", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
         ("prompt", "float16", "1x512"),
@@ -75,9 +66,9 @@ def test_the_works_and_their_order() -> None:
         ],
     ]
     assert works[0].sizes["n_kv_head"] == 32
-    one = bench.llama_works(None, "1", "1b")
+    one = bench.model_works("llama", None, "1", "1b")
     assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
-    assert [work.what for work in bench.llama_works("float32", "1", "small")] == ["decode"]
+    assert [work.what for work in bench.model_works("llama", "float32", "1", "small")] == ["decode"]
 
 
 def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
@@ -135,8 +126,8 @@ def test_weights_are_made_in_device_memory() -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn of one step after the one that is checked."""
-    monkeypatch.setattr(token_works, "STEPS", 1)
-    monkeypatch.setattr(token_works, "TURNS", 1)
+    monkeypatch.setattr(tasks, "STEPS", 1)
+    monkeypatch.setattr(tasks, "TURNS", 1)
 
 
 def raced(work: Work) -> list[bench.Row]:
@@ -153,13 +144,13 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
     and values, too.
     """
     model = RandomLlama(TINY, "float8_e5m2")
-    rows = raced(llama_decode(model, 2, 6))
+    rows = raced(decode(model, 2, 6))
     assert [row.contender for row in rows] == ["gpt2block", *STAGES["float8_e5m2"]]
     for row in rows:
         assert row.right, row
         assert row.us > 0
     check_exact(model)
-    work = llama_decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
+    work = decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
     rows = raced(work)
     assert [row.contender for row in rows] == ["+ FP8 kv_cache"]
     assert rows[0].work == "2 rows, kv_cache float8_e5m2"
@@ -167,10 +158,10 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
 
 
 def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = llama_decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
+    work = decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
     modules = benches.torch_modules(monkeypatch)
     monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
-    peers = list(work.theirs([{}], modules.TorchPeers(0)))
+    peers = list(modules.TorchPeers(0).contenders_of(work, [{}]))
     assert [peer.name for peer in peers] == ["torch", "torch.compile", "transformers"]
     for peer in peers:
         with pytest.raises(InputError, match="no PyTorch operation here takes a kv_cache of float"):
@@ -195,9 +186,9 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             y = super()._product(p._replace(add="", residual=None, result=p.name))
             return self.do(p.result, "add", (y, y)) if p.add else y
 
-    monkeypatch.setattr(LLAMA_WORKS, "StagedPass", Wrong)
-    monkeypatch.setattr(LLAMA_WORKS, "stages_of", lambda dtype: {"wrong": ()})
-    work = llama_decode(RandomLlama(TINY, "float16"), 2, 6)
+    monkeypatch.setattr(stages, "StagedPass", Wrong)
+    monkeypatch.setattr(token_works, "stages_of", lambda dtype: {"wrong": ()})
+    work = decode(RandomLlama(TINY, "float16"), 2, 6)
     entrants = [each for each in work.ours([{}], 0) if each.name == "wrong"]
     rows, _ = reports.rows_of(work, entrants, 1, BEST)
     assert [row.right for row in rows] == [False]
@@ -206,8 +197,8 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("emulated", "short")
 def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     model = RandomLlama(TINY, "float16")
-    works = [llama_decode(model, 2, 6), llama_prompt(model, 7)]
-    monkeypatch.setattr(bench, "llama_works", lambda *arguments: works)
+    works = [decode(model, 2, 6), prompt(model, 7)]
+    monkeypatch.setattr(bench, "model_works", lambda *arguments: works)
     benches.without_measuring(monkeypatch)
     reported: list[Report] = []
     honest = bench.run
@@ -257,14 +248,14 @@ def test_pytorch_computes_the_same(grouped: bool) -> None:
     config = replace(TINY, n_layer=2)
     config = config if grouped else replace(config, n_kv_head=2, tie_word_embeddings=False)
     model = RandomLlama(config, "float32")
-    steps, work, prompt = Steps(model, 2, 10), llama_decode(model, 2, 10), llama_prompt(model, 11)
-    (ids,) = model.prompts([11])
+    steps, one = Steps(model, 2, 10), Prompt(model, 11)
+    step, whole = decode(model, 2, 10), prompt(model, 11)
     of, called = token_peers, token_peers.called
     runs: list[tuple[Work, Callable[[int], Any]]] = [
-        (work, lambda n: of.steps(steps, "cpu", called, n)),
-        (work, lambda n: of.transformers_steps(steps, "cpu", n)),
-        (prompt, lambda n: of.prompt(model, ids, "cpu", called, n)),
-        (prompt, lambda n: of.transformers_prompt(model, ids, "cpu", n)),
+        (step, lambda n: of.steps(steps, "cpu", called, n)),
+        (step, lambda n: of.transformers_steps(steps, "cpu", n)),
+        (whole, lambda n: of.prompt(one, "cpu", called, n)),
+        (whole, lambda n: of.transformers_prompt(one, "cpu", n)),
     ]
     for each, capture in runs:
         run = capture(2)

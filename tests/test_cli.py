@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 import gpt2block as gpt2block_package
-from gpt2block import Block, Comparison, doctor, walkthrough
+from gpt2block import Block, Comparison, doctor
 from gpt2block.cli import display
-from gpt2block.cli.block import _print_walkthrough
+from gpt2block.cli.block import BlockReport, _print_report, _rows
 from gpt2block.emulator import loader
-from gpt2block.walkthrough import Walkthrough, with_trained_weights
 from tests.command_line import gpt2block, printed
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -76,9 +75,7 @@ def test_long_names_are_folded_and_numbers_are_whole(
         Comparison("ln1", "layernorm768_kernel", (64, 128, 768), 0.0023, *errors),
         Comparison("qkv", "reference.matmul_bias", (64, 128, 2304), 1458.6942, *errors),
     ]
-    _print_walkthrough(
-        Walkthrough("a GPU", "float32", "fused", "random", "none", "x", steps, [], [])
-    )
+    _print_report(BlockReport("a GPU", "float32", "fused", "random", "none", "x", steps))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
@@ -130,9 +127,9 @@ def test_weights_batch_and_length(options: str, weights: str, shape: list[int]) 
 
 
 def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
-    rows = walkthrough._rows([1, 2, 3, 4], 3, 2)
+    rows = _rows([1, 2, 3, 4], 3, 2)
     assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
-    assert walkthrough._rows([1, 2], None, 1).tolist() == [1, 2]
+    assert _rows([1, 2], None, 1).tolist() == [1, 2]
 
 
 def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
@@ -142,19 +139,19 @@ def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
 
 def test_without_a_gpu_block_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
-    result = with_trained_weights("shakespeare", 0, None, 5, 1, True, None)
-    assert result.device.startswith("CPU")
-    assert result.device.endswith(", because no driver today: `gpt2block check` says what to do")
-    asked = with_trained_weights("shakespeare", 0, None, 5, 1, True, "cpu")
-    assert "because" not in asked.device
+    device = gpt2block("block", "--seq-len", "5", "--json").json["device"]
+    assert device.startswith("CPU")
+    assert device.endswith(", because no driver today: `gpt2block check` says what to do")
+    asked = gpt2block("block", "--seq-len", "5", "--json", "--device", "cpu").json
+    assert "because" not in asked["device"]
 
 
 def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Block.__call__
     monkeypatch.setattr(Block, "__call__", lambda self, x: honest(self, x) * 1.01)
-    wrong = with_trained_weights("shakespeare", 2, "KING", None, 1, True, "cpu")
-    assert len(wrong.stream) == 6
-    assert min(wrong.stream) > 5e-3
+    wrong = gpt2block("block", "--text", "KING", "--device", "cpu", "--json").json
+    assert len(wrong["stream"]) == 6
+    assert min(wrong["stream"]) > 5e-3
 
 
 def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -611,7 +611,7 @@ def test_eight_rows_are_more_than_twice_as_fast_as_one(dtype: str) -> None:
     """In tokens per second, in the best of three runs: other processes may use the GPU."""
     from gpt2block import bench  # noqa: PLC0415
 
-    works = [work for work in bench.decode_works(dtype, "1,8") if work.what == "decode"]
+    works = [work for work in bench.model_works("gpt2", dtype, "1,8") if work.what == "decode"]
     ratios: list[float] = []
     while len(ratios) < 3 and max(ratios, default=0) <= 2:
         found = bench.run(works)

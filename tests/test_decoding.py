@@ -16,7 +16,7 @@ from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.generation import generate
 from gpt2block.generation.rows import Generation
-from gpt2block.run import cuda_decoding
+from gpt2block.run import cuda_steps
 from gpt2block.run.model import DTYPES, Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -209,7 +209,7 @@ def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatc
         m, prompts = model("cuda"), random_prompts([2])
         options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1}
         expected = m.generate(prompts, **options)
-        result, calls = cuda_decoding.Step._result, itertools.count()
+        result, calls = cuda_steps.Step._result, itertools.count()
 
         def interrupted(*args: Any) -> Any:
             if next(calls) == 1:
@@ -217,7 +217,7 @@ def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatc
             return result(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_decoding.Step, "_result", interrupted)
+            patch.setattr(cuda_steps.Step, "_result", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 m.generate(prompts, **options)
         assert m.generate(prompts, **options) == expected

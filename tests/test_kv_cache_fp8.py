@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
-from gpt2block.bench import llama_works
-from gpt2block.bench.llama_works import SHAPES, RandomLlama, llama_decode
+from gpt2block.bench import model_works
+from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama
 from gpt2block.bench.report import tolerance
-from gpt2block.bench.token_works import RandomGPT2
+from gpt2block.bench.token_works import decode
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
@@ -455,7 +455,7 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
 def test_the_bench_counts_the_bytes_of_the_cache() -> None:
     assert RandomGPT2(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
     assert RandomGPT2(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
-    works = llama_works(None, "1,4", "small")
+    works = model_works("llama", None, "1,4", "small")
     names = [(work.dtype, work.name) for work in works if work.what == "decode"]
     kept = "kv_cache float8_e5m2"
     assert names[-4:] == [
@@ -463,7 +463,7 @@ def test_the_bench_counts_the_bytes_of_the_cache() -> None:
         *[("float8_e5m2", f"{name}, {kept}") for name in ("1 row", "4 rows")],
     ]
     models = [RandomLlama(SHAPES["small"], "float8_e5m2", kv) for kv in (None, "float8_e5m2")]
-    plain, narrow = (llama_decode(model, 4) for model in models)
+    plain, narrow = (decode(model, 4) for model in models)
     assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 4 * 128
     assert tolerance(narrow, "float16") < 8 * tolerance(plain, "float16")
     one = RandomLlama(LLAMA_SMALL, "float16", "float8_e4m3fn")

@@ -30,8 +30,8 @@ from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.run.cuda_decoding import DecodingSteps
 from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.cuda_steps import DecodingSteps
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain

@@ -37,8 +37,8 @@ from gpt2block.tokenizers.encoding import (
     token_sizes,
 )
 from gpt2block.tokenizers.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
-from gpt2block.walkthrough import with_trained_weights
 from tests import refusals
+from tests.command_line import gpt2block
 from tests.tokenizer_files import (
     BYTES,
     PAIRS,
@@ -749,12 +749,13 @@ def test_the_fingerprint_has_the_pipeline_in_it(tmp_path: Path) -> None:
     assert of_tokenizer(again) == of_tokenizer(found[1])
 
 
-def test_a_walkthrough_of_a_padded_vocabulary(tmp_path: Path) -> None:
+def test_the_command_block_with_a_padded_vocabulary(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=8, vocab_size=2000)
     save_pretrained(tmp_path / "model", GPT2Weights.random(3, config))
     small_pair(tmp_path / "model")
-    found = with_trained_weights(str(tmp_path / "model"), 0, "abcab", None, 1, True, "cpu")
-    assert "\ufffd" in [token for token, _ in found.next_tokens]
+    options = "--weights", tmp_path / "model", "--text", "abcab", "--device", "cpu", "--json"
+    found = gpt2block("block", *options).json
+    assert "\ufffd" in [token for token, _ in found["next_tokens"]]
 
 
 DASHES = step("Split", pattern={"String": "-"}, behavior="Removed", invert=False)

@@ -37,7 +37,8 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.bench.llama_works import RandomLlama, llama_decode
+from gpt2block.bench.models import RandomLlama
+from gpt2block.bench.token_works import decode
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.llama import RopeScaling
@@ -168,7 +169,7 @@ def stages(dtype: str, to: Recorder) -> None:
     """The bench's steps of decoding, with fewer fusions."""
     for rows in (1, 4, 16, 64):
         config = llama((4, 2, 64), 128, 192, 104)
-        work = llama_decode(RandomLlama(config, dtype), rows)
+        work = decode(RandomLlama(config, dtype), rows)
         for each in work.ours([{}], 0):
             run = to.call(f"{rows} rows {each.name}", each.capture, 1)
             to.call(f"{rows} rows {each.name} run", run.replay)

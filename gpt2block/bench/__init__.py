@@ -2,16 +2,15 @@
 
 A `Work` is a row of a table: its sizes, operations and bytes, what is right, and its contenders,
 those of gpt2block and of PyTorch. `run` races the contenders of each work on the same buffers, and
-returns a `Report`. The works are blocks, matrix products and attention (`works`), and GPT-2
-(`token_works`) and Llama (`llama_works`) from tokens to tokens. `measure_variants` times the
+returns a `Report`. The works are blocks, matrix products and attention (`works`), and models from
+tokens to tokens (`token_works`): GPT-2 and Llama. `measure_variants` times the
 variants of one operation, and `document` the block against LeetGPU's figures.
 """
 
 from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.document import BlockTime, block_against_document
-from gpt2block.bench.llama_works import llama_works
 from gpt2block.bench.report import Report, Row, run
-from gpt2block.bench.token_works import decode_works
+from gpt2block.bench.token_works import model_works
 from gpt2block.bench.variants import Measurement, measure_variants
 from gpt2block.bench.works import KINDS, Work, chosen_works
 
@@ -25,8 +24,7 @@ __all__ = [
     "Work",
     "block_against_document",
     "chosen_works",
-    "decode_works",
-    "llama_works",
     "measure_variants",
+    "model_works",
     "run",
 ]

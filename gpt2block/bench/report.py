@@ -85,7 +85,7 @@ def run(
             try:
                 sets = work.sets()
                 entrants = [*work.ours(sets, index)]
-                entrants += work.theirs(sets, torch) if torch else ()
+                entrants += torch.contenders_of(work, sets) if torch else ()
                 found, lines = rows_of(work, entrants, len(sets), best)
             except MemoryError as error:
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]

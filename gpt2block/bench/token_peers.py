@@ -10,9 +10,9 @@ batching.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +25,22 @@ from torch.nn.functional import (
     silu,
 )
 
-from gpt2block.bench.race import Run
+from gpt2block.bench.models import RandomGPT2, RandomLlama
+from gpt2block.bench.race import Capture, Contender, Run, refuse
+from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.torch_functions import check_weights, tensor
+from gpt2block.bench.works import Written
 from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.config.llama import LlamaConfig
+from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-
-if TYPE_CHECKING:
-    from gpt2block.bench.llama_works import RandomLlama
-    from gpt2block.bench.token_works import Continuations, RandomGPT2, Steps
-    from gpt2block.bench.works import Written
-    from gpt2block.run.model import Ids
+from gpt2block.run.model import kv_cache_dtype
 
 CACHE_STEP = 64  # the length of a static kv_cache is a multiple of it
+NOTES = {
+    "transformers": "generate, left-padded to one batch",
+    "transformers, paged": "generate_batch, which is continuous batching",
+}
 
 Tensor = Any
 Tensors = dict[str, Tensor]
@@ -45,6 +48,39 @@ Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, KV he
 Forward = Callable[[Tensor, Tensor, Tensors, Caches | None], Tensor]
 # From a function and its arguments, what calls it again, in place.
 Repeated = Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tensor]]
+
+
+def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iterator[Contender]:
+    """PyTorch's and those of `transformers` for a task; none take a kv_cache of FP8."""
+    model, captures = task.model, _captures(task, "cuda", repeated)
+    if model.kv_dtype in FP8:
+        why = f"no PyTorch operation here takes a kv_cache of {model.kv_dtype}"
+        captures = dict.fromkeys(captures, partial(refuse, why))
+    for name, capture in captures.items():
+        note = partial(str, NOTES.get(name, ""))
+        yield Contender(name, True, capture, kv_cache_dtype(model.dtype), note)
+
+
+def _captures(
+    task: Steps | Prompt | Continuations, device: str, repeated: Repeated
+) -> Mapping[str, Capture]:
+    """By the names of contenders."""
+    if isinstance(task, Continuations):
+        return {
+            "transformers": partial(generated, task, device),
+            "transformers, paged": partial(generated_in_pages, task, device),
+        }
+    if not isinstance(task.model, RandomLlama):
+        if isinstance(task, Prompt):
+            return {}
+        return {"torch.compile": partial(steps, task, device, repeated)}
+    own: Any = steps if isinstance(task, Steps) else prompt
+    theirs: Any = transformers_steps if isinstance(task, Steps) else transformers_prompt
+    return {
+        "torch": partial(own, task, device, called),
+        "torch.compile": partial(own, task, device, repeated),
+        "transformers": partial(theirs, task, device),
+    }
 
 
 def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Run:
@@ -210,7 +246,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def transformers_gpt2(model: RandomGPT2, device: str) -> Any:
+def transformers_gpt2(model: Any, device: str) -> Any:
     """The same model in `transformers`. Raises InputError if it is not installed."""
     transformers = _transformers()
     check_weights(model.dtype)
@@ -297,36 +333,30 @@ def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> T
     return heads.reshape(B, NH, T, HS)
 
 
-def prompt(model: RandomLlama, ids: Ids, device: str, repeated: Repeated, rounds: int) -> Run:
+def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Run:
     """The logits after a prompt of a Llama, on the host."""
-    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
-    positions = torch.arange(len(ids), device=device)
+    model: Any = work.model
+    tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
+    positions = torch.arange(work.T, device=device)
 
     def step(tokens: Tensor, positions: Tensor, weights: Tensors) -> Tensor:
         return llama_forward(model.config, tokens, positions, weights, None)
 
     again = repeated(step, (tokens, positions, llama_weights(model)))
-    logits: list[Any] = []
-
-    def replay() -> None:
-        logits[:] = [again().float().cpu().numpy() for _ in range(rounds)]
-
-    return Run(replay, (lambda: logits[-1],), again)
+    return work.run(lambda: again().float().cpu().numpy(), rounds)
 
 
-def transformers_prompt(model: RandomLlama, ids: Ids, device: str, rounds: int) -> Run:
+def transformers_prompt(work: Prompt, device: str, rounds: int) -> Run:
     """As `prompt`, by LlamaForCausalLM."""
-    theirs = transformers_llama(model)
-    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
-    logits: list[Any] = []
+    theirs = transformers_llama(work.model)
+    tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
 
-    def replay() -> None:
+    def logits() -> Any:
         with torch.no_grad():
-            for _ in range(rounds):
-                out = theirs(tokens, use_cache=False, logits_to_keep=1)
-                logits[:] = [out.logits[:, -1].float().cpu().numpy()]
+            out = theirs(tokens, use_cache=False, logits_to_keep=1)
+        return out.logits[:, -1].float().cpu().numpy()
 
-    return Run(replay, (lambda: logits[-1],))
+    return work.run(logits, rounds)
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Run:

@@ -6,6 +6,7 @@ This module imports PyTorch; others import it when a peer is requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -18,6 +19,11 @@ from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
 
 HEAD_DIM = 128  # of Llama
+BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "cuDNN": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+}
 
 Tensor = Any
 Function = Callable[..., Tensor]
@@ -85,6 +91,16 @@ def attention_by(backend: str, causal: bool, qkv: Tensor) -> Tensor:
     """(B, NH, T, HS): the time of reordering it to rows is not a part of attention."""
     with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
         return _heads_first(qkv, causal)
+
+
+def attentions(causal: bool) -> dict[str, Function]:
+    """Attention by name."""
+    return {f"torch, {name}": partial(attention_by, b, causal) for name, b in BACKENDS.items()}
+
+
+def blocks(eps: float, causal: bool) -> dict[str, Function]:
+    """The block by name."""
+    return {"torch": partial(block, eps, causal)}
 
 
 def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import Host
 from gpt2block.bench.race import Capture, Contender, Run, first_and_last
 from gpt2block.bench.torch_functions import Function, Tensor, tensor
+from gpt2block.bench.works import Sets, Work
 from gpt2block.cuda import cupy
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -75,9 +76,6 @@ def captured(
 class TorchPeers:
     """PyTorch's contenders for one work after another; limits the time of the compiler's search."""
 
-    functions = torch_functions
-    of_models = token_peers
-
     def __init__(self, device: int) -> None:
         torch.cuda.set_device(device)
         self._searched_s = 0.0
@@ -86,6 +84,23 @@ class TorchPeers:
     def versions(self) -> Mapping[str, str]:
         cudnn = torch.backends.cudnn.version()
         return {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": str(cudnn)}
+
+    def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
+        """Those of a work, on copies of its inputs."""
+        given, dtype = work.for_peers, work.dtype
+        if given is None:
+            return
+        if work.what == "block":
+            functions = torch_functions.blocks(**given)
+            yield from self.contenders(functions, sets, dtype, search=dtype != "float32")
+        elif work.what == "attention":
+            functions = torch_functions.attentions(**given)
+            yield from self.contenders(functions, sets, dtype, compiled=False, tf32=False)
+        elif work.what == "gemm":
+            functions = torch_functions.products(**given)
+            yield from self.contenders(functions, sets, dtype, compiled=any(given.values()))
+        else:
+            yield from token_peers.contenders(given, self.repeated)
 
     def contenders(
         self,

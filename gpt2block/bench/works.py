@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +35,6 @@ from gpt2block.run.recording import Recording, Recordings
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-if TYPE_CHECKING:
-    from gpt2block.bench.torch_peers import TorchPeers
-
 C, NH = 768, 12
 TOKENS = 3072  # in different sequences
 ROWS = 509  # different rows of a product; a prime, so that no tile of rows divides it
@@ -45,11 +42,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
 STEPS_OF_A_BLOCK = 7  # the result of each is rounded to the dtype of the block
 OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
-BACKENDS = {
-    "flash": "FLASH_ATTENTION",
-    "cuDNN": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-}
 
 Sets = Sequence[Host]  # copies of the inputs in device memory
 Errors = tuple[float, float]  # absolute and relative, as `measure.errors` returns them
@@ -66,8 +58,9 @@ class Work:
 
     truth: gives the exact output, (n, columns), of which row i is row i mod n of the output; for
     sequences of tokens, the exact logits after one. ours: the contenders of gpt2block, on copies of
-    the inputs and a device, of which the first one is what a user gets; theirs: those of PyTorch.
-    Capturing shows whether they run.
+    the inputs and a device, of which the first one is what a user gets. Capturing shows whether
+    they run. for_peers: what peers compute the same from: options of a kernel, or a task of a whole
+    model (`tasks`); None: no peer takes part.
 
     roundings: consecutive results that are rounded to the dtype. rounding: the dtype whose rounding
     errors results may have; None: that of the arithmetic. rounds: of all copies in one turn; None:
@@ -83,7 +76,7 @@ class Work:
     traffic: int
     truth: Callable[..., NDArray[Any]]
     ours: Callable[[Sets, int], Iterable[Contender]]
-    theirs: Callable[[Sets, TorchPeers], Iterable[Contender]]
+    for_peers: Any = None
     inputs: Callable[[], Host] = dict
     roundings: int = 1
     rounding: str | None = None
@@ -159,10 +152,6 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
             tensors |= {name: matrix(tensors[name], dtype, "NK") for name in MATRICES}
         return {"x": np.resize(_sequences(T, C, dtype), (B, T, C)), **tensors}
 
-    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
-        functions = {"torch": partial(torch.functions.block, weights.eps, causal)}
-        return torch.contenders(functions, sets, dtype, search=dtype != "float32")
-
     return Work(
         "block",
         _sequences_name(B, T, causal),
@@ -172,7 +161,7 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=item * (2 * B * T * C + 12 * C * C) + 4 * 13 * C,
         truth=partial(_block_truth, T, causal, dtype),
         ours=partial(_blocks, weights, causal, dtype),
-        theirs=theirs,
+        for_peers={"eps": weights.eps, "causal": causal},
         inputs=inputs,
         roundings=STEPS_OF_A_BLOCK,
     )
@@ -180,12 +169,6 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
 
 def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
     """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
-
-    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
-        by = torch.functions.attention_by
-        functions = {f"torch, {name}": partial(by, b, causal) for name, b in BACKENDS.items()}
-        return torch.contenders(functions, sets, dtype, compiled=False, tf32=False)
-
     return Work(
         "attention",
         _sequences_name(B, T, causal),
@@ -195,7 +178,7 @@ def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=np.dtype(dtype).itemsize * 4 * B * T * C,
         truth=partial(_attention_truth, T, causal, dtype),
         ours=partial(_variants, "attention", {"n_head": NH, "causal": causal}, dtype),
-        theirs=theirs,
+        for_peers={"causal": causal},
         inputs=lambda: {"qkv": np.resize(_sequences(T, 3 * C, dtype), (B, T, 3 * C))},
     )
 
@@ -216,10 +199,6 @@ def gemm(
         wide = widened(a), widened(w.dequantized()), widened(bias)
         return reference.gemm(*wide, widened(added) if residual else None, gelu=gelu)
 
-    def theirs(sets: Sets, torch: TorchPeers) -> Iterable[Contender]:
-        functions = torch.functions.products(gelu, residual)
-        return torch.contenders(functions, sets, dtype, compiled=gelu or residual)
-
     return Work(
         "gemm",
         f"{product} M={M}",
@@ -229,7 +208,7 @@ def gemm(
         traffic=np.dtype(dtype).itemsize * elements + 4 * N,
         truth=truth,
         ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),  # as in a block
-        theirs=theirs,
+        for_peers={"gelu": gelu, "residual": residual},
         inputs=inputs,
     )
 

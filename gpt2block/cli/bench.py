@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import isfinite
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from gpt2block import bench
-from gpt2block.bench import Report, Row, token_works
+from gpt2block.bench import Report, Row, tasks
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.plots import check_file, draw, draw_decoding
 from gpt2block.bench.token_works import SAMPLED
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cuda.timing import REPLAYS
-
-if TYPE_CHECKING:
-    from gpt2block.cli.bench_command import BenchOptions
 
 TITLES = {  # with sizes of the work
     "block": "GPT-2 small's block, B x T",
@@ -37,38 +34,30 @@ COLUMNS = {  # of the figures of a kind of work; the others have RATES
 RATES = ("us", "TFLOP/s", "% matmul", "% copy")
 
 
-def run(options: BenchOptions) -> bool:
-    """Time what the options choose, and print it; False if a result of gpt2block is wrong."""
-    if options.decode or options.llama:
-        works_of = bench.llama_works if options.llama else bench.decode_works
-        stored = options.kv_dtype, options.activations
-        works = works_of(options.dtype, options.rows, options.size, *stored)
-        return _race(works, options)
-    chosen = options.what, options.dtype, options.only, options.peer, options.plot
-    if chosen != (None,) * len(chosen):
-        works = bench.chosen_works(options.what or "all", options.dtype, options.only)
-        return _race(works, options)
-    _compare_with_document(options)
-    return True
-
-
-def _race(works: list[bench.Work], options: BenchOptions) -> bool:
+def race(
+    works: list[bench.Work],
+    device: str | None,
+    peer: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> bool:
     """Time our kernels and their peers, print and plot the results; False if ours are wrong."""
-    if options.plot is not None:
-        check_file(options.plot)
-    report = bench.run(works, options.device, options.peer, lambda each: tracked(each, "bench"))
-    if options.as_json:
+    if plot is not None:
+        check_file(plot)
+    report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
+    if as_json:
         print_json(report.as_dict())
     else:
         print_report(console(), report)
-    if options.plot is not None:
-        (draw_decoding if options.decode else draw)(report, options.plot)
+    if plot is not None:
+        (draw_decoding if works[0].tokens else draw)(report, plot)
     return report.right
 
 
-def _compare_with_document(options: BenchOptions) -> None:
-    times = bench.block_against_document(options.device)
-    if options.as_json:
+def compare_with_document(device: str | None, as_json: bool) -> None:
+    """Time GPT-2's block, and print its times next to LeetGPU's."""
+    times = bench.block_against_document(device)
+    if as_json:
         print_json([asdict(row) for row in times])
         return
     columns = ("T", "mask", "GPU ms", "document ms", "times faster")
@@ -132,7 +121,7 @@ def _decoding(row: Row) -> tuple[str, ...]:
     return (
         f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {token_works.TURNS} turns of {token_works.STEPS}{steps}",
+        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
         f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",

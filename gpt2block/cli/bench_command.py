@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +13,9 @@ from gpt2block.cli.codes import FAILED
 from gpt2block.cli.model import device_option, json_option, peer_option
 from gpt2block.cli.options import option, path_option
 from gpt2block.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2block.bench import Work
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,28 @@ def bench(options: BenchOptions) -> None:
     PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
     with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
     """
-    from gpt2block.cli.bench import run  # noqa: PLC0415  (slow to import)
+    from gpt2block.cli.bench import compare_with_document, race  # noqa: PLC0415  (slow to import)
 
     _check_together(options)
-    if not run(options):
+    works = _works(options)
+    if works is None:
+        compare_with_document(options.device, options.as_json)
+    elif not race(works, options.device, options.peer, options.plot, options.as_json):
         raise typer.Exit(FAILED)
+
+
+def _works(options: BenchOptions) -> list[Work] | None:
+    """What the options choose; None for the block alone."""
+    from gpt2block.bench import chosen_works, model_works  # noqa: PLC0415
+
+    if options.decode or options.llama:
+        architecture = "llama" if options.llama else "gpt2"
+        stored = options.kv_dtype, options.activations
+        return model_works(architecture, options.dtype, options.rows, options.size, *stored)
+    chosen = options.what, options.dtype, options.only, options.peer, options.plot
+    if chosen == (None,) * len(chosen):
+        return None
+    return chosen_works(options.what or "all", options.dtype, options.only)
 
 
 def _check_together(options: BenchOptions) -> None:

@@ -2,74 +2,208 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from gpt2block import walkthrough
-from gpt2block.checkpoints import BUNDLED
-from gpt2block.checks import FLOATS
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import doctor, reference
+from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
+from gpt2block.block import Block
+from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checks import FLOATS, check_choice
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cli.model import device_option, json_option, revision_option
 from gpt2block.cli.options import option
 from gpt2block.errors import InputError
+from gpt2block.inspect.compare import Comparison, errors
+from gpt2block.inspect.lens import most_likely
+from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import bytes_of_id
 
 DEFAULT_SEQ_LEN = 128
+MAX_TOKENS = 2**17  # all steps in float32 and float64 take about 10 GB for GPT-2 small
+EXCERPT = 24  # characters of each end of a long text
 
 
-def block(
+@dataclass(frozen=True)
+class BlockOptions:
     weights: str = option(
         "A Hugging Face directory, .safetensors file or hub id.", BUNDLED, complete=complete.models
-    ),
-    revision: str | None = revision_option(),
+    )
+    revision: str | None = revision_option()
     size: str | None = option(
         "Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.", complete=complete.sizes
-    ),
-    layer: int = option("Index of the block whose steps are shown.", 0),
-    text: str | None = option("Input text; by default a passage of Shakespeare."),
-    seq_len: int | None = option("Tokens per row; by default the whole text."),
-    batch: int = option("Rows; row b is the text rotated by b tokens.", 1),
-    causal: bool = option("Attend only to earlier tokens.", True),
+    )
+    layer: int = option("Index of the block whose steps are shown.", 0)
+    text: str | None = option("Input text; by default a passage of Shakespeare.")
+    seq_len: int | None = option("Tokens per row; by default the whole text.")
+    batch: int = option("Rows; row b is the text rotated by b tokens.", 1)
+    causal: bool = option("Attend only to earlier tokens.", True)
     dtype: str = option(
         "float32, bfloat16 or float16.", "float32", complete=complete.one_of(*FLOATS)
-    ),
-    kernels: str = option("skeleton (ten steps), fused (seven steps) or auto.", "auto"),
-    device: str | None = device_option(),
-    as_json: bool = json_option(),
-) -> None:
+    )
+    kernels: str = option("skeleton (ten steps), fused (seven steps) or auto.", "auto")
+    device: str | None = device_option()
+    as_json: bool = json_option()
+
+    def block(self, weights: BlockWeights) -> Block:
+        return Block(weights, self.causal, self.device, self.dtype, self.kernels)
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What is printed: the comparison of a block, and for trained weights of all blocks."""
+
+    device: str
+    dtype: str
+    kernels: str  # "skeleton" or "fused"
+    weights: str
+    mask: str  # "causal" or "none"
+    input: str  # description of x
+    steps: list[Comparison]
+    # Of trained weights: the largest relative error of the residual stream after each block, and
+    # the most likely continuations of the first row.
+    stream: list[float] = field(default_factory=list)
+    next_tokens: list[tuple[str, float]] = field(default_factory=list)
+
+
+def block(options: BlockOptions) -> None:
     """Run a GPT-2 block and compare every step with float64 NumPy."""
-    if size is None:
-        result = walkthrough.with_trained_weights(
-            weights, layer, text, seq_len, batch, causal, device,
-            lambda indices: tracked(list(indices), "blocks"), dtype, kernels, revision,
-        )  # fmt: skip
-    elif (text, weights, revision, layer) != (None, BUNDLED, None, 0):
+    trained = options.weights, options.revision, options.layer, options.text
+    if options.size is None:
+        report = _of_trained_weights(options)
+    elif trained != (BUNDLED, None, 0, None):
         raise InputError(
             "--size uses random weights: leave out --weights, --revision, --layer and --text"
         )
     else:
-        length = DEFAULT_SEQ_LEN if seq_len is None else seq_len
-        result = walkthrough.with_random_weights(
-            size, length, batch, causal, device, dtype, kernels
-        )
-    if as_json:
-        print_json(asdict(result))
+        report = _of_random_weights(options, options.size)
+    if options.as_json:
+        print_json(asdict(report))
     else:
-        _print_walkthrough(result)
+        _print_report(report)
 
 
-def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
+def _of_random_weights(options: BlockOptions, size: str) -> BlockReport:
+    """Compare a block of a GPT-2 size with random weights, on x ~ U(-1, 1) of (B, T, C)."""
+    block = options.block(BlockWeights.random(0, size))
+    T = DEFAULT_SEQ_LEN if options.seq_len is None else options.seq_len
+    x = random_input(1, _shape(options.batch, T, block.weights.n_embd))
+    return BlockReport(
+        **_facts(options, block),
+        weights=f"random, the shape of {size}",
+        input="x ~ U(-1, 1)",
+        steps=block.compare(x.astype(FLOATS[block.dtype])),
+    )
+
+
+def _of_trained_weights(options: BlockOptions) -> BlockReport:
+    """Run a text through every block of a checkpoint, and compare each step of one block.
+
+    After every block, the residual stream of the device is compared with that of float64 NumPy with
+    the same matrices. Row b of a batch is the text rotated by b tokens.
+    """
+    checkpoint = Checkpoint.open(options.weights, options.revision)
+    config = checkpoint.config
+    ends = GPT2Weights.from_pretrained(checkpoint, layers=())
+    encoding = tokenizer.load(checkpoint.tokenizer_source(), config.vocab_size)
+    text = options.text
+    if text is None:
+        text = (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
+    ids = _rows(tokenizer.encode(encoding, text), options.seq_len, options.batch)
+    length = ids.shape[-1]
+    if length > config.n_ctx:
+        raise InputError(
+            f"{length} tokens: {options.weights} has positions for n_ctx = {config.n_ctx}: "
+            "give --seq-len or a shorter text"
+        )
+    checkpoint.check_layer(options.layer)  # before the first block is computed
+    check_choice("dtype", options.dtype, FLOATS)
+    x = reference.encoder(ids, ends.wte, ends.wpe).astype(FLOATS[options.dtype])
+    truth: NDArray[np.floating[Any]] = x.astype(np.float64)
+    facts: dict[str, Any] = {}
+    steps: list[Comparison] = []
+    stream = []
+    for index in tracked(range(config.n_layer), "blocks"):
+        block = options.block(BlockWeights.from_pretrained(checkpoint, index))
+        facts = facts or _facts(options, block)
+        if index == options.layer:
+            steps = block.compare(x)
+        x = block(x)
+        truth = reference.block_forward(truth, block.weights, options.causal)
+        stream.append(errors(x, truth)[1])
+    last = reference.layernorm(x.astype(np.float32), ends.gamma_f, ends.beta_f, config.eps)
+    logits = last.reshape(-1, *last.shape[-2:])[0, -1] @ ends.lm_head.T
+    return BlockReport(
+        **facts,
+        weights=f"{options.weights}, block {options.layer} of {config.n_layer}",
+        input=f"{length} tokens of {_excerpt(text)}",
+        steps=steps,
+        stream=stream,
+        next_tokens=[
+            (bytes_of_id(encoding, token).decode(errors="replace"), p)
+            for token, p in most_likely(logits)
+        ],
+    )
+
+
+def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
+    """The facts about a block; if no device was requested, with the reason why it is the CPU."""
+    problem = doctor.cuda_problem() if options.device is None else None
+    return {
+        "device": f"{block.device}, because {problem}: {doctor.ADVICE}"
+        if problem
+        else block.device,
+        "dtype": block.dtype,
+        "kernels": block.kernels,
+        "mask": "causal" if options.causal else "none",
+    }
+
+
+def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
+    """Token ids (T,) for one row, (B, T) for more: row b starts at token b."""
+    T = len(tokens) if seq_len is None else seq_len
+    _shape(batch, T, 1)
+    if len(tokens) < T:
+        raise InputError(f"--seq-len {T}: the text has {len(tokens)} tokens")
+    start, column = np.arange(batch)[:, None], np.arange(T)
+    rows: NDArray[np.int64] = np.array(tokens)[(start + column) % len(tokens)]
+    return rows[0] if batch == 1 else rows
+
+
+def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
+    if batch < 1 or seq_len < 1:
+        raise InputError(f"expected --batch and --seq-len of at least 1, got {batch}, {seq_len}")
+    if batch * seq_len > MAX_TOKENS:
+        raise InputError(
+            f"{batch * seq_len:,} tokens: at most {MAX_TOKENS:,} are compared with float64 at once"
+        )
+    return (seq_len, n_embd) if batch == 1 else (batch, seq_len, n_embd)
+
+
+def _excerpt(text: str) -> str:
+    """The repr of a text, or of its first and last EXCERPT characters."""
+    if len(text) <= 2 * EXCERPT:
+        return repr(text)
+    return f"{text[:EXCERPT]!r} … {text[-EXCERPT:]!r}"
+
+
+def _print_report(report: BlockReport) -> None:
     out = console()
-    out.print(f"device   {shown(result.device)}")
-    out.print(f"weights  {shown(result.weights)}, mask: {result.mask}")
-    out.print(f"input    {shown(result.input)}")
-    if result.device.startswith("CPU"):
-        out.print(f"kernels  none run: {result.dtype} NumPy compared with float64")
-    elif result.dtype != "float32":
-        out.print(f"kernels  {result.kernels}, {result.dtype}")
+    out.print(f"device   {shown(report.device)}")
+    out.print(f"weights  {shown(report.weights)}, mask: {report.mask}")
+    out.print(f"input    {shown(report.input)}")
+    if report.device.startswith("CPU"):
+        out.print(f"kernels  none run: {report.dtype} NumPy compared with float64")
+    elif report.dtype != "float32":
+        out.print(f"kernels  {report.kernels}, {report.dtype}")
     table = new_table(
         ("step", "kernel", "shape"), ("ms", "max abs", "max rel", "total abs", "total rel")
     )
-    for row in result.steps:
+    for row in report.steps:
         values = (row.max_abs, row.max_rel, row.total_abs, row.total_rel)
         table.add_row(
             row.name,
@@ -84,8 +218,8 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
         "alone, fed exact inputs; total: accumulated from x on.",
     )
     out.print(("\n" if out.width >= len(lines[0]) else " ").join(lines))
-    if result.stream:
-        marks = ", ".join(f"{error:.1e}" for error in result.stream)
+    if report.stream:
+        marks = ", ".join(f"{error:.1e}" for error in report.stream)
         out.print(f"Residual stream after each block, rel: {marks}")
-        words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
+        words = ", ".join(f"{token!r} {p:.1%}" for token, p in report.next_tokens)
         out.print(f"Most likely next tokens: {shown(words)}")

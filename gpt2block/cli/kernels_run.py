@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gpt2block import doctor
 from gpt2block.bench import ceilings, measure
@@ -19,6 +19,7 @@ from gpt2block.cli.kernels import (
     print_measurements,
     print_series,
 )
+from gpt2block.cli.kernels_options import KernelsOptions, OwnOptions
 from gpt2block.cli.mine import (
     print_outcome,
     print_rungs,
@@ -36,9 +37,6 @@ from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
-
-if TYPE_CHECKING:
-    from gpt2block.cli.kernels_command import KernelsOptions, OwnOptions
 
 CPU, CUDA = "cpu", "cuda"
 SIZES_OF_A_VARIANT = 2  # on the emulator: many variants compile a program for each

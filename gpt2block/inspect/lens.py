@@ -146,3 +146,9 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
         found.ids[layer] = np.take_along_axis(chosen, order, axis=-1)
         found.probabilities[layer] = np.take_along_axis(kept, order, axis=-1)
     return found
+
+
+def most_likely(logits: NDArray[np.floating[Any]]) -> list[tuple[int, float]]:
+    """The five most likely tokens of logits (V,) with their probabilities, in that order."""
+    p = reference.softmax(logits.astype(np.float64))
+    return [(int(token), float(p[token])) for token in np.argsort(-p)[:5]]

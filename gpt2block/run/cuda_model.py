@@ -39,9 +39,10 @@ from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine, two_part_of
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
-from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
+from gpt2block.run.cuda_decoding import CudaDecoding
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
+from gpt2block.run.cuda_steps import DecodingSteps
 from gpt2block.run.cuda_timeline import timed
 from gpt2block.run.model import (
     Floats,

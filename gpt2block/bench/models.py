@@ -1,0 +1,222 @@
+"""Models of the bench, with random weights in one dtype, and what a forward pass costs at least."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.checks import FLOATS
+from gpt2block.config import GPT2Config, ModelConfig, model_shapes
+from gpt2block.config.llama import LlamaConfig
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.kernels import FP8
+from gpt2block.model import GPT2, Llama, Model
+from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.passes.prefill import Products
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.model import Ids, Tensors, check_activations, itemsize, kv_cache_dtype
+from gpt2block.weights.matrix import WeightMatrix
+
+SHAPES: Mapping[str, LlamaConfig] = {
+    "7b": LlamaConfig(),
+    "1b": LlamaConfig(
+        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_ff=8192, vocab_size=128256,
+        theta=500000.0, tie_word_embeddings=True,
+    ),
+    "small": LlamaConfig(
+        n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
+    ),
+}  # fmt: skip
+NUMBERS = 2**22 - 3  # different random weights; a prime, so that rows of a matrix differ
+DEVIATION = 0.02
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each other
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+class RandomModel(ABC, Generic[Config]):
+    """A model with random weights in one dtype; several works share it."""
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: str,
+        kv_dtype: str | None = None,
+        activations: str | None = None,
+    ) -> None:
+        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
+        check_activations(dtype, activations)
+        self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
+        self.activations = activations
+        self.device = 0  # that of the last call of `on`
+        self._on: dict[int, Model[Any]] = {}
+        self._logits: dict[bytes, NDArray[np.float64]] = {}
+
+    def on(self, device: int) -> Model[Any]:
+        """The model on a GPU, created at the first call."""
+        self.device = device
+        if device not in self._on:
+            self._on[device] = self._made(f"cuda:{device}")
+        return self._on[device]
+
+    @abstractmethod
+    def _made(self, device: str) -> Model[Any]:
+        """The model on a device."""
+
+    @abstractmethod
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        """The logits (V,) after a sequence, which results are compared with."""
+
+    @property
+    def checks_prompts(self) -> bool:
+        """Whether `_exact_logits` computes otherwise than a prompt of the model."""
+        return True
+
+    def last_logits(self, ids: Ids) -> NDArray[np.float64]:
+        """The logits (V,) after a sequence, which results are compared with; remembered."""
+        key = ids.tobytes()
+        if key not in self._logits:
+            self._logits[key] = self._exact_logits(ids).astype(np.float64)
+        return self._logits[key]
+
+    def prompts(self, lengths: Iterable[int]) -> list[Ids]:
+        """Random token ids."""
+        rng = np.random.default_rng(0)
+        V = self.config.vocab_size
+        return [rng.integers(V, size=length).astype(np.int32) for length in lengths]
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrices that a token is multiplied with, lm_head included."""
+        shapes = self.config.block_shapes().values()
+        block = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        return self.config.n_layer * block + self.config.vocab_size * self.config.n_embd
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: matrices in the dtype, vectors in float32."""
+        shapes = model_shapes(self.config).values()
+        vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
+        return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers."""
+        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
+
+    def prompt_flops(self, T: int) -> int:
+        """FLOPs of a prompt of T tokens, to the logits after its last one."""
+        head = self.config.vocab_size * self.config.n_embd
+        products = 2 * T * (self.matrix_elements - head) + 2 * head
+        return products + self.attention_flops(T * (T + 1) // 2)
+
+    def attention_flops(self, keys: int) -> int:
+        """FLOPs of attention in all layers, for queries that see so many keys in total."""
+        return 4 * self.config.n_layer * self.config.q_width * keys
+
+
+class RandomGPT2(RandomModel[GPT2Config]):
+    """GPT-2, with weights on the host as well; the results are compared with NumPy's."""
+
+    @cached_property
+    def weights(self) -> GPT2Weights:
+        return GPT2Weights.random(0, self.config)
+
+    @cached_property
+    def _reference(self) -> GPT2:
+        return self._made("cpu")
+
+    def _made(self, device: str) -> GPT2:
+        stored = self.dtype, False, self.kv_dtype, self.activations
+        return GPT2(self.weights, device, *stored)
+
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._reference(ids, last=True)
+        return logits
+
+
+class RandomLlama(RandomModel[LlamaConfig]):
+    """Llama with weights that are made in device memory, in their dtype.
+
+    Results are compared with those of a prompt, for which 16-bit weights are multiplied with
+    float32 activations by other kernels.
+    """
+
+    _exact: CudaModel | None = None
+
+    @property
+    def checks_prompts(self) -> bool:
+        return self.dtype in SIXTEEN_BITS
+
+    def _made(self, device: str) -> Llama:
+        with cupy.cuda.Device(self.device):
+            tensors = random_tensors(self.config, self.dtype)
+            stored = self.dtype, self.kv_dtype, self.activations
+            return Llama.from_tensors(self.config, tensors, device, *stored)
+
+    def stored(self) -> Tensors:
+        """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
+        given = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
+        for name in model_shapes(self.config):
+            value = given[name]
+            if isinstance(value, WeightMatrix):
+                yield name, value.data, value.layout
+            else:
+                yield name, value, None
+
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        if self._exact is None:
+            engine: Any = self.on(self.device).engine
+            if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
+                fp8 = self.dtype in FP8
+                tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
+                engine = _Float32Activations(
+                    self.config, tensors, self.dtype, self.device, kv_dtype=self.kv_dtype
+                )
+            self._exact = engine
+        return self._exact.forward([ids], "last")[0]
+
+
+class _Float32Activations(CudaModel):
+    """A model whose prompts are computed without tensor cores."""
+
+    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
+        return "float32", {}
+
+
+def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
+    """Name, array in device memory and layout of every tensor; one at a time.
+
+    Matrices are in the dtype, or in float16 for FP8, of N(0, 0.02), which repeat after NUMBERS
+    weights; gammas are of U(0.8, 1.2) in float32.
+    """
+    stored = FLOATS["float16" if dtype in FP8 else dtype]
+    rng = np.random.default_rng(0)
+    count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
+    numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
+    block = cupy.asarray(numbers.astype(stored))
+    for n, (name, shape) in enumerate(model_shapes(config).items()):
+        if len(shape) == 1:
+            yield name, cupy.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
+            continue
+        made = cupy.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
+        _fill(made, block, int(n * GOLDEN_RATIO * count))
+        yield name, made, "NK"
+
+
+def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
+    """Fill an array with copies of a block, from one of its elements on."""
+    bits = np.dtype(f"u{array.dtype.itemsize}")  # which every CuPy can copy
+    to, of = array.reshape(-1).view(bits), block.view(bits)
+    at, start = 0, start % of.size
+    while at < to.size:
+        part = of[start : start + to.size - at]
+        to[at : at + part.size] = part
+        at, start = at + part.size, 0

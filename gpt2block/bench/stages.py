@@ -1,0 +1,104 @@
+"""Steps of decoding of a Llama with fewer fusions: one kernel for each operation, then each fusion.
+
+The table of kernl's Llama optimisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import accumulate
+from operator import or_
+from typing import Any
+
+from gpt2block.config import ModelConfig
+from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.passes import architecture_of
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.decoding import DecodePass, Rows
+from gpt2block.passes.forward import Product, To, forward
+from gpt2block.passes.machine import Machine, Value
+
+UNFUSED = "unfused"  # the first stage
+Stages = Mapping[str, Collection[str]]  # name → its fusions
+SIXTEEN_BIT_STAGES = {  # name → what it has more than the one before it
+    UNFUSED: "",
+    "+ residuals": "adds",
+    "+ RoPE": "into_cache",
+    "+ graph": "graph",
+    "+ overlap": "overlap",
+}
+OTHER_STAGES = {
+    UNFUSED: "",
+    "+ RMSNorm": "adds norms",
+    "+ RoPE": "into_cache",
+    "+ feed-forward": "gates",
+    "+ graph": "graph",
+}
+
+
+def stages_of(dtype: str) -> Stages:
+    """The stages with weights of a dtype.
+
+    Residuals are fused together with RMSNorm; RoPE, with the append of K and V to the kv_cache.
+    Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
+    not overlap.
+    """
+    stages = SIXTEEN_BIT_STAGES if dtype in SIXTEEN_BITS else OTHER_STAGES
+    added = (frozenset(more.split()) for more in stages.values())
+    return dict(zip(stages, accumulate(added, or_), strict=True))
+
+
+def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
+    """A step of decoding with some of the fusions, to logits."""
+    step = StagedPass(do, Settings.of(config), fusions)
+    return forward(step, architecture_of(config), config, "logits")
+
+
+class StagedPass(DecodePass):
+    """Steps of decoding with some of the fusions.
+
+    "adds", "norms", "gates": products have residuals, RMSNorm, and gate and up of the feed-forward.
+    "into_cache": RoPE also appends K and V to the kv_cache, which the attention of decoding then
+    reads; else they are appended by a kernel of their own, and attention takes rows [Q | K | V].
+    """
+
+    def __init__(self, do: Machine, settings: Settings, fusions: Collection[str]) -> None:
+        super().__init__(do, settings, norms="norms" in fusions)
+        self.adds, self.gates = "adds" in fusions, "gates" in fusions
+        self.into_cache = "into_cache" in fusions
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if self.norms and to != ("lm_head",):
+            return Rows(x, gamma)
+        return super().norm(name, x, gamma, beta, to)
+
+    def _product(self, p: Product) -> Value:
+        if p.a.gamma:
+            return self.do(p.name, "rmsnorm_matmul", (p.a.x, p.a.gamma, p.w), eps=self.c.eps)
+        if not p.add or self.adds:
+            return super()._product(p)
+        y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
+        return self.do(p.result, "add", (p.residual, y), into=p.residual)
+
+    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
+        if self.into_cache:
+            options: dict[str, Any] = {"n_head": self.c.n_head, "half_split": True}
+            return self.do(f"{h}q", "rope_append", (y, "frequencies", *self._cache(h)), **options)
+        inputs = (y, "positions", "frequencies")
+        return self.do(f"{h}rope", "rope_qkv", inputs, into=y, **self.c.turn)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
+        if self.into_cache:
+            return super().attend(h, qkv, to)
+        k, v = f"{h}k", f"{h}v"
+        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
+        inputs = (qkv, k, v, "cu_seqlens", "start")
+        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": 1}
+        return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
+        if not (self.gates and x.gamma):
+            return super().gated(h, x, to)
+        inputs = (x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
+        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.eps))

@@ -1,0 +1,77 @@
+"""The options of `gpt2block kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2block.cli import complete
+from gpt2block.cli.model import json_option, peer_option
+from gpt2block.cli.options import argument, option, path_option
+
+OWN = "Your own kernel"
+
+
+@dataclass(frozen=True)
+class KernelsOptions:
+    operation: str | None = argument(
+        "An operation; without it, all operations are listed.", complete=complete.operations
+    )
+    variant: str | None = option(
+        "One variant; by default all variants.", complete=complete.variants
+    )
+    shape: str | None = option("Sizes that differ from the default ones, such as B=1,T=128.")
+    sweep: bool = option("Time every block size of a variant.", False)
+    plot: Path | None = path_option("Sweep, and plot the rates by block size to this PNG file.")
+    peer: str | None = peer_option()
+    dtype: str | None = option(
+        "Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
+        complete=complete.dtypes,
+    )
+    layout: str | None = option("Memory layout of the weights: KN or NK.")
+    device: str | None = option(
+        "cuda, or cpu: an emulator, which needs g++ and checks results at small sizes. By default "
+        "the GPU if there is one.",
+        complete=complete.devices,
+    )
+    source: str | None = option(
+        "Print the source of a variant, by its name or its place from 1.",
+        complete=complete.variants,
+    )
+    as_json: bool = json_option()
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """A user's kernel; the help shows these options in a panel of their own."""
+
+    mine: Path | None = path_option(
+        "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "
+        "the file runs with your rights: run what you have read.",
+        metavar="FILE.cu",
+        rich_help_panel=OWN,
+    )
+    template: bool = option(
+        "Print a file to begin with: slow, but right.", False, "--template", rich_help_panel=OWN
+    )
+    solution: str | None = option(
+        "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
+        "the last one of chapter 2.",
+        metavar="CHAPTER[.EXERCISE]",
+        complete=complete.solutions,
+        rich_help_panel=OWN,
+    )
+    kernel: str | None = option("The kernel, if the file has several.", rich_help_panel=OWN)
+    grid: str | None = option(
+        "Blocks, such as 'ceil(N / 8)' or 'T, NH'; by default as the file says in a line // "
+        "launch: grid=... block=... shared=...",
+        rich_help_panel=OWN,
+    )
+    block: str | None = option("Threads of a block, such as 256 or '16, 16'.", rich_help_panel=OWN)
+    shared: str | None = option(
+        "Bytes of extern __shared__ memory, such as '4 * C'.", rich_help_panel=OWN
+    )
+    args: str | None = option(
+        "The argument of each parameter, such as x,out,N,C; by default by their names.",
+        rich_help_panel=OWN,
+    )

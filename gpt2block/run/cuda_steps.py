@@ -1,0 +1,257 @@
+"""The steps of a decoding on a GPU: rows of a kv_cache's slots, sampled on the device.
+
+A step computes the rows of a few numbers, such as 48 or 64, each with a CUDA graph of its own; a
+device array maps them to slots, so that empty slots cost nothing. A step reads its tokens and
+positions from device memory, where the sampler has written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, pinned
+from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
+from gpt2block.ops.top_logprobs import bind as bind_top
+from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors
+from gpt2block.run.recorder import rounded_up
+from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
+
+if TYPE_CHECKING:
+    from gpt2block.run.cuda_model import CudaModel
+
+CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
+
+
+class DecodingSteps:
+    """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
+
+    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
+        """floats: no step has terms in their place, so that all can be read; with the same bits."""
+        B, config = cache.batch, model.config
+        self.floats = floats
+        self.n_ctx, self.batch = cache.n_ctx, B
+        self.state = SampleState.allocate(B, config.vocab_size)
+        self.logits = cupy.zeros((B, config.vocab_size), "float32")
+        self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
+        self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
+        self._steps: dict[tuple[int, int], Step] = {}  # by rows, and the most that any changes
+        self.changes: CudaArray = None  # of logits in the slots, once one has any
+        self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
+        self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
+        self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
+
+    def restart(self) -> None:
+        """Begin another decoding, whatever the previous one has left in flight or unfinished."""
+        self._placed = None
+        for step in self._steps.values():
+            step.restart()
+
+    def of(self, model: CudaModel, slots: Ids) -> Step:
+        """The step of as many rows as there are slots, or of a few more."""
+        changed = int(self._changed[slots].max(initial=0))
+        kind = min(rounded_up(len(slots), 2), self.batch), changed
+        if kind not in self._steps:
+            self._steps[kind] = Step(model, self, *kind)
+        return self._steps[kind]
+
+    def place(self, slots: Ids, step: Step) -> None:
+        """Let the first rows of a step be those of these slots, the others of none."""
+        rows = step.rows
+        if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
+            return
+        self._set_rows(slots, rows)
+        step.placing.run()
+        self._placed = rows, slots
+
+    def _set_rows(self, slots: Ids, rows: int) -> None:
+        row = np.full(rows, -1, np.int32)
+        row[: len(slots)] = slots
+        self.row[:rows].set(row)
+        self._placed = None
+
+    def next_token(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+        """A step that computes a given token of each of these slots at this position."""
+        step = self.of(model, slots)
+        self._set_rows(slots, step.rows)
+        self.tokens[: len(slots)].set(tokens)
+        self.positions[: len(slots)].set(positions)
+        return step
+
+    def logits_of(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+        """The logits (N, V) after a token for each of these slots."""
+        self.next_token(model, slots, tokens, positions).recording.run_steps()
+        logits: Floats = self.logits[: len(slots)].get()
+        return logits
+
+    def begin(
+        self, model: CudaModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
+    ) -> Step:
+        """Place sequences with these logits after their last token; the step then samples."""
+        ids = [start.ids if start.seen is None else start.seen for start in starts]
+        positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
+        drawn = np.array([start.drawn for start in starts], np.int32)
+        self.state.begin(slots, [start.sampling for start in starts], positions, drawn)
+        if any(start.sampling.repetition_penalty != 1 for start in starts):
+            self.state.seen[cupy.asarray(slots)] = 0
+            of_token = np.repeat(slots, [len(each) for each in ids])
+            mark_seen(np.concatenate(ids), of_token, self.state.seen)
+        self._set_changes(starts, ids)
+        step = self.of(model, slots)
+        cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
+        self.place(slots, step)
+        return step
+
+    def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
+        """The changes of sequences that begin, and none where the last one in a slot had some."""
+        V = self.logits.shape[1]
+        for start, ids in zip(starts, seen, strict=True):
+            changed = _kind_of(start.sampling)
+            if changed or self._changed[start.slot]:
+                if self.changes is None:
+                    self.changes = cupy.zeros((self.batch, CHANGES), "float32")
+                values, places = changes(start.sampling, V)
+                places[ids] |= 1
+                self.changes[start.slot].set(values)
+                self.state.seen[start.slot].set(places)
+            if changed == COUNTED:
+                if self.counts is None:
+                    self.counts = cupy.zeros((self.batch, V), "int32")
+                self.counts[start.slot].set(start.counts(V))
+            self._changed[start.slot] = changed
+
+
+def _kind_of(sampling: Sampling) -> int:
+    """0, CHANGED or COUNTED."""
+    return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
+
+
+class Step:
+    """A decoding step of a number of rows: launches, their graph, and the results on the host."""
+
+    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, changed: int) -> None:
+        self.rows, self._stream = rows, model.stream
+        self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
+        self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = cupy.zeros(rows, "int32")
+        row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
+        slots = Slots(row, tokens, positions, self._turn)
+        self.placing = bind_place(of.state, slots)
+        self._logits = logits = of.logits[:rows]
+        tables = of.changes if changed else None
+        counts = of.counts if changed == COUNTED else None
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts)
+        given = {"tokens": tokens, "row": row, "positions": positions}
+        terms = None if of.floats else model.terms(rows)
+        self.recording = model.recordings.make(
+            lambda do: model.decode_pass(do, rows, terms),
+            {**model.given(), **of.cache_tensors, **given},
+            {"logits": logits},
+            overlapping=True,
+        )
+        self.recording.after = (self._sample,)
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the next launch be the first one."""
+        self._first = True
+        self._launched = 0
+        self._results: list[Result | None] = [None, None]  # that may not have been read yet
+
+    def run(self, slots: Ids, alternatives: bool) -> Result:
+        """Compute the placed rows, of these slots, and sample; a graph from the second run on.
+
+        alternatives: whether the result has the most likely tokens, too.
+        """
+        half = self._free_half()
+        self.recording.repeat(self._stream)
+        return self._result(half, slots, alternatives)
+
+    def sample(self, slots: Ids, alternatives: bool) -> Result:
+        """Sample from `logits` alone."""
+        half = self._free_half()
+        self._sample.run()
+        return self._result(half, slots, alternatives)
+
+    def _free_half(self) -> int:
+        """The half of the results' memory that the next launch writes, once it has been read.
+
+        The launches before the first one have ended when the device counts from 0 again.
+        """
+        if self._first:
+            self._turn.fill(0)
+            self._first = False
+        half = self._launched % 2
+        earlier = self._results[half]
+        if earlier:
+            earlier.read()
+        return half
+
+    def _result(self, half: int, slots: Ids, alternatives: bool) -> Result:
+        if alternatives:
+            self._top[half].launch.run()
+        self._done[half].record(self._stream)
+        self._launched += 1
+        top = self._top[half].found if alternatives else None
+        result = Result(slots, self._done[half], self._sampled[half], top)
+        self._results[half] = result
+        return result
+
+    @cached_property
+    def _top(self) -> tuple[_Top, _Top]:
+        """For even and odd launches."""
+        return _Top(self._logits), _Top(self._logits)
+
+
+class _Top:
+    """The launch that writes the most likely tokens of rows to the host, and where it does."""
+
+    def __init__(self, logits: CudaArray) -> None:
+        shape = len(logits), MOST_ALTERNATIVES
+        ids, to_ids = _on_host(shape)
+        bits, to_bits = _on_host(shape)
+        self.launch = bind_top((logits,), (to_ids, to_bits.view("float32")))
+        self.found = Alternatives(ids, bits.view(np.float32))
+
+
+class Result:
+    """The tokens of a launch, read when they are needed or their memory is."""
+
+    def __init__(self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None) -> None:
+        self._slots, self._done, self._sampled, self._top = slots, done, sampled, top
+        self._stopped: list[Ids] = []
+        self._read = False
+
+    def read(self) -> None:
+        if not self._read:
+            self._done.synchronize()
+            self._sampled = self._sampled[:, : len(self._slots)].copy()
+            if self._top:
+                self._top = Alternatives(*(a[: len(self._slots)].copy() for a in self._top))
+            self._read = True
+
+    def leave_out(self, slots: Ids) -> None:
+        self._stopped.append(slots)
+
+    def get(self) -> Sampled:
+        """The result, without slots that were stopped."""
+        self.read()
+        slots, (tokens, logprobs), top = self._slots, self._sampled, self._top
+        if self._stopped:
+            kept = ~np.isin(slots, np.concatenate(self._stopped))
+            slots, tokens, logprobs = slots[kept], tokens[kept], logprobs[kept]
+            top = top and Alternatives(top.ids[kept], top.logprobs[kept])
+        return Sampled(slots, tokens, logprobs.view(np.float32), top)
+
+
+def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
+    """int32 zeros in pinned host memory that kernels can write, as a NumPy and a CuPy array."""
+    seen = pinned(shape)
+    seen[...] = 0
+    owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)
+    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))
