@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,6 @@ _KERNEL = re.compile(
 )
 _C_BLOCK = re.compile(r'extern\s+"C"\s*(?={)')
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
-_HEAD = re.compile(r"(?://.*\n)*")
 _IDEA = re.compile(
     r"^//   (?P<names>\w+(?:, \w+)*)(?P<variant>(?: \(\w+\))?):(?P<text>.*(?:\n//    .*)*)",
     re.MULTILINE,
@@ -199,10 +199,12 @@ def ideas(file: str) -> dict[str, str]:
     variants of an operation launch one kernel in different ways, each has its own, by a name such
     as "to_fp8_kernel (vectors)".
     """
-    found = {}
-    for each in _IDEA.finditer(_HEAD.match(read_source(file))[0]):
+    found: dict[str, str] = {}
+    lines = read_source(file).splitlines(keepends=True)
+    head = "".join(takewhile(lambda line: line.startswith("//"), lines))
+    for each in _IDEA.finditer(head):
         text = " ".join(each["text"].replace("\n//", " ").split())
-        sentence = text.partition(". ")[0]
+        sentence = re.split(r"\.(?: |$)", text)[0]
         found |= {name + each["variant"]: sentence for name in each["names"].split(", ")}
     return found
 
