@@ -336,9 +336,9 @@ def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """elementwise/gelu.cu with a mistake in line 7 and a header that is nowhere."""
+    """elementwise/gelu.cu with a mistake in line 9 and a header that is nowhere."""
     text = kernels.read_source("elementwise/gelu.cu").splitlines()
-    text[6] = "    undeclared = 3;"
+    text[8] = "    undeclared = 3;"
     monkeypatch.setattr(kernels, "read_source", lambda file: "\n".join(text))
 
 
@@ -348,7 +348,7 @@ def test_a_compile_error_names_file_and_line() -> None:
         kernels.compile_for("elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
     lines = str(caught.value).splitlines()
     assert lines[0] == "elementwise/gelu.cu does not compile:"
-    assert lines[1] == 'elementwise/gelu.cu:7: identifier "undeclared" is undefined'
+    assert lines[1] == 'elementwise/gelu.cu:9: identifier "undeclared" is undefined'
     assert "fix it there" in lines[-1]
 
 
@@ -389,6 +389,39 @@ def test_kernel_sources_are_readable() -> None:
         assert lines[0].startswith("// "), f"{path.name} opens with what it computes"
         assert len(lines) <= 400
         assert max(map(len, lines)) <= 120, path.name
+
+
+def test_an_idea_is_the_first_sentence_about_a_kernel_in_the_head_of_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = """// architecture: sm_90a
+// Sums of x.
+//
+//   first, second: two kernels, E[x^2] at
+//       once. More about them
+//   third (fast): by shuffles.
+//       y = sum of x
+//   x (N): no kernel
+//   third: a tree
+
+//   fourth: not in the head
+"""
+    monkeypatch.setattr(kernels, "read_source", lambda file: text)
+    found = kernels.ideas.__wrapped__("f.cu")
+    assert found == {
+        "first": "two kernels, E[x^2] at once",
+        "second": "two kernels, E[x^2] at once",
+        "third (fast)": "by shuffles",
+        "x (N)": "no kernel",
+        "third": "a tree",
+    }
+    monkeypatch.setattr(kernels, "ideas", lambda file: found)
+    assert kernels.idea_of("f.cu", "third", "fast") == "by shuffles"
+    assert kernels.idea_of("f.cu", "third", "slow") == "a tree"
+    with pytest.raises(
+        KernelError, match=r"f\.cu: kernel fourth has no idea: state it in .*//   fo"
+    ):
+        kernels.idea_of("f.cu", "fourth", "fast")
 
 
 def test_importing_the_loader_does_not_import_cupy() -> None:

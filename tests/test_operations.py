@@ -45,6 +45,19 @@ def test_every_kernel_belongs_to_a_variant() -> None:
     assert registered == there
 
 
+def test_every_variant_has_an_idea_and_every_idea_a_kernel() -> None:
+    used: set[tuple[str, str]] = set()
+    for operation in OPERATIONS.values():
+        for variant in (*operation.variants, *operation.auxiliary):
+            stated = kernels.ideas(variant.file)
+            assert variant.idea == variant.described()["idea"]
+            assert variant.idea
+            for name in variant.kernels:
+                own = f"{name} ({variant.name})"
+                used.add((variant.file, own if own in stated else name))
+    assert used == {(file, name) for file in kernels.sources() for name in kernels.ideas(file)}
+
+
 @every_operation
 def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> None:
     sizes = small(operation)

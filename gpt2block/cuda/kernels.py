@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,10 @@ _KERNEL = re.compile(
 )
 _C_BLOCK = re.compile(r'extern\s+"C"\s*(?={)')
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
+_IDEA = re.compile(
+    r"^//   (?P<names>\w+(?:, \w+)*)(?P<variant>(?: \(\w+\))?):(?P<text>.*(?:\n//    .*)*)",
+    re.MULTILINE,
+)
 _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # with the lines that continue it
@@ -156,6 +161,38 @@ def _prototypes(plain: str) -> list[re.Match[str]]:
 def without_comments(text: str) -> str:
     """The text of a source with spaces in place of comments: every place in it stays."""
     return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+
+
+@cache
+def ideas(file: str) -> dict[str, str]:
+    """Kernel name → its idea in one sentence, as the comment that opens the file states it.
+
+        //   add_kernel: one thread per element. What follows the first full stop is no part of it
+
+    Lines that continue it are indented further. Kernels can share one: "mean, rstd: …". Where
+    variants of an operation launch one kernel in different ways, each has its own, by a name such
+    as "to_fp8_kernel (vectors)".
+    """
+    found: dict[str, str] = {}
+    lines = read_source(file).splitlines(keepends=True)
+    head = "".join(takewhile(lambda line: line.startswith("//"), lines))
+    for each in _IDEA.finditer(head):
+        text = " ".join(each["text"].replace("\n//", " ").split())
+        sentence = re.split(r"\.(?: |$)", text)[0]
+        found |= {name + each["variant"]: sentence for name in each["names"].split(", ")}
+    return found
+
+
+def idea_of(file: str, kernel: str, variant: str) -> str:
+    """The idea of a kernel, as a variant of an operation launches it. Raises KernelError."""
+    known = ideas(file)
+    found = known.get(f"{kernel} ({variant})") or known.get(kernel)
+    if not found:
+        raise KernelError(
+            f"{file}: kernel {kernel} has no idea: state it in the comment that opens the file, in "
+            f"a line such as //   {kernel}: one thread per element"
+        )
+    return found
 
 
 def without_host_headers(text: str) -> str:

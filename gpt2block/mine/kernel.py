@@ -156,7 +156,7 @@ class Kernel:
     def as_operation(self) -> Operation:
         """The operation with this kernel as a further variant, "mine", for the race."""
         names, own = (self.source.name,), self.operation
-        mine = Variant(MINE, self.source.file, names, "your kernel", self.bind, own=True)
+        mine = Variant(MINE, self.source.file, names, self.bind, own=True)
 
         def bound(inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
             if options.get("variant") != MINE:

@@ -18,12 +18,7 @@ KEPT = "w any R C -> out? dtype R C"
 TRANSPOSED = Contract.parse("w any R C -> out? dtype C R")
 
 
-@variant(
-    "store",
-    STORE_FILE,
-    "store_weights",
-    idea="weights of a checkpoint in another dtype, or transposed to (N, K)",
-)
+@variant("store", STORE_FILE, "store_weights")
 def _store(c: Call) -> Launch:
     return store(c.w, c.out, c.transposed)
 

@@ -149,14 +149,7 @@ def _fit_mha(c: Call) -> Geometry:
     return geometry
 
 
-@variant(
-    "mha",
-    FILE,
-    "mha_causal_kernel",
-    "mha_nocausal_kernel",
-    idea="one block per query and head: scores, exp and sum, weighted sum of V",
-    dtypes=("float32",),
-)
+@variant("mha", FILE, "mha_causal_kernel", "mha_nocausal_kernel", dtypes=("float32",))
 def _mha(c: Call) -> Launch:
     return launch_at(FILE, _fit_mha(c), (c.qkv, c.out, c.T))
 
@@ -167,7 +160,6 @@ def _mha(c: Call) -> Launch:
     "attention_query_key_kernel1",
     "attention_softmax_kernel1",
     "attention_value_kernel1",
-    idea="three kernels: one thread per score, per row, per output; T×T scores in memory",
     blocks=BLOCKS,
     source="named after llm.c's attention kernels",
     dtypes=("float32",),
@@ -196,7 +188,6 @@ def _naive(c: Call) -> tuple[Launch, ...]:
     "online",
     ONLINE,
     "attention_forward_online",
-    idea="tiles of K and V in shared memory, online softmax, 8×8 per thread; no T×T scores",
     blocks=ONLINE_BLOCKS,
     block=128,
     source="gpt2block",
@@ -233,8 +224,6 @@ def _fit_mma(c: Call) -> None:
     "mma_fp32",
     MMA_TWO_PART,
     "attention_fp32_mma",
-    idea="float32 accuracy on tensor cores: each float32 matrix as two in float16, three "
-    "products instead of one",
     source="Ootomo and Yokota (2022), for two-part matrices",
 )
 def _two_part(c: Call) -> Launch:
@@ -248,16 +237,7 @@ def _two_part(c: Call) -> Launch:
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
 
 
-@variant(
-    "mma",
-    MMA,
-    "attention_mma",
-    idea="tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring "
-    "of tiles of K and V by cp.async; ragged batches",
-    block=MMA_THREADS,
-    source="gpt2block",
-    dtypes=SIXTEEN_BITS,
-)
+@variant("mma", MMA, "attention_mma", block=MMA_THREADS, source="gpt2block", dtypes=SIXTEEN_BITS)
 def _mma(c: Call) -> Launch:
     _fit_mma(c)
     if c.storage == TWO_PART:
@@ -277,7 +257,6 @@ def _mma(c: Call) -> Launch:
     "hopper_fp32",
     HOPPER_TWO_PART,
     "attention_fp32_hopper",
-    idea="the same by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA",
     source="Ootomo and Yokota (2022), for two-part matrices",
 )
 def _hopper_two_part(c: Call) -> Launch:
@@ -300,8 +279,6 @@ def _hopper_two_part(c: Call) -> Launch:
     "hopper_few",
     HOPPER_ALTERNATE,
     "attention_hopper_alternate",
-    idea="the same bits for few sequences: two warpgroups take alternate keys of 64 queries, so "
-    "that the last queries take half as long",
     block=HOPPER_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
@@ -318,8 +295,6 @@ def _hopper_few(c: Call) -> Launch:
     "hopper",
     HOPPER,
     "attention_hopper",
-    idea="tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the "
-    "softmax overlaps the products, each block processes many tiles; ragged batches",
     block=HOPPER_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,

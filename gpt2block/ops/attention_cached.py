@@ -224,14 +224,7 @@ def _check_rows(c: Call) -> None:
         )
 
 
-@variant(
-    "tiles",
-    TILES,
-    "attention_cached",
-    "attention_cached_narrow",
-    idea="attention's `online` over packed rows of several sequences; a query's bits depend on "
-    "its own sequence only; q in float32, or in 16 bits",
-)
+@variant("tiles", TILES, "attention_cached", "attention_cached_narrow")
 def _tiles(c: Call) -> Launch:
     """Queries are the first Q channels of `rows_of_q`, B sequences of at most `longest` rows."""
     q, first = c.rows_of_q, c.contract.inputs[0].name
@@ -246,12 +239,7 @@ def _tiles(c: Call) -> Launch:
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
 
 
-@variant(
-    "mma",
-    MMA,
-    "attention_cached_mma",
-    idea="attention's `mma` with K and V from the cache, for packed rows in its 16-bit dtype",
-)
+@variant("mma", MMA, "attention_cached_mma")
 def _mma(c: Call) -> Launch:
     """As `_tiles`; a query has the bits of attention's variant mma over its whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
@@ -298,13 +286,7 @@ def _one_sequence(c: Call) -> None:
     c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None
 
 
-@variant(
-    "split",
-    SPLIT,
-    "attention_split",
-    idea="decoding: one warp per 32 keys of a head, the next keys in flight; splits are "
-    "combined in shared memory, for few rows that of a cluster",
-)
+@variant("split", SPLIT, "attention_split")
 def _split(c: Call) -> Launch:
     """Query m is of sequence row[m], and sees its keys 0 to position[m], its own.
 
@@ -334,13 +316,7 @@ def _split(c: Call) -> Launch:
     return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
 
 
-@variant(
-    "append",
-    APPEND,
-    "kv_append",
-    "kv_append_narrow",
-    idea="writes K and V of packed rows to the kv_cache, converted to its dtype where needed",
-)
+@variant("append", APPEND, "kv_append", "kv_append_narrow")
 def _append(c: Call) -> Launch:
     """The last 2C columns of row n become k[row[n], position[n]] and v there.
 
@@ -356,7 +332,7 @@ def _append(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
 
 
-@variant("append split", APPEND_TWO_PART, "kv_append_split", idea="the same from two-part rows")
+@variant("append split", APPEND_TWO_PART, "kv_append_split")
 def _append_two_part(c: Call) -> Launch:
     unfit(c.storage != TWO_PART, "qkv: expected a TwoPartMatrix")
     _check_rows(c)
@@ -368,12 +344,7 @@ def _append_two_part(c: Call) -> Launch:
     return launch_at(APPEND_TWO_PART, geometry, args, "float16")
 
 
-@variant(
-    "round",
-    APPEND,
-    "kv_round",
-    idea="rounds K and V of packed rows in place to what a kv_cache of FP8 can hold",
-)
+@variant("round", APPEND, "kv_round")
 def _round(c: Call) -> Launch:
     """Both 16-bit dtypes have the numbers of either FP8 format."""
     check_format(c.kv_dtype)

@@ -20,13 +20,13 @@ SILU_MUL_FILE = "llama/silu_mul.cu"
 BLOCK = 256
 
 
-@variant("add", "elementwise/residual.cu", "add_kernel", idea="one thread per element")
+@variant("add", "elementwise/residual.cu", "add_kernel")
 def _add(c: Call) -> Launch:
     grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.out, c.a.size)
     return launch_at("elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
 
 
-@variant("gelu", "elementwise/gelu.cu", "gelu_kernel", idea="one thread per element")
+@variant("gelu", "elementwise/gelu.cu", "gelu_kernel")
 def _gelu(c: Call) -> Launch:
     grid, args = (ceil(c.x.size / BLOCK),), (c.x, c.x.size)
     return launch_at("elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
@@ -76,7 +76,7 @@ def gelu(x: CudaArray) -> CudaArray:
     return GELU.bind_on_device((x,)).run()
 
 
-@variant("silu_mul", SILU_MUL_FILE, "silu_mul", idea="one thread per vector; launches may overlap")
+@variant("silu_mul", SILU_MUL_FILE, "silu_mul")
 def _silu_mul(c: Call) -> Launch:
     arrays = (c.gate, c.up, c.out)
     size = c.out.size

@@ -44,36 +44,24 @@ def _check_vectors(c: Call) -> None:
     )
 
 
-@variant("1", FILE, "encoder_forward_kernel1", idea="one thread per element", blocks=BLOCKS)
+@variant("1", FILE, "encoder_forward_kernel1", blocks=BLOCKS)
 def _elements(c: Call) -> Launch:
     return _launch(c, "encoder_forward_kernel1", c.C)
 
 
-@variant("2", FILE, "encoder_forward_kernel2", idea="one thread per 4 channels", blocks=BLOCKS)
+@variant("2", FILE, "encoder_forward_kernel2", blocks=BLOCKS)
 def _vectors(c: Call) -> Launch:
     _check_vectors(c)
     return _launch(c, "encoder_forward_kernel2", c.C // 4)
 
 
-@variant(
-    "3",
-    FILE,
-    "encoder_forward_kernel3",
-    idea="one warp per row, several 16-byte loads in flight",
-    blocks=BLOCKS,
-)
+@variant("3", FILE, "encoder_forward_kernel3", blocks=BLOCKS)
 def _warps(c: Call) -> Launch:
     _check_vectors(c)
     return _launch(c, "encoder_forward_kernel3", 32)
 
 
-@variant(
-    "rows",
-    ROWS,
-    "encoder_rows",
-    idea="one block per row, one thread per 4 channels; ids and positions in device memory, wte "
-    "in any weight dtype",
-)
+@variant("rows", ROWS, "encoder_rows")
 def _rows(c: Call) -> Launch:
     """ids and positions are not read back: one that is outside its table makes its row NaN."""
     given = isinstance(c.wte, WeightMatrix)

@@ -140,12 +140,7 @@ def _check_addresses(c: Call, *names: str) -> None:
             check_address(name, array.data if isinstance(array, WeightMatrix) else array)
 
 
-@variant(
-    "gated_sums",
-    FILE,
-    "ffn_decode",
-    idea="RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h",
-)
+@variant("gated_sums", FILE, "ffn_decode")
 def _gated_sums(c: Call) -> Launch:
     unfit(
         compute_capability() != HOPPER_CAPABILITY,
@@ -202,12 +197,7 @@ def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
     return c.sums, None if c.w_down is None else c.w_down.scale
 
 
-@variant(
-    "linear_sums",
-    mma.FILE,
-    "linear_decode_sums",
-    idea="mma, with split sums of gated_sums added to the residual",
-)
+@variant("linear_sums", mma.FILE, "linear_decode_sums")
 def _linear_sums(c: Call) -> Launch:
     found = _product(c, "linear_decode_sums")
     _check_addresses(c, "x", "w")
@@ -215,12 +205,7 @@ def _linear_sums(c: Call) -> Launch:
     return launch_at(mma.FILE, found, args, *storage_of(c.w))
 
 
-@variant(
-    "rope_sums",
-    mma.FILE,
-    "rope_decode_sums",
-    idea="mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV cache",
-)
+@variant("rope_sums", mma.FILE, "rope_decode_sums")
 def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
     unfit(c.K > MOST_CHANNELS, f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")

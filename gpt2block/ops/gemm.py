@@ -55,12 +55,7 @@ WIDEN_VECTORS = 2  # loads of a thread
 WIDEN_BLOCK = 256
 
 
-@variant(
-    "widen",
-    WIDEN_FILE,
-    "widen_fp8",
-    idea="FP8 weights as float16, before a product with float16 activations",
-)
+@variant("widen", WIDEN_FILE, "widen_fp8")
 def _widen(c: Call) -> Launch:
     size = c.N * c.K
     for name, array in (("w", c.w.data), ("memory", c.out)):
@@ -128,24 +123,14 @@ def _mma_geometry(c: Call) -> Geometry:
     return mma.geometry(*c.sizes, **_constants(c), most_shared=most_shared)
 
 
-@variant(
-    "split",
-    mma.TWO_PART_FILE,
-    mma.TWO_PART_KERNEL,
-    idea="float32 accuracy: three products of float16 parts, sums promoted every 128 of K",
-)
+@variant("split", mma.TWO_PART_FILE, mma.TWO_PART_KERNEL)
 def _mma_two_part(c: Call) -> Launch:
     operands = (c.a.parts, c.a.scale, c.w.parts, c.w.scale, c.bias, c.residual)
     args = (*operands, *_outputs(c), *c.sizes)
     return launch_at(mma.TWO_PART_FILE, _mma_geometry(c), args, "float16")
 
 
-@variant(
-    "mma",
-    mma.FILE,
-    mma.KERNEL,
-    idea="tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
-)
+@variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
     old = compute_capability() < MMA_CAPABILITY
     unfit(old, "needs a GPU of compute capability 8.0 or newer: use ops.linear")
@@ -167,12 +152,7 @@ def _hopper_geometry(c: Call, fp8: bool = False) -> tuple[Geometry, Boxes]:
     return geometry, (w, a, (1, tile.chunk, 64)) if fp8 else (a, w, (1, 64, tile.chunk))
 
 
-@variant(
-    "split hopper",
-    hopper.TWO_PART_FILE,
-    hopper.TWO_PART_KERNEL,
-    idea="the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
-)
+@variant("split hopper", hopper.TWO_PART_FILE, hopper.TWO_PART_KERNEL)
 def _hopper_two_part(c: Call) -> Launch:
     geometry, (a, w, written) = _hopper_geometry(c)
     out, parts, per_scale = _outputs(c)
@@ -196,22 +176,12 @@ def _hopper_launch(c: Call, fp8: bool = False) -> tuple[Geometry, tuple[Any, ...
     return geometry, (*maps, *ends, M, N, K)
 
 
-@variant(
-    "fp8 hopper",
-    hopper.FP8_FILE,
-    hopper.FP8_KERNEL,
-    idea="FP8 weights go through registers, which widen them, into wgmma's first operand",
-)
+@variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
 def _hopper_fp8(c: Call) -> Launch:
     return launch_at(hopper.FP8_FILE, *_hopper_launch(c, True), c.storage, c.w.dtype)
 
 
-@variant(
-    "hopper",
-    hopper.FILE,
-    hopper.KERNEL,
-    idea="TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues",
-)
+@variant("hopper", hopper.FILE, hopper.KERNEL)
 def _hopper(c: Call) -> Any:
     other = compute_capability() != HOPPER_CAPABILITY
     unfit(other, "needs a GPU of compute capability 9.0 (Hopper): use variant mma")

@@ -143,7 +143,6 @@ def _options(c: Call) -> bool:
     "layernorm/skeleton.cu",
     "layernorm768_kernel",
     "layernorm_kernel",
-    idea="the ten-step plan's kernel: one block per row, without mean and rstd",
     source="LeetGPU's GPT-2 block challenge",
 )
 def _skeleton(c: Call) -> Launch:
@@ -163,27 +162,14 @@ def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) 
     )
 
 
-@variant(
-    "1",
-    "layernorm/ladder.cu",
-    "layernorm_forward_kernel1",
-    idea="one thread per row, loops over C",
-    blocks=BLOCKS,
-    block=64,
-)
+@variant("1", "layernorm/ladder.cu", "layernorm_forward_kernel1", blocks=BLOCKS, block=64)
 def _threads(c: Call) -> Launch:
     _fit(c)
     return _ladder(c, "layernorm_forward_kernel1", (ceil(c.rows / c.block),), _every(c))
 
 
 @variant(
-    "2",
-    "layernorm/ladder.cu",
-    "mean_kernel",
-    "rstd_kernel",
-    "normalization_kernel",
-    idea="three kernels: one block per row, tree in shared memory; then one thread per element",
-    blocks=BLOCKS,
+    "2", "layernorm/ladder.cu", "mean_kernel", "rstd_kernel", "normalization_kernel", blocks=BLOCKS
 )
 def _three(c: Call) -> tuple[Launch, ...]:
     _fit(c)
@@ -203,38 +189,17 @@ def _warps(c: Call, kernel: str) -> Launch:
     return launch_at("layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
 
 
-@variant(
-    "3",
-    "layernorm/warp.cu",
-    "layernorm_forward_kernel3",
-    idea="one warp per row by cooperative groups, all steps in one kernel, streaming hints",
-    blocks=BLOCKS,
-    block=512,
-)
+@variant("3", "layernorm/warp.cu", "layernorm_forward_kernel3", blocks=BLOCKS, block=512)
 def _one_warp(c: Call) -> Launch:
     return _warps(c, "layernorm_forward_kernel3")
 
 
-@variant(
-    "4",
-    "layernorm/warp.cu",
-    "layernorm_forward_kernel4",
-    idea="as 3 with var = E[x²] - E[x]²: one pass fewer over x",
-    blocks=BLOCKS,
-    block=512,
-)
+@variant("4", "layernorm/warp.cu", "layernorm_forward_kernel4", blocks=BLOCKS, block=512)
 def _one_pass(c: Call) -> Launch:
     return _warps(c, "layernorm_forward_kernel4")
 
 
-@variant(
-    "5",
-    "layernorm/ladder.cu",
-    "layernorm_forward_kernel5",
-    idea="one block per row, reduced in two stages: warps, then the first warp",
-    blocks=BLOCKS,
-    block=128,
-)
+@variant("5", "layernorm/ladder.cu", "layernorm_forward_kernel5", blocks=BLOCKS, block=128)
 def _blocks(c: Call) -> Launch:
     _fit(c)
     return _ladder(c, "layernorm_forward_kernel5", (c.rows,), (*_every(c)[:7], c.C))
@@ -244,7 +209,6 @@ def _blocks(c: Call) -> Launch:
     "6",
     "layernorm/rows.cu",
     "layernorm_forward_kernel6",
-    idea="rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
     blocks=BLOCKS,
     block=64,
     source="gpt2block",
@@ -275,8 +239,6 @@ def _rows(c: Call) -> Launch:
     "layernorm_narrow",
     "layernorm_narrow_float",
     "layernorm_narrow_split",
-    idea="for tensor cores: float32 γ and β, out in 16 bits or two-part, a few rows per team of "
-    "threads, overlapping launches",
     source="gpt2block",
 )
 def _narrow(c: Call) -> Launch:
@@ -290,15 +252,7 @@ def _narrow(c: Call) -> Launch:
     return launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name)
 
 
-@variant(
-    DECODE,
-    "layernorm/decode.cu",
-    "layernorm_decode",
-    idea="decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping "
-    "launches",
-    source="gpt2block",
-    dtypes=("float32",),
-)
+@variant(DECODE, "layernorm/decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",))
 def _decode(c: Call) -> Launch:
     """One warp per row, in as many blocks as possible. The loads are part of the order of sums."""
     unfit(_options(c), "decode has no block, mean and rstd: use variant 6")

@@ -32,25 +32,13 @@ def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     return c.x, c.out, c.rows, c.C, c.eps
 
 
-@variant(
-    "baseline",
-    FILE,
-    "layernorm_gelu_baseline",
-    idea="one thread per element, each sums its whole row",
-    blocks=BLOCKS,
-)
+@variant("baseline", FILE, "layernorm_gelu_baseline", blocks=BLOCKS)
 def _baseline(c: Call) -> Launch:
     args, grid = _documented(c), (ceil(c.rows * c.C / c.block),)
     return launch_at(FILE, Geometry("layernorm_gelu_baseline", grid, (c.block,)), args)
 
 
-@variant(
-    "optimized",
-    FILE,
-    "layernorm_gelu_optimized",
-    idea="one block per row, sum and sum of squares in one pass, tree over shared memory",
-    blocks=BLOCKS,
-)
+@variant("optimized", FILE, "layernorm_gelu_optimized", blocks=BLOCKS)
 def _optimized(c: Call) -> Launch:
     args, shared = _documented(c), 2 * 4 * c.block
     return launch_at(
@@ -59,11 +47,7 @@ def _optimized(c: Call) -> Launch:
 
 
 @variant(
-    "rows",
-    FILE,
-    "layernorm_gelu_rows",
-    idea="rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
-    blocks=tuple(block for block in BLOCKS if block <= THREADS),
+    "rows", FILE, "layernorm_gelu_rows", blocks=tuple(block for block in BLOCKS if block <= THREADS)
 )
 def _rows(c: Call) -> Launch:
     """A requested block is the number of threads that share a row. out may be x."""

@@ -232,55 +232,30 @@ def _tile_ends(c: Call) -> tuple[Any, ...]:
     return c.residual, c.out, c.M, c.N, c.K, int(c.gelu)
 
 
-@variant(
-    "matvec",
-    matvec.FILE,
-    "linear_matvec",
-    idea="few rows: all weights requested before x; LayerNorm of x in each block",
-)
+@variant("matvec", matvec.FILE, "linear_matvec")
 def _matvec(c: Call) -> Launch:
     _on_cuda_cores(c)
     return _few_rows(matvec, c, "linear_matvec", _ends(c))
 
 
-@variant(
-    "mma",
-    mma.FILE,
-    "linear_decode_mma",
-    idea="few rows on tensor cores, x in one or two terms: the same bits in any batch",
-)
+@variant("mma", mma.FILE, "linear_decode_mma")
 def _mma(c: Call) -> Launch:
     _on_tensor_cores(c)
     return _few_rows(mma, c, "linear_decode_mma", _ends(c))
 
 
-@variant(
-    "mma_tiles",
-    mma_tiles.FILE,
-    "linear_decode_tiles",
-    idea="more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
-)
+@variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")
 def _mma_tiles(c: Call) -> Launch:
     return _more_rows(c, "linear_decode_tiles", (stored_scale(c.to_terms), *_tile_ends(c)))
 
 
-@variant(
-    "hopper",
-    hopper.FILE,
-    "linear_decode_hopper",
-    idea="large matrices or many rows on Hopper, with the bits of mma: wgmma, x as terms",
-)
+@variant("hopper", hopper.FILE, "linear_decode_hopper")
 def _hopper(c: Call) -> Launch:
     args = (c.w.scale, c.up.scale if c.up else None, c.bias, *_tile_ends(c))
     return _by_wgmma(c, "linear_decode_hopper", (c.w, c.up), args)
 
 
-@variant(
-    "tiles",
-    tiles.FILE,
-    tiles.KERNEL,
-    idea="many rows: register tiles in the order of k, narrow weights widened in shared memory",
-)
+@variant("tiles", tiles.FILE, tiles.KERNEL)
 def _tiles(c: Call) -> Launch:
     _on_cuda_cores(c)
     unfit(c.gamma is not None, "takes no gamma and beta: use variant matvec")
@@ -313,42 +288,30 @@ def _cache_ends(c: Call, *sizes: Any) -> tuple[Any, ...]:
     return c.row, c.position, c.q, c.k, c.v, *sizes, c.C, c.B, c.P
 
 
-@variant("qkv", matvec.FILE, "qkv_matvec", idea="matvec, with k and v into the KV cache")
+@variant("qkv", matvec.FILE, "qkv_matvec")
 def _qkv_matvec(c: Call) -> Launch:
     _on_cuda_cores(c)
     return _few_rows(matvec, c, "qkv_matvec", _cache_ends(c, c.eps, c.M))
 
 
-@variant("qkv_mma", mma.FILE, "qkv_decode_mma", idea="mma, with k and v into the KV cache")
+@variant("qkv_mma", mma.FILE, "qkv_decode_mma")
 def _qkv_mma(c: Call) -> Launch:
     _on_tensor_cores(c)
     return _few_rows(mma, c, "qkv_decode_mma", _cache_ends(c, c.eps, c.M))
 
 
-@variant(
-    "qkv_mma_tiles",
-    mma_tiles.FILE,
-    "qkv_decode_tiles",
-    idea="mma_tiles, with k and v into the KV cache",
-)
+@variant("qkv_mma_tiles", mma_tiles.FILE, "qkv_decode_tiles")
 def _qkv_tiles(c: Call) -> Launch:
     return _more_rows(c, "qkv_decode_tiles", _cache_ends(c, c.M, c.K))
 
 
-@variant(
-    "qkv_hopper", hopper.FILE, "qkv_decode_hopper", idea="hopper, with k and v into the KV cache"
-)
+@variant("qkv_hopper", hopper.FILE, "qkv_decode_hopper")
 def _qkv_hopper(c: Call) -> Launch:
     args = (c.w.scale, c.bias, *_cache_ends(c, c.M, c.K))
     return _by_wgmma(c, "qkv_decode_hopper", (c.w,), args)
 
 
-@variant(
-    "rope_hopper",
-    hopper.ROPE_FILE,
-    "rope_decode_hopper",
-    idea="qkv_hopper with RoPE of q and k",
-)
+@variant("rope_hopper", hopper.ROPE_FILE, "rope_decode_hopper")
 def _rope_hopper(c: Call) -> Launch:
     unfit(
         compute_capability() != HOPPER_CAPABILITY,

@@ -26,13 +26,7 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
     return Geometry("log_likelihood_kernel", (rows,), (threads,), defines=defines)
 
 
-@variant(
-    "block",
-    FILE,
-    "log_likelihood_kernel",
-    idea="one block per row: maximum and sum in one pass",
-    block=THREADS,
-)
+@variant("block", FILE, "log_likelihood_kernel", block=THREADS)
 def _block(c: Call) -> Launch:
     """The targets are not read back: one outside 0..V-1 gives NaN."""
     check_rows("logits", c.logits)

@@ -103,45 +103,24 @@ def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
     return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
 
 
-@variant(
-    "naive",
-    LADDER,
-    "matmul_forward_kernel1",
-    idea="one thread per output, operands read from global memory",
-    source="named after llm.c's matmul kernels",
-)
+@variant("naive", LADDER, "matmul_forward_kernel1", source="named after llm.c's matmul kernels")
 def _naive(c: Call) -> Launch:
     return _launch(c, LADDER, naive_geometry(c.rows, c.N))
 
 
-@variant(
-    "tiled",
-    SKELETON,
-    "matmul_bias_tiled",
-    idea="one thread per output, 16x16 tiles in shared memory, the next tile in flight",
-)
+@variant("tiled", SKELETON, "matmul_bias_tiled")
 def _tiled(c: Call) -> Launch:
     unfit(c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows))
     return _launch(c, SKELETON, tiled_geometry(c.rows, c.N))
 
 
-@variant(
-    "coarsened",
-    LADDER,
-    "matmul_forward_kernel2",
-    idea="thread coarsening: 8 outputs of a column per thread, which share each loaded w",
-    source="named after llm.c's matmul kernels",
-)
+@variant("coarsened", LADDER, "matmul_forward_kernel2", source="named after llm.c's matmul kernels")
 def _coarsened(c: Call) -> Launch:
     return _launch(c, LADDER, coarsened_geometry(c.rows, c.N))
 
 
 @variant(
-    "registers",
-    REGISTERS,
-    "matmul_forward_kernel3",
-    idea="8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts",
-    source="named after llm.c's matmul kernels",
+    "registers", REGISTERS, "matmul_forward_kernel3", source="named after llm.c's matmul kernels"
 )
 def _registers(c: Call) -> Launch:
     width = 4 if row_alignment(c.N, c.w, c.out) == 16 else 1

@@ -20,6 +20,7 @@ from gpt2block.checks import meant
 from gpt2block.contract import Contract, size_of
 from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
+from gpt2block.cuda.kernels import idea_of
 from gpt2block.errors import Argument, InputError, KernelError
 from gpt2block.ops.call import Call, checked
 
@@ -43,7 +44,7 @@ def unfit(wrong: Any, why: str) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of an operation: its kernels, in launch order, and its main idea.
+    """One implementation of an operation: its kernels, in launch order.
 
     `launch` returns the launches of a checked call, or raises Unfit; that of a user's kernel is its
     `bind`.
@@ -52,7 +53,6 @@ class Variant:
     name: str
     file: str  # in kernels_cu
     kernels: tuple[str, ...]
-    idea: str  # one line
     launch: Callable[..., Any]
     blocks: tuple[int, ...] = ()  # supported block sizes; () for a fixed one
     block: int = 256  # the default block size
@@ -60,20 +60,27 @@ class Variant:
     dtypes: tuple[str, ...] = ()  # those of the operation that it supports; () for all
     own: bool = False  # a user's kernel, which no public function calls
 
+    @property
+    def idea(self) -> str:
+        """The ideas of its kernels in one line, from the head of its file. Raises KernelError."""
+        if self.own:
+            return "your kernel"
+        found = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
+        return "; ".join(dict.fromkeys(found))
+
     def described(self) -> dict[str, Any]:
         """Everything but the functions, for a report on built-in variants."""
-        found = {name: value for name, value in vars(self).items() if not callable(value)}
-        del found["own"]
-        return found
+        names = ("name", "file", "kernels", "idea", "blocks", "block", "source", "dtypes")
+        return {name: getattr(self, name) for name in names}
 
 
 def variant(
-    name: str, file: str, *kernels: str, idea: str, **fields: Any
+    name: str, file: str, *kernels: str, **fields: Any
 ) -> Callable[[Callable[[Call], Any]], Variant]:
     """Decorator: the variant whose launches a function returns."""
 
     def made(launch: Callable[[Call], Any]) -> Variant:
-        return Variant(name, file, kernels, idea, launch, **fields)
+        return Variant(name, file, kernels, launch, **fields)
 
     return made
 

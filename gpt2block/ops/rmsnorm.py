@@ -70,13 +70,7 @@ def choose_geometry(
     )
 
 
-@variant(
-    "rows",
-    FILE,
-    "rmsnorm_rows",
-    idea="rows in registers, x read once, the weight loaded with it; at most one barrier",
-    blocks=BLOCKS,
-)
+@variant("rows", FILE, "rmsnorm_rows", blocks=BLOCKS)
 def _rows(c: Call) -> Launch:
     if c.residual is not None:
         c.make("total")
@@ -98,14 +92,7 @@ def stream_geometry(rows: int, C: int) -> Geometry:
     return Geometry("rmsnorm_stream", (rows,), (threads,), defines=defines)
 
 
-@variant(
-    "stream",
-    STREAM,
-    "rmsnorm_stream",
-    idea="the float32 rows of a model: bits that do not depend on the batch, out in any dtype, "
-    "overlapping launches",
-    dtypes=("float32",),
-)
+@variant("stream", STREAM, "rmsnorm_stream", dtypes=("float32",))
 def _stream(c: Call) -> Launch:
     unfit(c.residual is not None or c.requested, "has no residual and no block: use rows")
     for name in ("x", "weight", "out"):
@@ -118,13 +105,7 @@ def _stream(c: Call) -> Launch:
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
-@variant(
-    "sums",
-    STREAM,
-    "rmsnorm_sums",
-    idea="stream, of x with the split sums of a feed-forward (gated_sums)",
-    dtypes=("float32",),
-)
+@variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
 def _sums(c: Call) -> Launch:
     for name in ("x", "weight", "sums", "out"):
         check_address(name, getattr(c, name), 4 * gcd(4, c.C))

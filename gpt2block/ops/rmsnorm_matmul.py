@@ -311,34 +311,12 @@ def _activations(s: Sizes) -> int:
     return s["itemsize"] * s["M"] * (s["K"] + s["N"])
 
 
-def _variants(names: tuple[str, str, str], unfused: str, tiles: str) -> tuple[Variant, ...]:
+def _variants(few: str, many: str, hopper_kernel: str) -> tuple[Variant, ...]:
     return (
-        variant(
-            "matvec",
-            matvec.FILE,
-            names[0],
-            idea="few rows: every weight read once, requested before x; the norm's factor at the "
-            "end",
-        )(_matvec),
-        variant(
-            "mma",
-            mma.FILE,
-            names[1],
-            idea="many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K",
-        )(_mma),
-        variant(
-            "unfused",
-            mma.FILE,
-            names[1],
-            idea=f"rmsnorm in a kernel of its own, then the product{unfused}: x is normalised once",
-        )(_unfused),
-        variant(
-            "hopper",
-            hopper.FILE,
-            names[2],
-            idea=f"the product by TMA and wgmma, which fetches weights while rmsnorm runs; {tiles}",
-            dtypes=("float16", "bfloat16"),
-        )(_hopper),
+        variant("matvec", matvec.FILE, few)(_matvec),
+        variant("mma", mma.FILE, many)(_mma),
+        variant("unfused", mma.FILE, many)(_unfused),
+        variant("hopper", hopper.FILE, hopper_kernel, dtypes=("float16", "bfloat16"))(_hopper),
     )
 
 
@@ -347,11 +325,7 @@ RMSNORM_MATMUL = Operation(
     document="kernl's Llama kernels",
     idea="(x · rms · γ) W, with RoPE on heads of head_dim columns on request",
     sizes={"M": 16, "K": 4096, "N": 4096},
-    variants=_variants(
-        ("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_hopper"),
-        ", then rope",
-        "rope in its epilogue",
-    ),
+    variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_hopper"),
     draw=_make_matmul,
     traffic=lambda s: _random_matrix(s) + _activations(s),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
@@ -374,11 +348,7 @@ RMSNORM_FFN = Operation(
     document="kernl's Llama kernels",
     idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
     sizes={"M": 16, "K": 4096, "N": 11008},
-    variants=_variants(
-        ("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "rmsnorm_ffn_hopper"),
-        "s",
-        "columns of W1 and W3 next to each other",
-    ),
+    variants=_variants("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "rmsnorm_ffn_hopper"),
     draw=_make_ffn,
     traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
     flops=lambda s: 4 * s["M"] * s["K"] * s["N"],

@@ -97,14 +97,7 @@ def choose_geometry(
     return Geometry("rope_pairs", grid, (x, y, z), defines=defines)
 
 
-@variant(
-    "pairs",
-    FILE,
-    "rope_pairs",
-    idea="each thread rotates the same pairs of several heads, which share sines and cosines",
-    blocks=BLOCKS,
-    block=BLOCK,
-)
+@variant("pairs", FILE, "rope_pairs", blocks=BLOCKS, block=BLOCK)
 def _pairs(c: Call) -> Launch:
     strides, out_strides = _strides(c.x), _strides(c.out)
     if strides is None:

@@ -37,12 +37,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
     return choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
 
 
-@variant(
-    "rows",
-    FILE,
-    "rope_qkv",
-    idea="as `rope`, with positions and frequencies in device memory; overlapping launches",
-)
+@variant("rows", FILE, "rope_qkv")
 def _rows(c: Call) -> Launch:
     """W is (n_head + 2 n_kv_head) D; positions are not read back."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
@@ -61,12 +56,7 @@ def _rows(c: Call) -> Launch:
     return launch_at(FILE, geometry, args, c.storage)
 
 
-@variant(
-    "append",
-    APPEND,
-    "rope_append",
-    idea="decoding: the same, with K and V written to the kv_cache in its dtype",
-)
+@variant("append", APPEND, "rope_append")
 def _append(c: Call) -> Launch:
     """C is n_kv_head D, W is n_head D + 2C. row and position are not read back.
 
@@ -93,12 +83,7 @@ def _append(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
 
 
-@variant(
-    "rotations",
-    ROTATIONS,
-    "rope_rotations",
-    idea="decoding: cosines and sines, once for all layers",
-)
+@variant("rotations", ROTATIONS, "rope_rotations")
 def _rotations(c: Call) -> Launch:
     grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, c.out, c.N, c.P)
     return launch_at(ROTATIONS, Geometry("rope_rotations", grid, (ROTATION_THREADS,)), args)

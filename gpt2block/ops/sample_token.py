@@ -147,13 +147,7 @@ def request(V: int) -> None:
     load(SLOTS_FILE, "begin_slots")
 
 
-@variant(
-    "block",
-    FILE,
-    "sample_token",
-    idea="one to eight blocks per row; after exp all is integers: the same bits in any batch",
-    block=THREADS,
-)
+@variant("block", FILE, "sample_token", block=THREADS)
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.B, c.V, c.n_ctx)
@@ -200,13 +194,7 @@ def bind_state(
     return _SAMPLE.bound_to(c)
 
 
-@variant(
-    "slots",
-    SLOTS_FILE,
-    "begin_slots",
-    "place_rows",
-    idea="sampling parameters of sequences that begin; token and position of a step's rows",
-)
+@variant("slots", SLOTS_FILE, "begin_slots", "place_rows")
 def _place(c: Call) -> Launch:
     """Of place_rows; `SampleState.begin` launches begin_slots."""
     args = (c.slot_row, c.token, c.position, c.slot_token, c.slot_position, c.M, c.B)
@@ -230,7 +218,7 @@ def bind_place(state: SampleState, slots: Slots) -> Bound:
     return PLACE_ROWS.bind_on_device(given)._replace(extra=(*state, *slots))
 
 
-@variant("seen", FILE, "mark_seen", idea="tokens of prompts, for the repetition penalty")
+@variant("seen", FILE, "mark_seen")
 def _seen(c: Call) -> Launch:
     """seen[rows[i], tokens[i]] becomes 1; places outside of it are skipped."""
     if c.N > MAX_ROWS:

@@ -31,35 +31,17 @@ def _width(c: Call) -> int:
     return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
 
 
-@variant(
-    "three_pass",
-    FILE,
-    "softmax_forward_kernel1",
-    idea="one block per row: maximum, sum, quotient, three passes over x",
-    blocks=BLOCKS,
-)
+@variant("three_pass", FILE, "softmax_forward_kernel1", blocks=BLOCKS)
 def _three_pass(c: Call) -> Launch:
     return _launch(c, "softmax_forward_kernel1", c.rows, c.block, ("SOFTMAX_BLOCK", c.block))
 
 
-@variant(
-    "online_warp",
-    FILE,
-    "softmax_forward_kernel2",
-    idea="one warp per row: maximum and sum in one pass",
-    blocks=BLOCKS,
-)
+@variant("online_warp", FILE, "softmax_forward_kernel2", blocks=BLOCKS)
 def _online_warp(c: Call) -> Launch:
     return _launch(c, "softmax_forward_kernel2", ceil(c.rows / (c.block // 32)), c.block)
 
 
-@variant(
-    "online_block",
-    FILE,
-    "softmax_forward_kernel3",
-    idea="one block per row, 16-byte loads: rows of any length",
-    blocks=BLOCKS,
-)
+@variant("online_block", FILE, "softmax_forward_kernel3", blocks=BLOCKS)
 def _online_block(c: Call) -> Launch:
     return _launch(c, "softmax_forward_kernel3", c.rows, c.block, ("SOFTMAX_WIDTH", _width(c)))
 
@@ -68,7 +50,6 @@ def _online_block(c: Call) -> Launch:
     "rows",
     FILE,
     "softmax_forward_kernel4",
-    idea="rows in registers: x is read once",
     blocks=tuple(block for block in BLOCKS if block <= THREADS),
 )
 def _rows(c: Call) -> Launch:

@@ -30,25 +30,13 @@ WITH_SCALES = {
 }
 
 
-@variant(
-    "element",
-    FP8_FILE,
-    "to_fp8_kernel",
-    idea="one thread per element",
-    blocks=BLOCKS,
-)
+@variant("element", FP8_FILE, "to_fp8_kernel", blocks=BLOCKS)
 def _element(c: Call) -> Launch:
     options = c.format, c.layout, c.saturate, c.block
     return conversions.to_fp8(c.x, c.scale, c.out, *options, elements=1)
 
 
-@variant(
-    "vectors",
-    FP8_FILE,
-    "to_fp8_kernel",
-    idea="16 elements per thread, 16-byte loads, all in flight at once",
-    blocks=BLOCKS,
-)
+@variant("vectors", FP8_FILE, "to_fp8_kernel", blocks=BLOCKS)
 def _vectors(c: Call) -> Launch:
     return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
 
@@ -75,23 +63,12 @@ def bind(
     )
 
 
-@variant(
-    "absmax",
-    ABSMAX_FILE,
-    "absmax_kn_kernel",
-    "absmax_nk_kernel",
-    idea="the largest magnitude of each output channel, for scales; finds infinity and NaN",
-)
+@variant("absmax", ABSMAX_FILE, "absmax_kn_kernel", "absmax_nk_kernel")
 def _absmax(c: Call) -> Launch:
     return conversions.absmax(c.w, c.most, c.layout)
 
 
-@variant(
-    "row_norms",
-    NORMS_FILE,
-    "row_norms",
-    idea="squares of the norms of an FP8 matrix's rows, which bound its products",
-)
+@variant("row_norms", NORMS_FILE, "row_norms")
 def _row_norms(c: Call) -> Launch:
     unfit(c.K % NORMS_WIDTH, f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)

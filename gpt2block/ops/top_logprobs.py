@@ -26,13 +26,7 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
     return Geometry("top_logprobs_kernel", (rows,), (threads,), defines=defines)
 
 
-@variant(
-    "top",
-    FILE,
-    "top_logprobs_kernel",
-    idea="a thread keeps the best few of its columns; each warp lists its K best, one merges",
-    block=THREADS,
-)
+@variant("top", FILE, "top_logprobs_kernel", block=THREADS)
 def _block(c: Call) -> Launch:
     check_rows("logits", c.logits)
     c.make("logprobs")

@@ -101,7 +101,7 @@ def _launch(
     return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
 
 
-def _thread_tiles(name: str, kernel: str, idea: str) -> Variant:
+def _thread_tiles(name: str, kernel: str) -> Variant:
     """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
 
     def launch(c: Call) -> Launch:
@@ -109,41 +109,22 @@ def _thread_tiles(name: str, kernel: str, idea: str) -> Variant:
         grid = (ceil(c.T / SIDE**2), ceil(c.T / (SIDE * rows)), c.B * c.NH)
         return _launch(c, FILE, kernel, grid, (SIDE, rows))
 
-    return variant(name, FILE, kernel, idea=idea, blocks=BLOCKS)(launch)
+    return variant(name, FILE, kernel, blocks=BLOCKS)(launch)
 
 
-_naive = _thread_tiles(
-    "naive",
-    "matmul_tri_naive",
-    "one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
-)
-_registers = _thread_tiles(
-    "registers",
-    "matmul_tri_registers",
-    "8 values of Q and 8 of K in registers, 64 outer-product sums per step",
-)
-_tri3 = _thread_tiles("tri3", "matmul_tri3", "the same with float4 loads and stores")
+_naive = _thread_tiles("naive", "matmul_tri_naive")
+_registers = _thread_tiles("registers", "matmul_tri_registers")
+_tri3 = _thread_tiles("tri3", "matmul_tri3")
 
 
-@variant(
-    "tri4",
-    FILE,
-    "matmul_tri4",
-    idea="16×16 threads per 128×128 tile, slices of 32 through shared memory",
-)
+@variant("tri4", FILE, "matmul_tri4")
 def _tri4(c: Call) -> Launch:
     """One block per tile of the square; blocks above the diagonal exit immediately."""
     tiles = ceil(c.T / TILE)
     return _launch(c, FILE, "matmul_tri4", (tiles, tiles, c.B * c.NH), (16, 16))
 
 
-@variant(
-    "tri5",
-    PIPELINED,
-    "matmul_tri5",
-    idea="two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
-    source="gpt2block",
-)
+@variant("tri5", PIPELINED, "matmul_tri5", source="gpt2block")
 def _tri5(c: Call) -> Launch:
     """One block per tile on or below the diagonal."""
     tiles = ceil(c.T / TILE)
@@ -151,14 +132,7 @@ def _tri5(c: Call) -> Launch:
     return _launch(c, PIPELINED, "matmul_tri5", grid, (THREADS,))
 
 
-@variant(
-    "tri6",
-    MMA,
-    "matmul_tri6",
-    idea="tensor cores with float32 accuracy: each row as two in float16, converted on load",
-    block=MMA_THREADS,
-    source="gpt2block",
-)
+@variant("tri6", MMA, "matmul_tri6", block=MMA_THREADS, source="gpt2block")
 def _tri6(c: Call) -> Launch:
     heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
     unfit(c.HS > MMA_LARGEST_HEAD, heads)
@@ -170,7 +144,7 @@ def _tri6(c: Call) -> Launch:
     return launch_at(MMA, geometry, (c.qkv, c.out, c.T, *more))
 
 
-@variant("fill", FILE, FILL, idea="one value above the diagonal, where `fill` is given")
+@variant("fill", FILE, FILL)
 def _fill(c: Call) -> Launch:
     rows = c.B * c.NH * c.T
     grid, args = (ceil(rows / FILL_ROWS),), (c.out, c.T, rows, c.fill)

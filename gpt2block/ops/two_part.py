@@ -28,12 +28,7 @@ TAKE_FILE = "elementwise/take_rows.cu"
 JOIN_THREADS = 256  # of a block of join_rows or take_rows, at most
 
 
-@variant(
-    "split rows",
-    TWO_PART_FILE,
-    "split_rows",
-    idea="one warp per row: the scale from the largest magnitude, then both parts",
-)
+@variant("split rows", TWO_PART_FILE, "split_rows")
 def _split_rows(c: Call) -> Launch:
     conversions.check_sizes("x", (c.rows, c.K), LARGEST_OPERAND)
     return conversions.two_part(c.x, c.out.parts, c.out.scale)
@@ -42,7 +37,7 @@ def _split_rows(c: Call) -> Launch:
 OPERATION = Operation(name="two_part", variants=(_split_rows,))
 
 
-@variant("join rows", TWO_PART_FILE, "join_rows", idea="the inverse, for some rows of a matrix")
+@variant("join rows", TWO_PART_FILE, "join_rows")
 def _join_rows(c: Call) -> Launch:
     width = vector_width(c.C, c.out)
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
@@ -52,7 +47,7 @@ def _join_rows(c: Call) -> Launch:
     return launch_at(TWO_PART_FILE, geometry, args, "float16")
 
 
-@variant("rows", TAKE_FILE, "take_rows", idea="some rows of a matrix, a block for each")
+@variant("rows", TAKE_FILE, "take_rows")
 def _take_rows(c: Call) -> Launch:
     width = vector_width(c.C, c.x, c.out)
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))

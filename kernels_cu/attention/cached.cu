@@ -6,13 +6,15 @@
 //   out (N, C)
 //   k, v (B, n_ctx, NKV HS) of KV: each head of them serves NH / NKV neighbouring heads of q
 //
-//   attention_cached          q and out are float, whatever KV is
-//   attention_cached_narrow   q and out are of T, for use with tensor-core products; arithmetic is float all the same
+//   attention_cached: attention_forward_online over packed rows of several sequences; a query's bits depend on its own
+//       sequence only. q and out are float, whatever KV is
+//   attention_cached_narrow: the same with q and out in 16 bits. They are of T, for use with tensor-core products;
+//       arithmetic is float
 //
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
 //
-// The algorithm is that of attention_forward_online (attention/online.cuh) with different row addresses. A query's bits
-// depend only on its own sequence up to its position, not on the batch or on how its sequence was divided into calls.
+// attention/online.cuh has the algorithm; here rows have different addresses. Neither later rows of a sequence nor how
+// it was divided into calls make a difference to a query's bits.
 //
 // Sequences and starts that reach beyond N or n_ctx are truncated: nothing outside the arrays is read or written.
 //

@@ -6,7 +6,10 @@
 // A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
 // values once for all of them. What follows is for each head of q, whose bits are the same in any team.
 //
-// The keys are split: a warp takes 32 neighbouring keys of a head and computes
+//   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
+//       memory, for few rows that of a cluster
+//
+// Of its split, 32 neighbouring keys, a warp computes
 //
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j

@@ -1,4 +1,4 @@
-// Attention on Hopper, for heads of 64 and 128 channels: TMA, wgmma, warp specialisation, a persistent grid.
+// Attention on Hopper, for heads of 64 and 128 channels.
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else all of the sequence
 //
@@ -6,8 +6,11 @@
 //                    packed next to each other in each; a head of K and V serves ATT_SERVES neighbouring heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other
 //
-// A tile is 128 queries of a head. One warp has the copy engine load its queries and then keys and values, 128 at a
-// time from the last keys seen to the first, into a ring in shared memory. Two warpgroups have 64 queries each:
+//   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
+//       overlaps the products, each block processes many tiles; ragged batches
+//
+// A tile is 128 queries of a head, for two warpgroups. They are loaded first, then keys and values, 128 at a time from
+// the last keys seen to the first, into a ring in shared memory:
 //
 //   wgmma     S = Q K^T                       (64, 128) in registers: scores are never stored in memory
 //   softmax   P = exp2(S UNIT - reference)    attention/scores.cuh; the sum of a row's P is combined at the end

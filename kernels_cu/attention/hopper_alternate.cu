@@ -1,12 +1,14 @@
-// Attention on Hopper for few sequences, for heads of 64 channels: attention/hopper.cu with two warpgroups for a query.
+// Attention on Hopper for few sequences, for heads of 64 channels.
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else all of the sequence
 //
-// Arguments, products and softmax are those of attention/hopper.cu, and so are the bits. There a tile is 128 queries:
-// one prompt of 1,024 tokens with 12 heads has 96 tiles, and the last one of a head takes 8 steps of 128 keys, as long
-// as the whole kernel. Here a tile is 64 queries, and the two warpgroups take alternate steps, each from a ring of its
-// own, from the last keys seen to the first. At the end the second one passes its sums to the first, which adds and
-// stores them:
+//   attention_hopper_alternate: attention_hopper's bits for few sequences: two warpgroups take alternate keys of 64
+//       queries, so that the last queries take half as long
+//
+// Arguments, products and softmax are those of attention/hopper.cu. There a tile is 128 queries: one prompt of 1,024
+// tokens with 12 heads has 96 tiles, and the last one of a head takes 8 steps of 128 keys, as long as the whole kernel.
+// Here each warpgroup has a ring of its own, and takes every other step, from the last keys seen to the first. At the
+// end the second one passes its sums to the first, which adds and stores them:
 //
 //   first    S7 V7   S5 V5   S3 V3   S1 V1 | add, store    S: scores and softmax of 128 keys, V: product with values
 //   second   S6 V6   S4 V4   S2 V2   S0 V0 | pass

@@ -1,4 +1,4 @@
-// Attention with the accuracy of float32 on Hopper, for heads of 64 channels: wgmma and TMA.
+// Attention of two-part matrices on Hopper, for heads of 64 channels.
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
@@ -9,9 +9,10 @@
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
 //   out_scale (rows)         the largest scale of the rows that row i sees
 //
-// A block has 64 queries of a head, and two warpgroups that both work for all of them: they take alternate tiles of 64
-// keys, from the last keys seen to the first. So the last queries of a sequence, which have most keys, take half as
-// long. At the end the second warpgroup passes its sums to the first.
+//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
+//
+// Tiles are 64 keys, from the last keys seen to the first. So the last queries of a sequence, which have most keys,
+// take half as long. At the end the second warpgroup passes its sums to the first.
 //
 //   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in another one; Q hi is in registers
 //   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P

@@ -3,9 +3,9 @@
 //   qkv (N, W), rows [Q | K | V], of which the last 2 C columns are K and V: with grouped queries W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
 //
-//   kv_append          qkv of float
-//   kv_append_narrow   qkv of T, as tensor-core products produce it
-//   kv_round           no cache: K and V of qkv, of T, rounded in place to the numbers that a cache of FP8 can hold
+//   kv_append, kv_append_narrow: writes K and V of packed rows to the kv_cache, converted to its dtype where needed. In
+//       the first qkv is of float, in the second of T, as tensor-core products produce it
+//   kv_round: rounds K and V of packed rows in place to what a kv_cache of FP8 can hold. qkv is of T
 //
 // k and v are of KV. For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
 #include "lib/fresh.cuh"

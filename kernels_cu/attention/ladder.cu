@@ -8,9 +8,11 @@
 //
 // The names are those of llm.c's attention kernels:
 //
-//   attention_query_key_kernel1   scores[b,h,t,t2] = Q_t . K_t2 / sqrt(HS), one thread per score
-//   attention_softmax_kernel1     exp(score - max) / sum of each row in place, one thread per row
-//   attention_value_kernel1       out[b,t,h,d] = sum over t2 of scores[b,h,t,t2] V[t2,d], one thread per output
+//   attention_query_key_kernel1, attention_softmax_kernel1, attention_value_kernel1: three kernels: one thread per
+//       score, per row, per output; TxT scores in memory. They compute
+//       scores[b,h,t,t2] = Q_t . K_t2 / sqrt(HS)
+//       exp(score - max) / sum of each row in place
+//       out[b,t,h,d] = sum over t2 of scores[b,h,t,t2] V[t2,d]
 //
 //            t2 ->
 //         [ s . . . ]

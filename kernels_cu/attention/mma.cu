@@ -6,13 +6,16 @@
 //                    channels, and C / ATT_SERVES channels of K and of V, whose heads serve ATT_SERVES heads of Q each
 //   out (rows, C)    the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //
-// attention_cached_mma, compiled with ATT_CACHED, takes K and V from a kv_cache instead, which holds those of the rows
-// already: row i of a sequence is at position start + i, and sees all keys up to its own.
+//   attention_mma: tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring of tiles of K
+//       and V by cp.async; ragged batches
+//   attention_cached_mma: attention_mma with K and V from the cache, for packed rows in its 16-bit dtype. It is
+//       compiled with ATT_CACHED, and the cache holds those of the rows already: row i of a sequence is at position
+//       start + i, and sees all keys up to its own
 //
-// A warp holds 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
+// A warp holds its 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
 //
-//   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier per tile
-//   mma        S = Q K^T                      (queries, 64) in registers: scores are never stored in memory
+//   cp.async   [K V of tile j+1, j+2 ...]     ATT_STAGES tiles in shared memory; one barrier per tile
+//   mma        S = Q K^T                      (queries, 64)
 //   softmax    P = exp2(S UNIT - reference)   attention/scores.cuh; the sum of a row's P is combined at the end
 //   mma        O = O + P V                    an accumulator of S has the layout of operand P of the next product
 //

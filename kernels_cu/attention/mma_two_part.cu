@@ -1,9 +1,12 @@
-// Attention with the accuracy of float32 on tensor cores (mma.sync of fp16; sm_80 and newer), heads of 64 or 128:
+// Attention of two-part matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
-// Matrices have two parts (lib/two_part.cuh): x = (hi + lo / 2048) scale[row], where scale is a power of two. A product
-// becomes three: hi hi + (hi lo + lo hi) / 2048, the last two in a separate accumulator.
+//   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two in float16, three products instead
+//       of one
+//
+// The parts (lib/two_part.cuh) are those of x = (hi + lo / 2048) scale[row], where scale is a power of two, and the
+// products hi hi + (hi lo + lo hi) / 2048, the last two in a separate accumulator.
 //
 //   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/mma.cu; scale (rows) applies to all three
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: attention/mma_job.cuh

@@ -1,12 +1,12 @@
-// Attention without the T x T score matrix: out = softmax(Q K^T / sqrt(HS)) V for each head.
+// Attention in one kernel: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
 //   qkv (B, T, ROW)   a row is [Q | K | V], with the heads packed next to each other in each: NH heads of Q, and NKV
 //                     of K and of V, each of which serves NH / NKV neighbouring heads of Q
 //   out (B, T, C)     C = NH HS
 //
-//   attention_..._kernel1      in attention/ladder.cu: three kernels, all scores in device memory
-//   mha_causal_kernel          in attention/skeleton.cu: one block per query, with its row of scores in shared memory
-//   attention_forward_online   here: one block for many queries, one tile of scores at a time, in registers
+//   attention_forward_online: tiles of K and V in shared memory, online softmax, 8x8 per thread; no TxT scores. A block
+//       has many queries and one tile of scores at a time, in registers; attention/skeleton.cu has a row of scores in
+//       shared memory, attention/ladder.cu all of them in device memory
 //
 // Any T. attention/online.cuh describes the algorithm, the tiles and what a thread holds. If HS is a multiple of 4, qkv
 // and out are aligned to 16 bytes.

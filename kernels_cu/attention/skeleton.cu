@@ -1,7 +1,8 @@
-// Attention with one block per query and head: out = softmax(q K^T / sqrt(HS)) V.
+// Attention: out = softmax(q K^T / sqrt(HS)) V for each head.
 //
-//   mha_nocausal_kernel   every query sees all seq_len keys, as in LeetGPU's GPT-2 block challenge
-//   mha_causal_kernel     query t sees keys 0..t, as in GPT-2; keys beyond are never read
+//   mha_causal_kernel, mha_nocausal_kernel: one block per query and head: scores, exp and sum, weighted sum of V. In
+//       the first, query t sees keys 0..t, as in GPT-2, and keys beyond are never read. In the second, every query sees
+//       all seq_len keys, as in LeetGPU's GPT-2 block challenge
 //
 // A row of qkv is [Q | K | V]. With grouped queries, NKV < NH, K and V have fewer heads, each of which serves NH / NKV
 // neighbouring heads of Q.

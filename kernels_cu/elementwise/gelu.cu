@@ -1,6 +1,8 @@
 // GELU in place, the tanh form: x <- 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 //
-// grid (ceil(n / 256)), block (256), one thread per element. A step of LeetGPU's GPT-2 block challenge.
+//   gelu_kernel: one thread per element
+//
+// grid (ceil(n / 256)), block (256). A step of LeetGPU's GPT-2 block challenge.
 
 extern "C" __global__ void gelu_kernel(float* __restrict__ x,  // (n)
                                        long long n) {

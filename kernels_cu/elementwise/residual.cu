@@ -1,6 +1,8 @@
 // The residual connection: y = a + b.
 //
-// grid (ceil(n / 256)), block (256), one thread per element. A step of LeetGPU's GPT-2 block challenge.
+//   add_kernel: one thread per element
+//
+// grid (ceil(n / 256)), block (256). A step of LeetGPU's GPT-2 block challenge.
 
 extern "C" __global__ void add_kernel(const float* __restrict__ a,  // (n)
                                       const float* __restrict__ b,  // (n)

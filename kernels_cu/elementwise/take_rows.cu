@@ -1,7 +1,8 @@
-// Copies some rows of a matrix: out[i] = x[index[i]].
+// Rows by their numbers: out[i] = x[index[i]].
 //
-// grid (rows of out), block (any): a block copies one row. TAKE_WIDTH divides C; x and out are aligned to TAKE_WIDTH
-// elements.
+//   take_rows: some rows of a matrix, a block for each
+//
+// grid (rows of out), block (any). TAKE_WIDTH divides C; x and out are aligned to TAKE_WIDTH elements.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 

@@ -4,11 +4,11 @@
 //
 // The names are those of llm.c's encoder kernels. Each variant adds one idea to the previous one:
 //
-//   encoder_forward_kernel1   one thread per element
-//   encoder_forward_kernel2   one thread per 4 channels: 16-byte loads and stores
-//   encoder_forward_kernel3   one warp per row: the id is read and the address computed once per row, and a lane has
-//                             several 16-byte loads in flight before it waits for the first. Neighbouring warps take
-//                             the same position of different sequences and so share its row of wpe in the L1 cache
+//   encoder_forward_kernel1: one thread per element
+//   encoder_forward_kernel2: one thread per 4 channels, 16-byte loads and stores
+//   encoder_forward_kernel3: one warp per row, several 16-byte loads in flight. The id is read and the address computed
+//       once per row. Neighbouring warps take the same position of different sequences and so share its row of wpe in
+//       the L1 cache
 //
 // The kernels are memory-bound: each token reads a row of wte and writes a row of out. For an id outside 0..V-1 nothing
 // is read; its row becomes NaN.

@@ -2,11 +2,14 @@
 //
 //   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C) or null for none, out (N, C)
 //
-// Compared with embedding/encoder.cu, which takes whole sequences from position 0 on, each token has its own position,
-// and ids and positions are in device memory, so that a CUDA graph can begin with this kernel. For an id or a position
-// outside its table nothing is read; the row becomes NaN.
+//   encoder_rows: one block per row, one thread per ER_WIDTH channels; ids and positions in device memory, wte in any
+//       weight dtype
 //
-// One thread per vector of ER_WIDTH channels. Grid (N), block (any).
+// Compared with embedding/encoder.cu, which takes whole sequences from position 0 on, each token has its own position,
+// and a CUDA graph can begin with this kernel. For an id or a position outside its table nothing is read; the row
+// becomes NaN.
+//
+// Grid (N), block (any).
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 

@@ -1,7 +1,7 @@
-// The largest magnitude of each output channel of a weight matrix, from which scales are computed.
+// For a weight matrix: absmax[n] = max over k of |w[k][n]|, w (K, N), or of |w[n][k]|, w (N, K).
 //
-//   absmax_kn_kernel   absmax[n] = max over k of |w[k][n]|, w (K, N): along the columns
-//   absmax_nk_kernel   absmax[n] = max over k of |w[n][k]|, w (N, K): along the rows
+//   absmax_kn_kernel, absmax_nk_kernel: the largest magnitude of each output channel, for scales; finds infinity and
+//       NaN. The first goes along columns, the second along rows
 //
 // Loads of FP8_WIDTH elements need w, and each row of it, aligned to a vector.
 //

@@ -5,9 +5,11 @@
 // infinity, largest number 448). Rounding is to nearest even, once, by one addition of floats (lib/fp8.cuh): the result
 // is the same on every architecture and for every T.
 //
-// Neighbouring threads read neighbouring addresses, and a thread issues all its loads before it converts the first.
-// FP8_WIDTH 1 is the simple variant, one element per load. Wider loads need arrays aligned to a vector, and with
-// FP8_SCALE each row as well.
+//   to_fp8_kernel (element): one thread per element. FP8_WIDTH and FP8_VECTORS are 1
+//   to_fp8_kernel (vectors): 16 elements per thread, 16-byte loads, all in flight at once. Wide loads need arrays
+//       aligned to a vector, and with FP8_SCALE each row as well
+//
+// Neighbouring threads read neighbouring addresses.
 //
 // grid (ceil(size / (block * FP8_WIDTH * FP8_VECTORS))), block (any)
 #if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)

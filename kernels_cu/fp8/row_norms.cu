@@ -1,6 +1,8 @@
-// Squares of the norms of FP8 weights' rows, which bound the activations of prompts.
+// A bound of the activations of prompts with FP8 weights.
 //
 //   w (N, K) of W, E5M2 or E4M3; gamma (K) -> squares[n] = sum over k of (w[n][k] gamma[k])^2. Scales are not applied.
+//
+//   row_norms: squares of the norms of an FP8 matrix's rows, which bound its products
 //
 // grid (N), block (NORMS_BLOCK)
 #if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)

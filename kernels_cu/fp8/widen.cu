@@ -1,9 +1,10 @@
-// FP8 weights as __half, for products on tensor cores: out = w, exactly. Scales are applied by the product.
+// Conversion of FP8 to __half: out = w, exactly. Scales are applied by the product.
 //
 //   w (size) of W, E5M2 or E4M3 -> out (size) of T, which is __half
 //
-// A thread takes WIDEN_VECTORS vectors of 16 weights. They are loaded before the previous kernel has ended, which may
-// still read the previous content of out.
+//   widen_fp8: FP8 weights as float16, before a product with float16 activations. A thread takes WIDEN_VECTORS vectors
+//       of 16 weights. They are loaded before the previous kernel has ended, which may still read the previous content
+//       of out
 //
 // grid (ceil(size / (16 * WIDEN_VECTORS * block))), any block. size is a multiple of 16; both arrays are aligned to 16
 // bytes.

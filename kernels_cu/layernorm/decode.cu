@@ -1,6 +1,8 @@
-// LayerNorm of the rows of decoding: one warp per row, with the bits of the LayerNorm in the products for few rows.
+// LayerNorm of rows before products for few rows.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of LN_C channels
+//
+//   layernorm_decode: decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping launches
 //
 // matmul/decode_norm.cuh has the arithmetic. Few rows: what counts is the time of one of them. A lane has all its loads
 // in flight at once, and keeps its part of the row in registers, up to LN_HELD loads; gamma and beta are loaded before

@@ -3,12 +3,11 @@
 //
 // x is read once and y written once. Two separate kernels would store the normalised rows and read them again.
 //
-//   layernorm_gelu_baseline    one thread per element: each thread of a row adds up the whole row for itself
-//   layernorm_gelu_optimized   one block per row: sum and sum of squares in one pass, a tree in shared memory, then
-//                              normalisation and GELU in one pass. var = E[x^2] - E[x]^2, clamped to at least 0
-//   layernorm_gelu_rows        the row stays in registers between the passes: 16-byte loads, all in flight at once;
-//                              shuffles within a warp and at most one barrier; GELU by one exp2 and one division;
-//                              optional gamma and beta
+//   layernorm_gelu_baseline: one thread per element, each sums its whole row
+//   layernorm_gelu_optimized: one block per row, sum and sum of squares in one pass, tree over shared memory. Then
+//       normalisation and GELU in one pass. var = E[x^2] - E[x]^2, clamped to at least 0
+//   layernorm_gelu_rows: rows in registers, 16-byte loads, shuffles and at most one barrier; gamma and beta. The loads
+//       are all in flight at once; GELU takes one exp2 and one division; gamma and beta are optional
 #include "lib/common.cuh"
 
 #ifndef LG_HIDDEN  // the constants configure layernorm_gelu_rows: values per row

@@ -6,15 +6,13 @@
 //
 // Kernels 1 to 5 follow llm.c's LayerNorm kernels. Each changes one thing compared with the previous one:
 //
-//   1  layernorm_forward_kernel1   one thread per row. Neighbouring threads read addresses a whole row apart, and N
-//                                  rows give only N threads: too few to keep a GPU busy.
-//   2  mean_kernel, rstd_kernel,   one block per row for the statistics: each thread adds up every LN_BLOCK-th channel
-//      normalization_kernel        (coarsening), then a tree in shared memory adds up the threads. The last kernel has
-//                                  one thread per element. Neighbouring threads read neighbouring addresses, but three
-//                                  launches read x.
-//   5  layernorm_forward_kernel5   one block per row, one kernel. Sum and sum of squares in one pass, reduced in two
-//                                  stages: each warp by shuffles, then the first warp over the warps' sums. Two
-//                                  barriers instead of one per level of a tree.
+//   layernorm_forward_kernel1: one thread per row, loops over C. Neighbouring threads read addresses a whole row apart,
+//       and N rows give only N threads: too few to keep a GPU busy.
+//   mean_kernel, rstd_kernel, normalization_kernel: three kernels: one block per row, tree in shared memory; then one
+//       thread per element. These are kernel 2. Each thread adds up every LN_BLOCK-th channel (coarsening), then the
+//       tree adds up the threads. Neighbouring threads read neighbouring addresses, but three launches read x.
+//   layernorm_forward_kernel5: one block per row, reduced in two stages: warps, then the first warp. One kernel, with
+//       sum and sum of squares in one pass. Warps reduce by shuffles: two barriers instead of one per level of a tree.
 //
 // Kernels 1 and 2 compute the variance around the mean, in a separate pass. Kernel 5 computes E[x^2] - E[x]^2, which
 // reads x once less but loses all digits when |mean| is large compared with the standard deviation.

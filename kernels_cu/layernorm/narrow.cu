@@ -1,10 +1,10 @@
-// LayerNorm before a tensor-core product: out has the product's 16-bit type, gamma and beta are float.
+// LayerNorm before a tensor-core product.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-//   layernorm_narrow         x (N, C) of T
-//   layernorm_narrow_float   x (N, C) of float, whatever T is
-//   layernorm_narrow_split   x (N, C) of float, out in two parts of __half (lib/two_part.cuh), one scale for all rows
+//   layernorm_narrow, layernorm_narrow_float, layernorm_narrow_split: for tensor cores: float32 gamma and beta, out in
+//       16 bits or two-part, a few rows per team of threads, overlapping launches. x (N, C) is of T, of float, or of
+//       float with out in two parts of __half (lib/two_part.cuh), one scale for all rows
 //
 // As in kernel 6 (layernorm/rows.cu), a team of LN_THREADS neighbouring threads keeps a row in registers and computes
 // the variance around the mean (lib/rows.cuh). The differences:

@@ -1,13 +1,13 @@
-// LayerNorm forward, kernel 6: rows kept in registers, one pass over memory.
+// LayerNorm forward, kernel 6:
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-//   6  layernorm_forward_kernel6   LN_THREADS neighbouring threads share a row. Each thread issues all its 16-byte
-//                                  loads before it uses the first value, and keeps its part in registers. Compared
-//                                  with kernel 5, x and out cross the bus once each, and the variance is computed
-//                                  around the mean, accurate for any mean, for a few shuffles instead of a second pass.
+//   layernorm_forward_kernel6: rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16. LN_THREADS
+//       neighbouring threads share a row. Each thread issues all its loads before it uses the first value. Compared
+//       with kernel 5, x and out cross the bus once each, and the variance is computed around the mean, accurate for
+//       any mean, for a few shuffles instead of a second pass.
 //
-// x, gamma, beta and out are float, __half or __nv_bfloat16; sums, mean and rstd are float. N = B * T rows.
+// Sums, mean and rstd are float. N = B * T rows.
 // lib/rows.cuh describes how the threads share a row. The Python operation chooses the constants from C: a row gets so
 // many threads that each keeps at most 64 bytes of it. Rows too long for the registers of 1024 threads are read again
 // in each pass: LN_VECTORS = 0.

@@ -1,16 +1,16 @@
-// LayerNorm forward, kernels 3 and 4: one warp per row, with cooperative groups.
+// LayerNorm forward, kernels 3 and 4:
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 // mean and rstd, N floats each, are stored as well. N = B * T rows, any C. Both follow llm.c's LayerNorm kernels:
 //
-//   3  layernorm_forward_kernel3   Unlike kernel 2 (layernorm/ladder.cu), one kernel does everything. The 32 lanes of a
-//                                  warp share a row and reduce by shuffles, so that no row waits at a barrier for
-//                                  another. Two hints: __restrict__ states that out overlaps no input, so that loads
-//                                  may move before stores; __ldcs and __stcs state that x is read for the last time
-//                                  and out is not read again, so that neither evicts gamma and beta from the cache.
-//   4  layernorm_forward_kernel4   as 3, with var = E[x^2] - E[x]^2: one pass over x less, but it loses all digits when
-//                                  |mean| is large compared with the standard deviation.
+//   layernorm_forward_kernel3: one warp per row by cooperative groups, all steps in one kernel, streaming hints. Kernel
+//       2 (layernorm/ladder.cu) takes three. The 32 lanes reduce by shuffles, so that no row waits at a barrier for
+//       another. Two hints: __restrict__ states that out overlaps no input, so that loads may move before stores;
+//       __ldcs and __stcs state that x is read for the last time and out is not read again, so that neither evicts
+//       gamma and beta from the cache.
+//   layernorm_forward_kernel4: as 3 with var = E[x^2] - E[x]^2: one pass fewer over x. But it loses all digits when
+//       |mean| is large compared with the standard deviation.
 //
 // Both: grid (ceil(N / warps per block)), block any multiple of 32 up to 1024.
 #include <cooperative_groups.h>

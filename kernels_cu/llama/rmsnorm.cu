@@ -3,9 +3,9 @@
 //   out = x * r * weight,   r = 1 / sqrt(mean(x^2) + eps)   over each row of C channels
 //   with RMS_RESIDUAL 1: first x = x + residual, rounded to T and stored in sum
 //
-//   rmsnorm_rows   RMS_THREADS neighbouring threads share a row and keep it in registers, so that x crosses the bus
-//                  once. A single row is latency-bound: all loads, including those of the weight, are in flight before
-//                  the first value is used, and there is only one barrier before the result.
+//   rmsnorm_rows: rows in registers, x read once, the weight loaded with it; at most one barrier. RMS_THREADS
+//       neighbouring threads share a row. A single row is latency-bound: all loads are in flight before the first value
+//       is used.
 //
 // The operation is that of kernl's Llama kernels. x, weight and out are float, __half or __nv_bfloat16; the sum and r
 // are float. Rows of x may be columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh describes how the

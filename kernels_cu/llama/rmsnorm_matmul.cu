@@ -1,13 +1,15 @@
-// RMSNorm fused with the product that follows it, for few rows: decoding, where every weight is read for one token.
+// RMSNorm fused with the product that follows it, for decoding, where every weight is read for one token:
 //
 //   rmsnorm_matvec       out = (x * rms * gamma) W, optionally with RoPE on heads of head_dim columns
 //   rmsnorm_ffn_matvec   h = x + residual,  n = h * rms * gamma,  out = silu(n W1) * (n W3)
 //                        rms = 1 / sqrt(mean(x^2) + eps) of each row
 //
-// The operations are those of kernl's Llama kernels. The factor rms is the same for a whole row, so it is applied at
-// the end: x * gamma is multiplied with W while the squares are added up, and then the sum is scaled. llama/matvec.cuh
-// has the product and its constants. The scales and RoPE's angles, which the last step needs, are computed before the
-// product is complete.
+//   rmsnorm_matvec, rmsnorm_ffn_matvec: few rows: every weight read once, requested before x; the norm's factor at the
+//       end. It is the same for a whole row: x * gamma is multiplied with W while the squares are added up, and then
+//       the sum is scaled
+//
+// The operations are those of kernl's Llama kernels. llama/matvec.cuh has the product and its constants. The scales and
+// RoPE's angles, which the last step needs, are computed before the product is complete.
 //
 // W is (N, K) with MV_NK 1, else (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
 // columns half a head apart instead of neighbours. Any M, N, K.

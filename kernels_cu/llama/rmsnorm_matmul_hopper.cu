@@ -1,18 +1,22 @@
 // The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu, or in a prompt of a
 // model by llama/rmsnorm_stream.cu:
 //
-//   rmsnorm_matmul_hopper   out = n w, then RoPE on the columns as heads         w (K, N), or (N, K) with NORM_W_NK 1
-//   rmsnorm_ffn_hopper      out = silu(n w1) (n w3)                              w1, w3 alike
+//   rmsnorm_matmul_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; rope in its
+//       epilogue.
+//       out = n w, then RoPE on the columns as heads; w (K, N), or (N, K) with NORM_W_NK 1
+//   rmsnorm_ffn_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; columns of W1 and W3
+//       next to each other.
+//       out = silu(n w1) (n w3); w1, w3 alike
 //
 // n, w and out are __half or __nv_bfloat16, sums are float. matmul/hopper.cuh and matmul/hopper_tile.cuh have the
 // product. New in this file:
 //
 //   (K, N)    w in the layout of kernl's Llama kernels is read across: boxes of 64 columns, 128 bytes for each k
 //   RoPE      a pair of neighbouring columns is in one thread. Its frequency is computed once for all rows of a tile
-//   two w     half of a tile's columns are w1's, next to the same ones of w3. A thread has both sums of an output
+//   two w     half of a tile's columns are w1's. A thread has both sums of an output
 //
-// The first slices of the weights are loaded while the norm is computed (lib/overlap.cuh). Tiles are processed down
-// the rows first, so that w is read once from memory.
+// The weights fetched early (lib/overlap.cuh) are the first slices. Tiles are processed down the rows first, so that w
+// is read once from memory.
 //
 // On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
 // silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.

@@ -1,14 +1,18 @@
-// RMSNorm fused with the products that follow it, for many rows, on tensor cores (mma.sync; sm_80 and newer):
+// RMSNorm and the products that follow it, for sm_80 and newer:
 //
 //   rms[m] = 1 / sqrt(mean over k of x[m, k]^2 + eps)
 //
 //   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on the columns as heads             w (K, N) or (N, K)
 //   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 alike
 //
+//   rmsnorm_matmul_mma, rmsnorm_ffn_mma: many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K
+//   rmsnorm_matmul_mma (unfused): rmsnorm in a kernel of its own, then the product, then rope: x is normalised once
+//   rmsnorm_ffn_mma (unfused): rmsnorm in a kernel of its own, then the products: x is normalised once
+//
 // The operations are those of kernl's Llama kernels. The row's factor is applied at the end: x gamma, rounded to T, is
-// multiplied, the squares are added up in the same loop over K, and the sums, which are floats, are scaled. Both weight
-// matrices of the feed-forward pass share one loop, with half of a tile's columns each. llama/mma_tile.cuh has the loop
-// and describes the constants.
+// multiplied, the squares are added up, and the sums, which are floats, are scaled. Both weight matrices of the
+// feed-forward pass share one loop, with half of a tile's columns each. llama/mma_tile.cuh has the loop and describes
+// the constants.
 //
 // Any M. K, x_stride and N must be multiples of 8; with FP8 weights, N of (K, N) or K of (N, K) must be a multiple of
 // 16. All arrays are aligned to 16 bytes. No output may overlap an input. Positions are start + m % seq_len.

@@ -3,11 +3,13 @@
 //   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores; or
 //   with RS_TERMS its terms (lib/terms.cuh), for the products of decoding
 //
-// rmsnorm_sums has in the place of x the sum of x and what matmul/decode_ffn.cu has left of a product.
+//   rmsnorm_stream: the float32 rows of a model: bits that do not depend on the batch, out in any dtype, overlapping
+//       launches
+//   rmsnorm_sums: rmsnorm_stream, of x with the split sums of a feed-forward (gated_sums). matmul/decode_ffn.cu has
+//       left these; they are added to x
 //
-// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone
-// and in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded
-// before the previous kernel has ended.
+// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, x is float whatever out is, and the
+// weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
 // One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; longer rows are read
 // again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements.

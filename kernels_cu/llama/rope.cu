@@ -5,8 +5,9 @@
 //   x, out (B, T, H, D), in place if out is x. Pair k is channels 2k and 2k + 1 or, with ROPE_HALF_SPLIT, channels
 //   k and k + D / 2. B, T and H may have any strides, so that x can be a part of wider rows: Q and K of a QKV matrix.
 //
-//   rope_pairs   a thread takes the same pairs of ROPE_HEADS heads of a position. All loads are in flight before sines
-//                and cosines are computed, which hides most of their cost, and these are used for all heads
+//   rope_pairs: each thread rotates the same pairs of several heads, which share sines and cosines. The heads are
+//       ROPE_HEADS of a position. All loads are in flight before sines and cosines are computed, which hides most of
+//       their cost
 //
 // The operation is that of kernl's Llama kernels. Storage is float, __half or __nv_bfloat16; arithmetic is float, with
 // angles from llama/rotation.cuh.

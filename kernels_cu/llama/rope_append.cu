@@ -1,8 +1,10 @@
-// RoPE of new rows [Q | K | V] in decoding, whose K and V go straight to a kv_cache: Q and K are rotated, V is copied.
+// RoPE of new rows [Q | K | V]: Q and K are rotated, V is copied.
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[k]   for pair k of D / 2 of row n
 //
 //   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
+//
+//   rope_append: decoding: rope_qkv, with K and V written to the kv_cache in its dtype
 //
 // Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
 // llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles as in llama/rope_qkv.cu.

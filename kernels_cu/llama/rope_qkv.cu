@@ -4,9 +4,10 @@
 //
 //   qkv, out (B, N, heads D), in place if out is qkv: then V stays and the grid leaves it out
 //
-// As rope_pairs in llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row, which share sines and
-// cosines. Storage is T, arithmetic float; angles are double until the whole turns are subtracted, so that they are
-// accurate at any position.
+//   rope_qkv: as rope_pairs, with positions and frequencies in device memory; overlapping launches. See llama/rope.cu
+//
+// A thread takes ROPE_HEADS heads of a row. Storage is T, arithmetic float; angles are double until the whole turns are
+// subtracted, so that they are accurate at any position.
 //
 // grid (ceil(N / blockDim.z), ceil(moved / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, rows).
 #include "llama/pairs.cuh"

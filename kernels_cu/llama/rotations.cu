@@ -1,7 +1,8 @@
-// The rotations of RoPE in a step of decoding, which all layers use: row n, at position[n], turns pair k by
-// position[n] frequencies[k].
+// The rotations of RoPE: row n, at position[n], turns pair k by position[n] frequencies[k].
 //
 //   out (N, pairs, 2): cosines and sines     angles as in llama/rope_qkv.cu, whose bits these are
+//
+//   rope_rotations: decoding: cosines and sines, once for all layers
 //
 // One thread for each rotation. Grid (ceil(N pairs / blockDim.x)), block (any).
 #include "lib/overlap.cuh"

@@ -5,7 +5,9 @@
 // A step of its own for the products of a whole model, whose order of additions must not depend on the number of rows.
 // llama/rmsnorm_matmul.cu and its variants fuse it into the product of a block.
 //
-// One thread per vector of SM_WIDTH elements. Grid (ceil(n / (SM_WIDTH * block))), block (any).
+//   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
+//
+// Grid (ceil(n / (SM_WIDTH * block))), block (any).
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 

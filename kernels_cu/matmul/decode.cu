@@ -1,10 +1,11 @@
-// The products of a GPT-2 layer, and lm_head, for few rows: decoding, where every weight is read for one token.
+// The products of a GPT-2 layer, and lm_head, for decoding, where every weight is read for one token:
 //
-//   linear_matvec       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
-//   qkv_matvec          the same product without residual and GELU: q goes to an array, k and v to the KV cache
+//   linear_matvec: few rows: all weights requested before x; LayerNorm of x in each block.
+//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_matvec: linear_matvec, with k and v into the KV cache. q goes to an array; without residual and GELU
 //
-// W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore all
-// loads of weights are issued at once, and as little work as possible is left for the time after they arrive:
+// W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore as
+// little work as possible is left for the time after the weights arrive:
 //
 //   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
 //

@@ -1,9 +1,11 @@
 // architecture: sm_90a
-// The feed-forward part of a Llama layer for one to four rows of decoding, in one kernel instead of five: a step of one
-// row is a chain of kernels, each of which waits for the one before.
+// The feed-forward part of a Llama layer in decoding:
 //
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
 //   sums[s] = split s of h V^T
+//
+//   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. This is one kernel
+//       instead of five: a step of one row is a chain of kernels, each of which waits for the one before
 //
 // The order of additions is that of matmul/decode_order.cuh, so a row has the bits that it has in any batch. A split of
 // H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.

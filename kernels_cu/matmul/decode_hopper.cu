@@ -1,8 +1,10 @@
-// The products of decoding on Hopper, by wgmma, for weights that stream from memory: 64 rows read them once.
+// The products of decoding for weights that stream from memory: 64 rows read them once.
 //
-//   linear_decode_hopper  out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, of two matrices
-//                         out = silu(x W^T * scale) (x U^T * up_scale)
-//   qkv_decode_hopper     the first without residual and GELU: q goes to an array, k and v to the KV cache
+//   linear_decode_hopper: large matrices or many rows on Hopper, with the bits of linear_decode_mma: wgmma, x as terms.
+//       out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, of two matrices
+//       out = silu(x W^T * scale) (x U^T * up_scale)
+//   qkv_decode_hopper: linear_decode_hopper, with k and v into the KV cache. q goes to an array; without residual and
+//       GELU
 //
 // matmul/decode_hopper_rope.cu has the latter with RoPE.
 //

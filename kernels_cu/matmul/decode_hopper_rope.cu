@@ -1,4 +1,6 @@
-// The product of q, k and v of a step of decoding, with RoPE: q goes to an array, k and v to the KV cache.
+// The product of q, k and v of a step of decoding: q goes to an array, k and v to the KV cache.
+//
+//   rope_decode_hopper: qkv_decode_hopper with RoPE of q and k
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; cos a, sin a: llama/rotations.cu
 //

@@ -1,9 +1,12 @@
-// The products of a GPT-2 layer, and lm_head, for few rows of decoding on tensor cores (sm_80 and newer).
+// The products of a GPT-2 layer, and lm_head, for decoding on sm_80 and newer.
 //
-//   linear_decode_mma   out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
-//   qkv_decode_mma      the same product without residual and GELU: q goes to an array, k and v to the KV cache
-//   linear_decode_sums  residual + x W^T * scale, where sums of matmul/decode_ffn.cu belong to the residual
-//   rope_decode_sums    RMSNorm(x) W^T * scale, where they belong to x, and RoPE: of Llama, as qkv_decode_mma
+//   linear_decode_mma: few rows on tensor cores, x in one or two terms: the same bits in any batch.
+//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_decode_mma: linear_decode_mma, with k and v into the KV cache. q goes to an array; without residual and GELU
+//   linear_decode_sums: linear_decode_mma, with split sums of gated_sums added to the residual. Those are of
+//       matmul/decode_ffn.cu
+//   rope_decode_sums: linear_decode_mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV
+//       cache. The sums belong to x
 //
 // matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
 // issued before the wait for the previous kernel, and little work is left for the time after it:

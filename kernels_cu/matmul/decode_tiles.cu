@@ -1,7 +1,9 @@
-// The products of decoding for many rows, on tensor cores, with the order of additions of matmul/decode_order.cuh:
+// The products of decoding, with the order of additions of matmul/decode_order.cuh:
 //
-//   linear_decode_tiles out = [residual +] [gelu] (x W^T * scale + bias)
-//   qkv_decode_tiles    the same product without residual and GELU: q goes to an array, k and v to the KV cache
+//   linear_decode_tiles: more rows on tensor cores, with the bits of linear_decode_mma: tiles, K split over a cluster.
+//       out = [residual +] [gelu] (x W^T * scale + bias)
+//   qkv_decode_tiles: linear_decode_tiles, with k and v into the KV cache. q goes to an array; without residual and
+//       GELU
 //
 // x (M, K) is float, W (N, K) of any type. A block computes DT_ROWS rows by DT_COLUMNS columns of the output, or with
 // DT_CLUSTER the share of K of such a tile that belongs to its place in a cluster: at 64 rows a product of GPT-2 has so

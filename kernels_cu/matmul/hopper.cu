@@ -1,6 +1,8 @@
-// GEMM for Hopper: TMA, wgmma, warp specialisation, a persistent grid.
+// GEMM for Hopper:
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
+//
+//   gemm_hopper: TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues
 //
 // a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED.
 // matmul/hopper.cuh describes the organisation of a block. The products along K are added in the same order for every

@@ -1,12 +1,14 @@
-// GEMM for Hopper with FP8 weights, which are widened in registers.
+// GEMM for Hopper with FP8 weights:
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 // a is __half, w FP8; sums are float, out is __half or float. w_scale: with GEMM_SCALED.
 //
-// Only the first operand of wgmma can come from registers. So w is the a of matmul/hopper.cuh here and a its w: the
-// product is that of (N, K) and (K, M), a group's part of a tile has GEMM_GROUP_M rows of w and GEMM_GROUP_N rows of a,
-// and the epilogue transposes the sums on their way to out. matmul/hopper.cuh describes the rest.
+//   gemm_fp8_hopper: FP8 weights go through registers, which widen them, into wgmma's first operand
+//
+// No other operand can come from registers. So w is the a of matmul/hopper.cuh here and a its w: the product is that of
+// (N, K) and (K, M), a group's part of a tile has GEMM_GROUP_M rows of w and GEMM_GROUP_N rows of a, and the epilogue
+// transposes the sums on their way to out. matmul/hopper.cuh describes the rest.
 //
 // What bounds such products is shared memory, with 128 bytes a cycle. For 64 along K of 128 x 128 outputs, which the
 // tensor cores multiply in 512 cycles, in KB:

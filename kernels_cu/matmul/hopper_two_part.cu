@@ -1,14 +1,15 @@
-// GEMM with float accuracy on half-precision tensor cores, for Hopper:
+// GEMM of two-part matrices for Hopper:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are two-part matrices (lib/two_part.cuh), and their product is computed as
+//   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums are promoted while the cross terms are multiplied
+//
+// The parts of a and w (lib/two_part.cuh) are multiplied as
 //
 //   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// matmul/mma_two_part.cu describes why, the output with GEMM_SPLIT_OUT, and infinity and NaN. Here, the sum of hi hi is
-// promoted every 128 along K while the tensor cores compute the other two products. Three registers per output are the
-// reason why a tile is smaller than in matmul/hopper.cu.
+// matmul/mma_two_part.cu describes why, the output with GEMM_SPLIT_OUT, and infinity and NaN. The sum of hi hi is
+// promoted every 128 along K. Three registers per output are the reason why a tile is smaller than in matmul/hopper.cu.
 //
 // On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of out, 720 of the tensor cores' (cuBLAS in
 // float32 794 us, in TF32 119).

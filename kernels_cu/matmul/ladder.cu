@@ -5,16 +5,16 @@
 // The names are those of llm.c's matmul kernels. Each variant adds one idea to the previous one, and all add the
 // products of an output in the order of k:
 //
-//   matmul_forward_kernel1   one thread per output, directly from global memory: 2 loads per multiply-add. Only the L1
-//                            cache makes this bearable: a warp shares its value of A, and a block its values of B.
-//   (matmul_bias_tiled       in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value loaded from
-//                            global memory is used 16 times. There are still 2 loads per multiply-add, now from shared
-//                            memory, or 1.25 if one load fetches 4 values of A.)
-//   matmul_forward_kernel2   thread coarsening: the same tiles, but a thread has 8 outputs, one above the other
-//   (matmul_forward_kernel3  in matmul/registers.cu: 8x8 outputs per thread, and copies that overlap the arithmetic)
+//   matmul_forward_kernel1: one thread per output, operands read from global memory. There are 2 loads per
+//       multiply-add. Only the L1 cache makes this bearable: a warp shares its value of A, and a block its values of B.
+//   (matmul_bias_tiled in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value loaded from global
+//       memory is used 16 times. There are still 2 loads per multiply-add, now from shared memory, or 1.25 if one load
+//       fetches 4 values of A.)
+//   matmul_forward_kernel2: thread coarsening: 8 outputs of a column per thread, which share each loaded b
+//   (matmul_forward_kernel3 in matmul/registers.cu: 8x8 outputs per thread, and copies that overlap the arithmetic)
 //
-// Thread coarsening means that one thread does the work of several. The 8 outputs of a thread are in one column and
-// need the same value of B: it is loaded once instead of 8 times and stays in a register.
+// Thread coarsening means that one thread does the work of several. A value of B is loaded once instead of 8 times and
+// stays in a register; the tiles are those of matmul_bias_tiled.
 //
 //                  B  | b |             a step of 4 along k, for 8 outputs of a thread:
 //               k     | b |               4 loads of b, which neighbouring threads read from neighbouring addresses

@@ -1,6 +1,8 @@
-// GEMM on tensor cores with mma.sync, for sm_80 and newer:
+// GEMM for sm_80 and newer:
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
+//
+//   gemm_mma: tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale: with
 // GEMM_SCALED 1. matmul/mma.cuh has the tiles and their loop over K. A tile's sums go from registers directly to

@@ -1,14 +1,16 @@
-// GEMM with float accuracy on half-precision tensor cores, for sm_80 and newer:
+// GEMM of two-part matrices on tensor cores, for sm_80 and newer:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are two-part matrices (lib/two_part.cuh): a value is (hi + lo / 2048) scale, with one scale per row, a power
-// of two. This keeps 22 bits of the value. Three of the four products of parts are computed:
+//   gemm_split_mma: float32 accuracy: three products of float16 parts, sums promoted every 128 of K
+//
+// A value of a and w (lib/two_part.cuh) is (hi + lo / 2048) scale, with one scale per row, a power of two. This keeps
+// 22 bits of the value. The fourth product of parts is left out:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
 // A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted, that is, added to
-// a separate float with rounding, every PROMOTED along K. The second sum, 2048 times smaller, has its own accumulator.
+// a separate float with rounding. The second sum, 2048 times smaller, has its own accumulator.
 //
 // Infinity and NaN among the factors give the same output as in float, except that infinity times a number whose high
 // part is 0 (below 2^-39 of the largest of its row) gives NaN.

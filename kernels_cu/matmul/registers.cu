@@ -2,8 +2,10 @@
 //
 //   A (M, K)   B (K, N)   bias (N) or null   C (M, N)        any M, N, K
 //
-// matmul_forward_kernel3: a block computes a ROWS x COLUMNS tile of C, a thread 8x8 outputs of it (4x8 in the smallest
-// tile). The changes compared with matmul_forward_kernel2:
+//   matmul_forward_kernel3: 8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts. In the
+//       smallest tile they are 4x8
+//
+// A block computes a ROWS x COLUMNS tile of C. The changes compared with matmul_forward_kernel2:
 //
 //   - Coarsening along both axes: 8 values of A and 8 of B give 64 products, so that a step along k takes 4 loads of
 //     16 bytes from shared memory for 64 multiply-adds, half of what shared memory can deliver in that time. A is

@@ -1,8 +1,9 @@
 // Matrix product with bias: C = A B + bias, row-major fp32. A step of LeetGPU's GPT-2 block challenge.
 //
-// One thread per output, TILE x TILE threads per block. The block walks along K in steps of TILE: it loads one tile of
-// A and one of B into shared memory, so that each value loaded from global memory is used TILE times, and each thread
-// adds TILE products.
+//   matmul_bias_tiled: one thread per output, 16x16 tiles in shared memory, the next tile in flight
+//
+// A block has TILE x TILE threads. It walks along K in steps of TILE: it loads one tile of A and one of B, so that each
+// value loaded from global memory is used TILE times, and each thread adds TILE products.
 //
 //              k ->                    n ->
 //   A (M, K)  [....AAAA....]   B (K, N)  : B :

@@ -1,6 +1,8 @@
-// Weights as products read them: in another dtype, or (N, K) where a checkpoint has (K, N), or both.
+// Weights as products read them.
 //
 //   w (R, C) of From -> out = T(w), (R, C), or with STORE_TRANSPOSED the transpose of it, (C, R)
+//
+//   store_weights: weights of a checkpoint in another dtype, or transposed to (N, K)
 //
 // From is float, with FROM_FP16 __half, with FROM_BF16 __nv_bfloat16. Numbers are rounded to nearest even.
 //

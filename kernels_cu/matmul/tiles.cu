@@ -1,10 +1,12 @@
-// A linear layer for many rows: out = [residual +] [gelu]((x w^T) * scale + bias). Activations are fp32, weights fp32,
-// fp16, bf16 or FP8 (lib/storage.cuh), sums fp32.
+// A linear layer: out = [residual +] [gelu]((x w^T) * scale + bias). Activations are fp32, weights fp32, fp16, bf16 or
+// FP8 (lib/storage.cuh), sums fp32.
 //
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
-// linear_tiles: a block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of it in registers
-// (matmul/registers.cuh), like matmul_forward_kernel3. The differences:
+//   linear_tiles: many rows: register tiles in the order of k, narrow weights widened in shared memory
+//
+// A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of it (matmul/registers.cuh), like
+// matmul_forward_kernel3. The differences:
 //
 //   - Every tile adds the products of an output in the order of k, one after the other: a row has the same bits for any
 //     number of rows, any position among them and any tile. So no groups of warps share a tile along k. Instead, small

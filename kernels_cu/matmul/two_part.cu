@@ -1,11 +1,11 @@
 // Conversion of rows of float to two parts and a scale each, the operands of the products with float accuracy
 // (lib/two_part.cuh describes the format):
 //
-//   split_rows   x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
-//   join_rows    the inverse, for some rows: out[i] = row index[i], as float
-//
-// split_rows: one warp per row. It reads the row twice: for the largest finite magnitude, found by shuffles, and for
-// the parts; the second time most of the row is in the cache. Infinity and NaN stay in hi and do not affect the scale.
+//   split_rows: one warp per row: the scale from the largest magnitude, then both parts. It reads the row twice, the
+//       second time mostly from the cache; the largest finite magnitude is found by shuffles. Infinity and NaN stay in
+//       hi and do not affect the scale.
+//       x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
+//   join_rows: the inverse, for some rows of a matrix. out[i] = row index[i], as float
 //
 // block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)); of join_rows any block, grid (rows of out). SPLIT_WIDTH
 // divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.

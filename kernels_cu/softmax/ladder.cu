@@ -6,11 +6,12 @@
 //
 // The names are those of llm.c's softmax kernels. Each variant changes one thing compared with the previous one:
 //
-//   softmax_forward_kernel1   three passes, one block per row: maximum, sum, quotient; x is read three times
-//   softmax_forward_kernel2   online, one warp per row: maximum and sum in one pass, in which the sum is rescaled
-//                             whenever the maximum grows; x is read twice, and there is no barrier
-//   softmax_forward_kernel3   online, one block per row, 16-byte loads: for long rows such as logits of a vocabulary
-//   softmax_forward_kernel4   the row stays in registers, if it fits: x is read once, and exp is computed once
+//   softmax_forward_kernel1: one block per row: maximum, sum, quotient, three passes over x
+//   softmax_forward_kernel2: one warp per row: maximum and sum in one pass. In this online pass the sum is rescaled
+//       whenever the maximum grows; x is read twice, and there is no barrier
+//   softmax_forward_kernel3: one block per row, 16-byte loads: rows of any length. It is online, too, for long rows
+//       such as logits of a vocabulary
+//   softmax_forward_kernel4: rows in registers: x is read once. So it is if the row fits, and exp is computed once
 //
 //      online, each lane                m = -inf, s = 0
 //        for each x:                    m' = max(m, x);  s = s exp(m - m') + exp(x - m');  m = m'

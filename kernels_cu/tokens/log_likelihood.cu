@@ -2,10 +2,10 @@
 //
 //   logits (N, V), targets (N) of int, out (N)
 //
-//   log_likelihood_kernel   one block per row: maximum and sum in one pass, several loads per thread in flight
+//   log_likelihood_kernel: one block per row: maximum and sum in one pass. Several loads per thread are in flight
 //
-// Each row is read once. A row with NaN or +inf, or with only -inf, gives NaN, and so does a target outside 0..V-1. A
-// target whose logit is -inf gives -inf.
+// A row with NaN or +inf, or with only -inf, gives NaN, and so does a target outside 0..V-1. A target whose logit is
+// -inf gives -inf.
 #include "tokens/logits.cuh"
 #include "lib/overlap.cuh"
 

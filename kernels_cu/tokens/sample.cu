@@ -2,7 +2,7 @@
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
-//   row (M): the sequence of each row of logits. Without it, row m is that of sequence m
+//   row (M), the sequence of each row of logits. Without it, row m is that of sequence m
 //   with SAMPLE_CHANGES: changes (B, 258), two biases for each of 128 places, before min_new_tokens are drawn and from
 //   then on, and frequency_penalty and presence_penalty. seen has twice the place of each token as well. Place 0 has 1
 //   if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
@@ -18,14 +18,14 @@
 //           masses kept, in order of ids, exceeds r. u is Philox4x32-10 of the counter (step, sample), with key `seed`.
 //   temperature 0: the largest l, and among equals the lowest id
 //
-// After exp all arithmetic is on integers, so that the order of additions does not matter: the same row gives the same
-// token alone and in any batch. logprob is the token's log-probability under the unmodified logits. A row with NaN, or
-// with only -inf, gives token -1.
+// logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
+// -1.
 //
-//   sample_token   one block per row, or a cluster of blocks, each with a contiguous part of the row. The first pass
-//                  finds maximum and log-sum-exp and suffices for temperature 0. A last pass adds up the masses kept
-//                  and draws. For top-k and top-p, candidates.cuh searches the smallest l kept
-//   mark_seen      sets seen for the tokens of prompts
+//   sample_token: one to eight blocks per row; after exp all is integers: the same bits in any batch. Blocks of a row
+//       are a cluster, each with a contiguous part of it. The first pass finds maximum and log-sum-exp and suffices for
+//       temperature 0. A last pass adds up the masses kept and draws. For top-k and top-p, candidates.cuh searches the
+//       smallest l kept
+//   mark_seen: tokens of prompts, for the repetition penalty. It sets seen for them
 //
 // NVIDIA H200, V 50257, us a launch in a graph, of 1 row (eight blocks) and 64 rows (a block each): temperature 0 5.4
 // and 8.1, 0.8 9.8 and 17.1, with top-k 50 15.1 and 24.9, with top-p 0.9 18.5 and 31.2, with logit_bias 16.3 and 28.7,

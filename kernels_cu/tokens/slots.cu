@@ -1,7 +1,7 @@
 // What decoding keeps for each slot, (B), and for each row of a step, (M).
 //
-//   begin_slots   sequences begin in slots: their sampling parameters, position and step
-//   place_rows    a step's rows get the last token and the position of the slots that they now belong to
+//   begin_slots: sampling parameters of sequences that begin. Their position and step as well
+//   place_rows: token and position of a step's rows. These are the last ones of the slots that they now belong to
 //
 // grid (ceil(N / blockDim.x)), N the sequences or rows; block (any)
 

@@ -3,9 +3,9 @@
 //   logits (M, V), ids (M, K), logprobs (M, K): logit - log(sum over j of exp(logits[j])). Of equal logits, the lower
 //   id comes first. A row of fewer than K tokens ends with id -1 and -inf
 //
-//   top_logprobs_kernel   one block per row. A thread keeps the best few of its columns in registers, sorted; it reads
-//                         its columns again only if all of these are among the K best of its warp. Each warp lists its
-//                         K best, without a barrier, and one warp merges the lists
+//   top_logprobs_kernel: a thread keeps the best few of its columns; each warp lists its K best, one merges. A row has
+//       one block. A thread keeps its columns in registers, sorted; it reads them again only if all of these are among
+//       the K best of its warp. There is no barrier before the lists
 //
 // A row with NaN gives NaN for all log-probabilities.
 #include "tokens/logits.cuh"

@@ -12,16 +12,16 @@
 // The kernels follow llm.c's trimat kernels. In each, a thread computes an 8x8 tile of out. What changes from one to
 // the next is how the 16 rows that it needs reach it:
 //
-//   matmul_tri_naive      one dot product per output, from global memory: 2 loads per multiply-add, or nearly 1 where
-//                         the compiler keeps the row of Q in registers from one output to the next
-//   matmul_tri_registers  a step along HS loads 8 values of Q and 8 of K and adds their outer product to 64 sums in
-//                         registers: 16 loads for 64 multiply-adds
-//   matmul_tri3           the same with float4: 16 loads for 256 multiply-adds, 16 stores for 64 outputs
-//   matmul_tri4           16x16 threads share a 128x128 tile: slices of 32 values of its rows go through shared
-//                         memory, so that each value is loaded from global memory once per block, not once per thread
-//   (matmul_tri5          in trimat/pipelined.cu, the next variant)
-//
-//   trimat_fill           called afterwards: writes one value everywhere above the diagonal, if that half is requested
+//   matmul_tri_naive: one 8x8 tile per thread, from global memory; tiles above the diagonal skipped. One dot product
+//       per output: 2 loads per multiply-add, or nearly 1 where the compiler keeps the row of Q in registers from one
+//       output to the next
+//   matmul_tri_registers: 8 values of Q and 8 of K in registers, 64 outer-product sums per step. Each step along HS
+//       takes 16 loads for 64 multiply-adds
+//   matmul_tri3: the same with float4 loads and stores. 16 loads for 256 multiply-adds, 16 stores for 64 outputs
+//   matmul_tri4: 16x16 threads per 128x128 tile, slices of 32 through shared memory. Each value is loaded from global
+//       memory once per block, not once per thread
+//   (matmul_tri5 in trimat/pipelined.cu is the next variant)
+//   trimat_fill: one value above the diagonal, where `fill` is given. It is called afterwards
 //
 // The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles in width
 // and 4 in height, which is nearly square, so that a pair of its loads touches 8 + 4 rows (16 tiles in width would

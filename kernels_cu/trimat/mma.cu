@@ -1,11 +1,13 @@
-// Trimat on tensor cores with float accuracy, for sm_80 and newer (after trimat/ladder.cu and trimat/pipelined.cu):
+// Trimat for sm_80 and newer (after trimat/ladder.cu and trimat/pipelined.cu):
 //
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
 //   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
 //
-// matmul_tri6: a block takes a tile of TILE rows of Q and up to `span` tiles of K, one after the other. A row becomes
+//   matmul_tri6: tensor cores with float32 accuracy: each row as two in float16, converted on load
+//
+// A block takes a tile of TILE rows of Q and up to `span` tiles of K, one after the other. A row becomes
 //
 //   x = (hi + lo) scale     hi = fp16(x / scale), lo = fp16(x / scale - hi)
 //

@@ -3,7 +3,9 @@
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
 //   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
 //
-// matmul_tri5: as in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums per thread. The differences:
+//   matmul_tri5: two buffers and cp.async, a grid of needed tiles only, no bank conflicts
+//
+// As in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums per thread. The differences:
 //
 //   - The grid has only the tiles on and below the diagonal. In a tile on the diagonal, the two warps whose parts of
 //     32x64 lie above it do nothing: at T = 1024 the arithmetic of 34 tiles instead of 36. (Cutting parts as well,
