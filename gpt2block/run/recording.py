@@ -83,18 +83,15 @@ class Recording:
         for bound in self.after:
             bound.run()
 
-    def run_steps(self) -> None:
-        for name in self.steps:
-            self.run_step(name)
-
-    def run_step(self, name: str) -> None:
-        """Launch a step, in an NVTX range of its name for profilers."""
-        cupy.cuda.nvtx.RangePush(name)
-        try:
-            for launch in self.steps[name].launches:
-                launch.run()
-        finally:
-            cupy.cuda.nvtx.RangePop()
+    def run_steps(self, *names: str) -> None:
+        """Launch steps, by default all, each in an NVTX range of its name for profilers."""
+        for name in names or self.steps:
+            cupy.cuda.nvtx.RangePush(name)
+            try:
+                for launch in self.steps[name].launches:
+                    launch.run()
+            finally:
+                cupy.cuda.nvtx.RangePop()
 
     def replay(self, stream: Any, private: Any) -> None:
         """Run as a CUDA graph on `stream`. The first call captures it on the stream `private`.
@@ -124,7 +121,7 @@ class Recording:
         wanted = set(self.steps if names is None else names)
         copies = {}
         for name, recorded in self.steps.items():
-            self.run_step(name)
+            self.run_steps(name)
             if name in wanted:
                 made = recorded.result
                 copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
@@ -141,7 +138,7 @@ class Recording:
             for given in step.inputs:
                 if given in exact:
                     fill(self.value(given), exact[given], step.attrs.get("kv_dtype"))
-            run = partial(self.run_step, name)
+            run = partial(self.run_steps, name)
             ms = event_ms(run)
             if name in exact:
                 names = ", ".join(launch.name for launch in launches)
