@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +18,9 @@ from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
 from gpt2block.ops.top_logprobs import bind as bind_top
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors, rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_model import CudaModel
 
 CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
 
@@ -30,7 +28,7 @@ CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; b
 class DecodingSteps:
     """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
 
-    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
+    def __init__(self, model: CudaPasses, cache: CudaCache, floats: bool = False) -> None:
         """floats: no step has terms in their place, so that all can be read; with the same bits."""
         B, config = cache.batch, model.config
         self.floats = floats
@@ -51,7 +49,7 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaModel, slots: Ids) -> Step:
+    def of(self, model: CudaPasses, slots: Ids) -> Step:
         """The step of as many rows as there are slots, or of a few more."""
         changed = int(self._changed[slots].max(initial=0))
         kind = min(rounded_up(len(slots), 2), self.batch), changed
@@ -74,7 +72,7 @@ class DecodingSteps:
         self.row[:rows].set(row)
         self._placed = None
 
-    def next_token(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+    def next_token(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Step:
         """A step that computes a given token of each of these slots at this position."""
         step = self.of(model, slots)
         self._set_rows(slots, step.rows)
@@ -82,14 +80,14 @@ class DecodingSteps:
         self.positions[: len(slots)].set(positions)
         return step
 
-    def logits_of(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+    def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """The logits (N, V) after a token for each of these slots."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
 
     def begin(
-        self, model: CudaModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
+        self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> Step:
         """Place sequences with these logits after their last token; the step then samples."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
@@ -125,6 +123,14 @@ class DecodingSteps:
             self._changed[start.slot] = changed
 
 
+def steps_of(model: CudaPasses, cache: CudaCache) -> DecodingSteps:
+    """Those of a cache, made on first use."""
+    if cache.steps is None:
+        cache.steps = DecodingSteps(model, cache)
+    found: DecodingSteps = cache.steps
+    return found
+
+
 def _kind_of(sampling: Sampling) -> int:
     """0, CHANGED or COUNTED."""
     return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
@@ -133,7 +139,7 @@ def _kind_of(sampling: Sampling) -> int:
 class Step:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, changed: int) -> None:
+    def __init__(self, model: CudaPasses, of: DecodingSteps, rows: int, changed: int) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
