@@ -12,7 +12,7 @@ from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_slots
 from gpt2block.run.cuda_start_up import start_up
-from gpt2block.run.cuda_steps import Result, steps_of
+from gpt2block.run.cuda_steps import InFlight, steps_of
 from gpt2block.run.model import Ids, Sampled, Start, in_groups
 
 PREFILL_TOKENS = 8192  # of prompts that start together
@@ -32,7 +32,7 @@ class CudaDecoding:
         self._steps.restart()
         self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
         self._alternatives = np.zeros(slots, np.int32)
-        self._in_flight: deque[Result] = deque()
+        self._in_flight: deque[InFlight] = deque()
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued)

@@ -18,7 +18,7 @@ from gpt2block.cuda import cupy
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import programs_of, start_kind
-from gpt2block.run.cuda_steps import Step, steps_of
+from gpt2block.run.cuda_steps import DecodingStep, steps_of
 from gpt2block.run.model import Ids, rounded_up
 
 PROMPTS = 16, 256  # tokens of prompts whose starts are recorded
@@ -70,7 +70,7 @@ class _Parts:
     def bind_step(self, count: int) -> None:
         self._request(self._step(count).recording.launches)
 
-    def _step(self, count: int) -> Step:
+    def _step(self, count: int) -> DecodingStep:
         return self._steps.of(self._model, np.arange(count, dtype=np.int32))
 
     def _request(self, launches: Any) -> None:

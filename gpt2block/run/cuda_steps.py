@@ -26,7 +26,7 @@ CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; b
 
 
 class DecodingSteps:
-    """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
+    """The buffers of a cache's decoding steps, and a step for each number of rows in use."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache, floats: bool = False) -> None:
         """floats: no step has terms in their place, so that all can be read; with the same bits."""
@@ -37,7 +37,7 @@ class DecodingSteps:
         self.logits = cupy.zeros((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self._steps: dict[tuple[int, int], Step] = {}  # by rows, and the most that any changes
+        self._steps: dict[tuple[int, int], DecodingStep] = {}  # by rows, and the most any changes
         self.changes: CudaArray = None  # of logits in the slots, once one has any
         self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
         self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
@@ -49,15 +49,15 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaPasses, slots: Ids) -> Step:
+    def of(self, model: CudaPasses, slots: Ids) -> DecodingStep:
         """The step of as many rows as there are slots, or of a few more."""
         changed = int(self._changed[slots].max(initial=0))
         kind = min(rounded_up(len(slots), 2), self.batch), changed
         if kind not in self._steps:
-            self._steps[kind] = Step(model, self, *kind)
+            self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 
-    def place(self, slots: Ids, step: Step) -> None:
+    def place(self, slots: Ids, step: DecodingStep) -> None:
         """Let the first rows of a step be those of these slots, the others of none."""
         rows = step.rows
         if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
@@ -72,7 +72,9 @@ class DecodingSteps:
         self.row[:rows].set(row)
         self._placed = None
 
-    def next_token(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+    def next_token(
+        self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids
+    ) -> DecodingStep:
         """A step that computes a given token of each of these slots at this position."""
         step = self.of(model, slots)
         self._set_rows(slots, step.rows)
@@ -88,7 +90,7 @@ class DecodingSteps:
 
     def begin(
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
-    ) -> Step:
+    ) -> DecodingStep:
         """Place sequences with these logits after their last token; the step then samples."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
@@ -136,7 +138,7 @@ def _kind_of(sampling: Sampling) -> int:
     return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
 
 
-class Step:
+class DecodingStep:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
     def __init__(self, model: CudaPasses, of: DecodingSteps, rows: int, changed: int) -> None:
@@ -166,9 +168,9 @@ class Step:
         """Let the next launch be the first one."""
         self._first = True
         self._launched = 0
-        self._results: list[Result | None] = [None, None]  # that may not have been read yet
+        self._results: list[InFlight | None] = [None, None]  # that may not have been read yet
 
-    def run(self, slots: Ids, alternatives: bool) -> Result:
+    def run(self, slots: Ids, alternatives: bool) -> InFlight:
         """Compute the placed rows, of these slots, and sample; a graph from the second run on.
 
         alternatives: whether the result has the most likely tokens, too.
@@ -177,7 +179,7 @@ class Step:
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
-    def sample(self, slots: Ids, alternatives: bool) -> Result:
+    def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample from `logits` alone."""
         half = self._free_half()
         self._sample.run()
@@ -197,13 +199,13 @@ class Step:
             earlier.read()
         return half
 
-    def _result(self, half: int, slots: Ids, alternatives: bool) -> Result:
+    def _result(self, half: int, slots: Ids, alternatives: bool) -> InFlight:
         if alternatives:
             self._top[half].launch.run()
         self._done[half].record(self._stream)
         self._launched += 1
         top = self._top[half].found if alternatives else None
-        result = Result(slots, self._done[half], self._sampled[half], top)
+        result = InFlight(slots, self._done[half], self._sampled[half], top)
         self._results[half] = result
         return result
 
@@ -224,7 +226,7 @@ class _Top:
         self.found = Alternatives(ids, bits.view(np.float32))
 
 
-class Result:
+class InFlight:
     """The tokens of a launch, read when they are needed or their memory is."""
 
     def __init__(self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None) -> None:
