@@ -1202,7 +1202,7 @@ def test_events_that_come_together_are_sent_together() -> None:
         form.id = "cmpl-1"
         found = []
         times: list[float] = []
-        echoes, observe = [answers.Choice()], times.append
+        echoes, observe = [answers.AnswerChoice()], times.append
         events = answers.streamed(answer, form, echoes, False, None, observe=observe)
         for group in groups:
             for piece in group:

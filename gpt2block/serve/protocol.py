@@ -320,7 +320,7 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
-class _Patient(json.JSONDecoder):
+class _PatientDecoder(json.JSONDecoder):
     """Reads JSON in Python, except for its texts, so that other threads run meanwhile."""
 
     def __init__(self, **options: Any) -> None:
@@ -343,7 +343,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     Raises ApiError, which names the first field that is wrong.
     """
     try:
-        reader = _Patient if data.count(b",") > MOST_VALUES else None
+        reader = _PatientDecoder if data.count(b",") > MOST_VALUES else None
         given = json.loads(data, cls=reader, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None
