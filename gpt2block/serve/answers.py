@@ -21,7 +21,7 @@ from typing import Any
 
 from gpt2block.generation.rows import Row, Tops
 from gpt2block.serve.protocol import ApiError
-from gpt2block.serve.service import Failed, Full, Piece, Service
+from gpt2block.serve.service import EngineFailed, Full, Piece, Service
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
@@ -110,7 +110,7 @@ class Answer:
         except Full:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
-        except Failed as error:
+        except EngineFailed as error:
             raise ApiError(500, str(error)) from None
 
     def _put(self, index: int, piece: Piece) -> None:
