@@ -16,7 +16,7 @@ import pytest
 
 from gpt2block.bench import Ceilings, Row, Work
 from gpt2block.bench import report as reports
-from gpt2block.bench.race import Contender, Run, Timed
+from gpt2block.bench.race import Captured, Contender, Timed
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 NO_GPU = "no driver today"
@@ -31,7 +31,7 @@ def row(
     **changes: Any,
 ) -> Row:
     """A row of a report; changes: of its fields."""
-    each = Contender(contender, peer, lambda rounds: Run(lambda: None, ()), work.dtype)
+    each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
 
 

@@ -19,7 +19,7 @@ from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing
 from gpt2block.mine.on_cpu import Rung
-from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, Outcome, printed, titled
+from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome, printed, titled
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
@@ -27,7 +27,7 @@ MOST_LINES = 20  # of what a kernel prints
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
-def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) -> None:
+def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: bool) -> None:
     """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))

@@ -33,7 +33,7 @@ LIMIT_S = 10.0  # of one launch
 OTHER = "--shape checks and times others"
 
 
-class Run(NamedTuple):
+class EmulatedRun(NamedTuple):
     """How a launch runs: the order of threads, what it looks for, and how it is compiled.
 
     A user's kernel is compiled so that nothing is right by chance.
@@ -48,10 +48,10 @@ class Run(NamedTuple):
 
 # First under AddressSanitizer, whose reports say most.
 RUNS = (
-    Run(ORDERS[0]),
-    Run(ORDERS[0], races=True),
-    Run(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
-    Run(ORDERS[2], fill=check.NEGATIVE_BYTE),
+    EmulatedRun(ORDERS[0]),
+    EmulatedRun(ORDERS[0], races=True),
+    EmulatedRun(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
+    EmulatedRun(ORDERS[2], fill=check.NEGATIVE_BYTE),
 )
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # What the emulator cannot judge, and what to do instead.
@@ -173,7 +173,7 @@ def _wrong(found: Checked | Finding) -> bool:
 
 
 def _run(
-    kernel: Kernel, case: Case, run: Run, limit_s: float, notes: list[str]
+    kernel: Kernel, case: Case, run: EmulatedRun, limit_s: float, notes: list[str]
 ) -> Checked | Finding:
     """The result of one launch, or what the emulator reports. notes: gets what may be a cause."""
     texts: list[str] = []
