@@ -6,8 +6,8 @@ of JSON: first the source of the template, then the variables of each rendering,
 to follow: the answer has the text, and what places in it come from their strings.
 
 To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
-them as `MarkedText`, which compares, searches and splits as the string without marks would, so that it
-does the same; pieces and joins keep the marks. Both renderings must have the same text.
+them as `MarkedText`, which compares, searches and splits as the string without marks would, so that
+it does the same; pieces and joins keep the marks. Both renderings must have the same text.
 """
 
 from __future__ import annotations
