@@ -86,7 +86,7 @@ ODD_LOOP = mma.Layout(5, 1, True, 1, 1, 8)
 WIDE = mma.Layout(19, 1, False, 1, 1, 4)
 TALL = WIDE._replace(rows=16)
 # They end within and after the matrices.
-ODD, EVEN = mma_tiles.Tile(48, 64, (1, 4), 2), mma_tiles.Tile(32, 64, (2, 2), 3)
+ODD, EVEN = mma_tiles.MmaLinearTile(48, 64, (1, 4), 2), mma_tiles.MmaLinearTile(32, 64, (2, 2), 3)
 
 
 # --- the reference, and the launch ----------------------------------------------------------------
