@@ -112,7 +112,7 @@ _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
 _HEADER = "cuda_on_cpu.h"
 _POOL = ThreadPoolExecutor(2)
-_ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
+_ahead: dict[tuple[KernelSource, kernels.Defines, bool, Build], Future[Path]] = {}
 _messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
 
 
@@ -143,7 +143,7 @@ USUAL = Checks()
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """The text of a kernel file, and of headers that replace the shipped ones."""
 
     name: str
@@ -151,14 +151,14 @@ class Source:
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def shipped(cls, name: str) -> Source:
+    def shipped(cls, name: str) -> KernelSource:
         """A kernel file, with headers that implement PTX instructions in C++."""
         headers = tuple(
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
         return cls(name, kernels.read_source(name), headers)
 
-    def with_only(self, kernel: str) -> Source:
+    def with_only(self, kernel: str) -> KernelSource:
         """A copy without the other kernels, which take as long to compile.
 
         A file that is not in kernels_cu stays whole, as in `kernels.program`.
@@ -167,7 +167,7 @@ class Source:
             return self
         return replace(self, text=kernels.with_only(kernel, self.text))
 
-    def edited(self, old: str, new: str, *, header: str = "") -> Source:
+    def edited(self, old: str, new: str, *, header: str = "") -> KernelSource:
         """A copy with the only occurrence of `old` replaced, in the file or an included header."""
         headers = dict(self.headers)
         if header and header not in headers:
@@ -177,12 +177,12 @@ class Source:
             raise ValueError(f"{header or self.name} has {old!r} {text.count(old)} times")
         text = text.replace(old, new)
         if not header:
-            return Source(self.name, text, self.headers)
-        return Source(self.name, self.text, tuple((headers | {header: text}).items()))
+            return KernelSource(self.name, text, self.headers)
+        return KernelSource(self.name, self.text, tuple((headers | {header: text}).items()))
 
 
 def run(
-    source: Source | str,
+    source: KernelSource | str,
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -212,7 +212,7 @@ def run(
     An array that is passed twice is the same pointer twice. Raises ShimError with the report, and
     changes no array then.
     """
-    source = Source.shipped(source) if isinstance(source, str) else source
+    source = KernelSource.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
         raise ShimError(f"{kernel}: a block has 1 to 1024 threads, got {block}")
     signature = _prototypes(source).get(kernel)
@@ -222,8 +222,8 @@ def run(
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
     pairs = list(zip(args, parameters, strict=True))
-    spans: dict[int, Span] = {}  # copies, by the identity of the array
-    values: list[Span | np.generic] = []
+    spans: dict[int, DevicePointer] = {}  # copies, by the identity of the array
+    values: list[DevicePointer | np.generic] = []
     for arg, parameter in pairs:
         if not _is_pointer(parameter):
             values.append(kernels.typed_scalar(kernel, parameter, arg))
@@ -237,7 +237,7 @@ def run(
                     raise ShimError(
                         f"{label}: overlaps an earlier argument and is not the same array"
                     )
-                spans[id(arg)] = Span(arg.reshape(-1).view(np.uint8).copy(), 0)
+                spans[id(arg)] = DevicePointer(arg.reshape(-1).view(np.uint8).copy(), 0)
             values.append(spans[id(arg)])
     defines = (*kernels.stored_as(storage, None, cache), *defines)
     options = (order, early, Checks(races, build=build, noted=noted), seed, copies_at_once)
@@ -265,7 +265,7 @@ def _check_array(
     return label
 
 
-class Span(NamedTuple):
+class DevicePointer(NamedTuple):
     """A pointer: an allocation, which other pointers may share, and a byte offset in it."""
 
     memory: NDArray[np.uint8]
@@ -273,11 +273,11 @@ class Span(NamedTuple):
 
 
 def run_spans(
-    source: Source,
+    source: KernelSource,
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Span | np.generic],
+    args: Sequence[DevicePointer | np.generic],
     shared: int = 0,
     defines: kernels.Defines = (),
     order: Order = "forward",
@@ -294,7 +294,7 @@ def run_spans(
     first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
     message = []
     for i, arg in enumerate(args):
-        if not isinstance(arg, Span):
+        if not isinstance(arg, DevicePointer):
             message.append(struct.pack("<q", -1) + arg.tobytes().ljust(8, b"\0"))
             continue
         known = first.setdefault(arg.memory.ctypes.data, i)
@@ -317,7 +317,7 @@ def run_spans(
         return places.variable(detailed, address) or "a shared variable"
 
     output = _execute(program, words, b"".join(message), launch, environment, checks, named)
-    written = [arg.memory for i in first.values() if isinstance(arg := args[i], Span)]
+    written = [arg.memory for i in first.values() if isinstance(arg := args[i], DevicePointer)]
     start = len(output) - sum(memory.nbytes for memory in written)  # of the arrays, after the text
     if start < 0:
         ended = "ended before all threads have returned, as by exit()"
@@ -328,7 +328,7 @@ def run_spans(
         start += memory.nbytes
 
 
-def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
+def _conditions(source: KernelSource, shared: int, order: Order, build: Build) -> dict[str, str]:
     """Of a launch, as the runner takes them."""
     found = {"DYNAMIC_BYTES": str(shared)}
     if build != "usual":
@@ -342,7 +342,7 @@ def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict
 
 def _late(
     parameters: Sequence[kernels.Parameter],
-    args: Sequence[Span | np.generic],
+    args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
     """The arrays that may not be accessed before the wait, as the runner takes them.
@@ -350,7 +350,7 @@ def _late(
     What a constant parameter shares with another one may be accessed early.
     """
     pointers = [
-        (parameter, arg.memory.ctypes.data if isinstance(arg, Span) else 0)
+        (parameter, arg.memory.ctypes.data if isinstance(arg, DevicePointer) else 0)
         for parameter, arg in zip(parameters, args, strict=True)
         if _is_pointer(parameter)
     ]
@@ -359,7 +359,7 @@ def _late(
 
 
 @cache
-def _prototypes(source: Source) -> dict[str, kernels.Signature]:
+def _prototypes(source: KernelSource) -> dict[str, kernels.Signature]:
     return kernels.parse(source.text, source.name)
 
 
@@ -458,7 +458,7 @@ def missing() -> str | None:
 
 
 def compile_kernel_file(
-    source: Source | str,
+    source: KernelSource | str,
     defines: kernels.Defines = (),
     races: bool = False,
     build: Build = "usual",
@@ -468,7 +468,7 @@ def compile_kernel_file(
     races: the program that finds races, instead of the one with AddressSanitizer. Warns with the
     messages of g++, in the thread of the caller.
     """
-    known = Source.shipped(source) if isinstance(source, str) else source
+    known = KernelSource.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines, races, build))
     program = begun.result() if begun else _compile(known, defines, races, build)
     if text := _messages.pop(program, None):
@@ -477,20 +477,20 @@ def compile_kernel_file(
 
 
 def compile_ahead(
-    source: Source | str,
+    source: KernelSource | str,
     defines: kernels.Defines = (),
     races: bool = False,
     build: Build = "usual",
 ) -> None:
     """Start to compile a file that will be run later, in another thread."""
     _cache_dir(), _runtime()  # once, before several threads need them
-    known = Source.shipped(source) if isinstance(source, str) else source
+    known = KernelSource.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
         _ahead[key] = _POOL.submit(_compile, *key)
 
 
-def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
+def unset_variables(source: KernelSource, defines: kernels.Defines = ()) -> list[str]:
     """What g++ says of each variable that may be read before it has a value, one sentence each.
 
     Only for a result that is already wrong: these warnings are not always right.
@@ -533,7 +533,7 @@ def _precompiled(flags: tuple[str, ...]) -> dict[str, Path]:
 
 @cache
 def _compile(
-    source: Source,
+    source: KernelSource,
     defines: kernels.Defines,
     races: bool = False,
     build: Build = "usual",
@@ -558,7 +558,7 @@ def _compile(
     return program
 
 
-def _options(source: Source, races: bool, build: Build) -> tuple[str, ...]:
+def _options(source: KernelSource, races: bool, build: Build) -> tuple[str, ...]:
     version = _version()
     options = [*_FLAGS, *_WARNINGS, *(_THREADS if races else _SANITIZERS)]
     if races and version >= 11:
@@ -577,7 +577,7 @@ def _version() -> int:
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
-def _translation_unit(source: Source, defines: kernels.Defines) -> str:
+def _translation_unit(source: KernelSource, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     own = source.text
     if Path(source.name).is_absolute():

@@ -213,21 +213,21 @@ class RawModule:
         constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
         defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
         self._defines: kernels.Defines = tuple(defines)
-        self._source = loader.Source.shipped(text.partition("\n")[0].strip('"'))
+        self._source = loader.KernelSource.shipped(text.partition("\n")[0].strip('"'))
 
     def compile(self) -> None:
         pass
 
-    def get_function(self, name: str) -> Function:
-        return Function(self._source.with_only(name), name, self._defines)
+    def get_function(self, name: str) -> EmulatedFunction:
+        return EmulatedFunction(self._source.with_only(name), name, self._defines)
 
 
-class Function:
+class EmulatedFunction:
     """A kernel; a call runs it on the CPU."""
 
     shared_size_bytes = max_dynamic_shared_size_bytes = 0
 
-    def __init__(self, source: loader.Source, name: str, defines: kernels.Defines) -> None:
+    def __init__(self, source: loader.KernelSource, name: str, defines: kernels.Defines) -> None:
         self._source, self.name, self._defines = source, name, defines
 
     def __call__(
@@ -265,7 +265,7 @@ class Function:
         )
 
 
-def _span(kernel: str, pointer: Any) -> loader.Span:
+def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
     """The allocation of an address, and the offset in it."""
     address = int(pointer)
     found = _allocation(address)
@@ -273,7 +273,7 @@ def _span(kernel: str, pointer: Any) -> loader.Span:
         raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
     start, nbytes = found
     flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
-    return loader.Span(flat, address - start)
+    return loader.DevicePointer(flat, address - start)
 
 
 def _allocation(address: int) -> tuple[int, int] | None:
