@@ -82,7 +82,7 @@ EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are sev
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """names: of the model, for clients; answers have the first. keys: of which clients must give
     one, by their names; none: clients are on this machine, or those of a proxy there, and told
     apart by their addresses.
@@ -133,7 +133,7 @@ class Server:
     on_failure: called in the event loop when the engine has failed and all requests are told so.
     """
 
-    def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
+    def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
