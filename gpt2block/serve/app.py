@@ -58,7 +58,7 @@ from gpt2block.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    Sampled,
+    SampledRequest,
     TokenizeRequest,
     check_length,
     check_only,
@@ -111,7 +111,7 @@ class ServerSettings:
 class Asked:
     """A request that is ready to run."""
 
-    given: Sampled
+    given: SampledRequest
     rows: Sequence[Row]
     prompts: Sequence[Ids]
     echoes: Sequence[AnswerChoice]  # of the rows: what their answers begin with
@@ -325,7 +325,7 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
-    def _rows(self, prompts: list[Ids], given: Sampled, most: int, top: int) -> list[Row]:
+    def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
         """The rows of a request. top: alternatives of each token."""
         options, most_rows = given.options(), self._batch.slots + self.settings.queue
         count = len(prompts) * options["samples"]

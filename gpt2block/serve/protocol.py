@@ -185,7 +185,7 @@ class Drawn(Body):
         }
 
 
-class Sampled(Drawn):
+class SampledRequest(Drawn):
     """What both kinds of completions have.
 
     repetition_penalty, and what follows return_token_ids, are additions. Source of these but the
@@ -246,7 +246,7 @@ class Sampled(Drawn):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SampledRequest):
     """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
 
     prompt: Texts = [""]
@@ -290,7 +290,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], BeforeValidator(_values)]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledRequest):
     """Of /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
