@@ -228,7 +228,7 @@ def test_a_maximum_that_grows_from_tile_to_tile(device: Any, causal: bool) -> No
 @pytest.mark.parametrize("n", range(4))
 def test_a_missing_barrier_shows(n: int) -> None:
     """Two of the block, two of the warp: without any of them some thread order gives other bits."""
-    shipped = loader.KernelSource.shipped(OPERATION.variant("online").file)
+    shipped = loader.Source.shipped(OPERATION.variant("online").file)
     header = "attention/online.cuh"
     parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
     for barrier in ("__syncthreads();", "__syncwarp();"):
@@ -237,7 +237,7 @@ def test_a_missing_barrier_shows(n: int) -> None:
     names = ["__syncthreads();", "__syncthreads();", "__syncwarp();", "__syncwarp();"]
     names[n] = ""
     text = "".join(a + b for a, b in zip(parts, [*names, ""], strict=True))
-    racing = loader.KernelSource(shipped.name, shipped.text, ((header, text),))
+    racing = loader.Source(shipped.name, shipped.text, ((header, text),))
     qkv = normal(0, 150, 48)
     with running_on("forward") as device:
         right = evaluate(device, "online", qkv, 1, False)

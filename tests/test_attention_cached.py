@@ -147,7 +147,7 @@ def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
 
 
 def edited_split(
-    source: loader.KernelSource, order: loader.Order, q: Array, held: Cache, position: Array
+    source: loader.Source, order: loader.Order, q: Array, held: Cache, position: Array
 ) -> Array:
     """By an edited kernel."""
     B, n_ctx, _ = held.k.shape
@@ -159,7 +159,7 @@ def edited_split(
 
 
 def launch_edited(
-    source: loader.KernelSource,
+    source: loader.Source,
     order: loader.Order,
     geometry: Geometry,
     args: list[Any],
@@ -332,10 +332,10 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """As if the position had been another one before the kernel in front ended."""
-    shipped = loader.KernelSource.shipped(SPLIT)
+    shipped = loader.Source.shipped(SPLIT)
     text = shipped.edited("load_racing(position + query)", "position[1]").text  # after the row's
     instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
-    source = loader.KernelSource(shipped.name, text, instructions)  # without reports of early reads
+    source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
     for hint in (-1, 0, 127, 128, 139):
         held = random_cache((3, 3, 16), [130 if hint < 139 else 140], 140, "bfloat16")
         q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
@@ -346,7 +346,7 @@ def test_split_loads_again_when_the_hint_was_wrong() -> None:
 
 
 def test_split_without_its_barrier_shows() -> None:
-    shipped = loader.KernelSource.shipped(SPLIT)
+    shipped = loader.Source.shipped(SPLIT)
     racing = shipped.edited("    } else {\n        __syncthreads();\n", "    } else {\n")
     q, held, position = decoding((3, 3, 16), [127], 128, "float32")
     with running_on("forward") as device:
@@ -479,7 +479,7 @@ def test_what_lies_outside_is_left_out() -> None:
 
 def test_widening_before_the_barrier_is_needed() -> None:
     """The pieces that others widen are there behind the block's barriers alone."""
-    shipped = loader.KernelSource.shipped(TILES)
+    shipped = loader.Source.shipped(TILES)
     qkv, held, _ = prompts((2, 2, 16), [130], [0], "bfloat16")
     seams, starts = np.array([0, 130], np.int32), np.zeros(1, np.int32)
     with running_on("forward") as device:

@@ -167,7 +167,7 @@ def on_cpu(
 
 
 def launched(
-    source: loader.KernelSource | str,
+    source: loader.Source | str,
     qkv: Array,
     causal: bool,
     tile: AttentionTile,
@@ -333,7 +333,7 @@ def test_any_batch(lengths: list[int], n_head: int, causal: bool) -> None:
 )
 def test_what_is_left_out_shows(old: str, new: str) -> None:
     """A wait, a barrier, and the care for values that are not finite."""
-    source = loader.KernelSource.shipped(MMA).edited(old, new)
+    source = loader.Source.shipped(MMA).edited(old, new)
     qkv = made(stored(True), 150, 1)
     qkv[149, 128:] = np.inf
     tile = TWO_STAGES
@@ -342,7 +342,7 @@ def test_what_is_left_out_shows(old: str, new: str) -> None:
 
 
 def same(
-    right: Array, qkv: Array, tile: AttentionTile, order: loader.Order, source: loader.KernelSource
+    right: Array, qkv: Array, tile: AttentionTile, order: loader.Order, source: loader.Source
 ) -> bool:
     try:
         got = launched(source, qkv, True, tile, order)

@@ -223,7 +223,7 @@ def test_block_sizes(device: Any, variant: str, block: int) -> None:
 @pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1), ("tri6", 2)])
 def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     chosen = OPERATION.variant(variant)
-    source = loader.KernelSource.shipped(chosen.file)
+    source = loader.Source.shipped(chosen.file)
     # Lanes that exchange values keep the warps in step: every other one of tri6 has to be held up.
     held_up = "for (int i = 0; i < 40; ++i) lag();"
     text = source.text.replace("share.split(", f"{held_up} share.split(")

@@ -112,7 +112,7 @@ _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
 _HEADER = "cuda_on_cpu.h"
 _POOL = ThreadPoolExecutor(2)
-_ahead: dict[tuple[KernelSource, kernels.Defines, bool, Build], Future[Path]] = {}
+_ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
 _messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
 
 
@@ -143,7 +143,7 @@ USUAL = Checks()
 
 
 @dataclass(frozen=True)
-class KernelSource:
+class Source:
     """The text of a kernel file, and of headers that replace the shipped ones."""
 
     name: str
@@ -151,14 +151,14 @@ class KernelSource:
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def shipped(cls, name: str) -> KernelSource:
+    def shipped(cls, name: str) -> Source:
         """A kernel file, with headers that implement PTX instructions in C++."""
         headers = tuple(
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
         return cls(name, kernels.read_source(name), headers)
 
-    def with_only(self, kernel: str) -> KernelSource:
+    def with_only(self, kernel: str) -> Source:
         """A copy without the other kernels, which take as long to compile.
 
         A file that is not in kernels_cu stays whole, as in `kernels.program`.
@@ -167,7 +167,7 @@ class KernelSource:
             return self
         return replace(self, text=kernels.with_only(kernel, self.text))
 
-    def edited(self, old: str, new: str, *, header: str = "") -> KernelSource:
+    def edited(self, old: str, new: str, *, header: str = "") -> Source:
         """A copy with the only occurrence of `old` replaced, in the file or an included header."""
         headers = dict(self.headers)
         if header and header not in headers:
@@ -177,12 +177,12 @@ class KernelSource:
             raise ValueError(f"{header or self.name} has {old!r} {text.count(old)} times")
         text = text.replace(old, new)
         if not header:
-            return KernelSource(self.name, text, self.headers)
-        return KernelSource(self.name, self.text, tuple((headers | {header: text}).items()))
+            return Source(self.name, text, self.headers)
+        return Source(self.name, self.text, tuple((headers | {header: text}).items()))
 
 
 def run(
-    source: KernelSource | str,
+    source: Source | str,
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -212,7 +212,7 @@ def run(
     An array that is passed twice is the same pointer twice. Raises ShimError with the report, and
     changes no array then.
     """
-    source = KernelSource.shipped(source) if isinstance(source, str) else source
+    source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
         raise ShimError(f"{kernel}: a block has 1 to 1024 threads, got {block}")
     signature = _prototypes(source).get(kernel)
@@ -273,7 +273,7 @@ class DevicePointer(NamedTuple):
 
 
 def run_spans(
-    source: KernelSource,
+    source: Source,
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -328,7 +328,7 @@ def run_spans(
         start += memory.nbytes
 
 
-def _conditions(source: KernelSource, shared: int, order: Order, build: Build) -> dict[str, str]:
+def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
     """Of a launch, as the runner takes them."""
     found = {"DYNAMIC_BYTES": str(shared)}
     if build != "usual":
@@ -359,7 +359,7 @@ def _late(
 
 
 @cache
-def _prototypes(source: KernelSource) -> dict[str, kernels.Signature]:
+def _prototypes(source: Source) -> dict[str, kernels.Signature]:
     return kernels.parse(source.text, source.name)
 
 
@@ -458,7 +458,7 @@ def missing() -> str | None:
 
 
 def compile_kernel_file(
-    source: KernelSource | str,
+    source: Source | str,
     defines: kernels.Defines = (),
     races: bool = False,
     build: Build = "usual",
@@ -468,7 +468,7 @@ def compile_kernel_file(
     races: the program that finds races, instead of the one with AddressSanitizer. Warns with the
     messages of g++, in the thread of the caller.
     """
-    known = KernelSource.shipped(source) if isinstance(source, str) else source
+    known = Source.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines, races, build))
     program = begun.result() if begun else _compile(known, defines, races, build)
     if text := _messages.pop(program, None):
@@ -477,20 +477,20 @@ def compile_kernel_file(
 
 
 def compile_ahead(
-    source: KernelSource | str,
+    source: Source | str,
     defines: kernels.Defines = (),
     races: bool = False,
     build: Build = "usual",
 ) -> None:
     """Start to compile a file that will be run later, in another thread."""
     _cache_dir(), _runtime()  # once, before several threads need them
-    known = KernelSource.shipped(source) if isinstance(source, str) else source
+    known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
         _ahead[key] = _POOL.submit(_compile, *key)
 
 
-def unset_variables(source: KernelSource, defines: kernels.Defines = ()) -> list[str]:
+def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
     """What g++ says of each variable that may be read before it has a value, one sentence each.
 
     Only for a result that is already wrong: these warnings are not always right.
@@ -533,7 +533,7 @@ def _precompiled(flags: tuple[str, ...]) -> dict[str, Path]:
 
 @cache
 def _compile(
-    source: KernelSource,
+    source: Source,
     defines: kernels.Defines,
     races: bool = False,
     build: Build = "usual",
@@ -558,7 +558,7 @@ def _compile(
     return program
 
 
-def _options(source: KernelSource, races: bool, build: Build) -> tuple[str, ...]:
+def _options(source: Source, races: bool, build: Build) -> tuple[str, ...]:
     version = _version()
     options = [*_FLAGS, *_WARNINGS, *(_THREADS if races else _SANITIZERS)]
     if races and version >= 11:
@@ -577,7 +577,7 @@ def _version() -> int:
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
-def _translation_unit(source: KernelSource, defines: kernels.Defines) -> str:
+def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     own = source.text
     if Path(source.name).is_absolute():

@@ -213,7 +213,7 @@ class RawModule:
         constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
         defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
         self._defines: kernels.Defines = tuple(defines)
-        self._source = loader.KernelSource.shipped(text.partition("\n")[0].strip('"'))
+        self._source = loader.Source.shipped(text.partition("\n")[0].strip('"'))
 
     def compile(self) -> None:
         pass
@@ -227,7 +227,7 @@ class EmulatedFunction:
 
     shared_size_bytes = max_dynamic_shared_size_bytes = 0
 
-    def __init__(self, source: loader.KernelSource, name: str, defines: kernels.Defines) -> None:
+    def __init__(self, source: loader.Source, name: str, defines: kernels.Defines) -> None:
         self._source, self.name, self._defines = source, name, defines
 
     def __call__(

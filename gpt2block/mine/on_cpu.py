@@ -26,7 +26,7 @@ from gpt2block.mine.confined import confined
 from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
 from gpt2block.mine.refused import Needs, refused, too_many, without_literals
-from gpt2block.mine.source import Source
+from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
@@ -119,7 +119,7 @@ def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: Needs) -> Fin
         return too_many(kernel, needs, kernel.geometry(sizes), most)
 
 
-def _check_judged(source: Source) -> None:
+def _check_judged(source: UserSource) -> None:
     """InputError for what only a GPU can run: instructions and headers that g++ cannot compile."""
     text = without_literals(source.text)
     for pattern, what in _ON_GPU.items():
