@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from gpt2block.bench import Ceilings, Row, Work
+from gpt2block.bench import BenchRow, Ceilings, Work
 from gpt2block.bench import report as reports
 from gpt2block.bench.race import Captured, Contender, Timed
 
@@ -29,7 +29,7 @@ def row(
     peer: bool = False,
     error: float = 0.0,
     **changes: Any,
-) -> Row:
+) -> BenchRow:
     """A row of a report; changes: of its fields."""
     each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
