@@ -59,7 +59,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Device:
+class VisibleDevice:
     """A visible device, as described by the driver."""
 
     name: str
@@ -81,7 +81,7 @@ class Driver:
     cuda: tuple[int, int] = (0, 0)  # the newest CUDA version it supports
     code: int = 0  # error code of the first call that failed, described in `error`
     error: str = ""
-    devices: tuple[Device, ...] = ()
+    devices: tuple[VisibleDevice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
     library = DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")
     version, count = ctypes.c_int(), ctypes.c_int()
     missing, code, error = "", 0, ""
-    devices: tuple[Device, ...] = ()
+    devices: tuple[VisibleDevice, ...] = ()
     try:
         cuda = load(library)
         _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
@@ -167,7 +167,7 @@ def _call(cuda: Any, function: str, *arguments: Any) -> None:
         raise _CallError(code, f"{function} returned {code}, {known}")
 
 
-def _probe_device(cuda: Any, index: int) -> Device:
+def _probe_device(cuda: Any, index: int) -> VisibleDevice:
     device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     major, minor, multiprocessors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
@@ -176,7 +176,7 @@ def _probe_device(cuda: Any, index: int) -> Device:
     for value, attribute in ((major, 75), (minor, 76), (multiprocessors, 16)):  # as cuda.h numbers
         _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
     text, capability = name.value.decode(errors="replace"), (major.value, minor.value)
-    return Device(text, capability, multiprocessors.value, memory.value)
+    return VisibleDevice(text, capability, multiprocessors.value, memory.value)
 
 
 def compiler_options(module: Any) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from gpt2block.bench import Ceilings, Row, Work
+from gpt2block.bench import BenchRow, Ceilings, Work
 from gpt2block.bench import report as reports
-from gpt2block.bench.race import Contender, Run, Timed
+from gpt2block.bench.race import Captured, Contender, Timed
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 NO_GPU = "no driver today"
@@ -29,9 +29,9 @@ def row(
     peer: bool = False,
     error: float = 0.0,
     **changes: Any,
-) -> Row:
+) -> BenchRow:
     """A row of a report; changes: of its fields."""
-    each = Contender(contender, peer, lambda rounds: Run(lambda: None, ()), work.dtype)
+    each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
 
 

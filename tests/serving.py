@@ -18,7 +18,7 @@ import uvicorn
 
 from gpt2block import GPT2, GPT2Config
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.serve.app import Server, Settings
+from gpt2block.serve.app import Server, ServerSettings
 from gpt2block.serve.listening import config
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
@@ -87,7 +87,7 @@ def serving(
     model: Any, encoding: Any = BYTES, connections: int = 1024, proxies: Any = (), **settings: Any
 ) -> Iterator[Running]:
     """Run a server until the context ends."""
-    server = Server(model, encoding, Settings(**{"names": ("small",), **settings}))
+    server = Server(model, encoding, ServerSettings(**{"names": ("small",), **settings}))
     listening = socket.create_server(("127.0.0.1", 0))
     runner = uvicorn.Server(config(server, connections, 5, proxies))
     thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)

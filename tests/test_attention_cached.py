@@ -159,7 +159,11 @@ def edited_split(
 
 
 def launch_edited(
-    source: loader.Source, order: loader.Order, geometry: Geometry, args: list[Any], dtype: str
+    source: loader.Source,
+    order: loader.Order,
+    geometry: Geometry,
+    args: list[Any],
+    dtype: str,
 ) -> None:
     options: dict[str, Any] = {"storage": dtype, "order": order}
     options |= {"shared": geometry.shared, "defines": geometry.defines}

@@ -31,7 +31,7 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_SHARED,
     HOPPER_THREADS,
     MMA_TILES,
-    Tile,
+    AttentionTile,
     alternate_geometry,
     alternates,
     hopper_geometry,
@@ -53,8 +53,8 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 MODULE = import_module("gpt2block.ops.attention")
 # One warp, and two with two fragments each: the shim's time goes with the warps. Both, and the
 # tiles that GPUs get, must give the same bits.
-SMALL, PAIR = Tile(1, 1, 3, 1, 1), Tile(2, 2, 2, 1, 1)
-TWO_STAGES = Tile(2, 1, 6, 1, 1)  # so many blocks on an SM: no room for three
+SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
+TWO_STAGES = AttentionTile(2, 1, 6, 1, 1)  # so many blocks on an SM: no room for three
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 every_order = pytest.mark.parametrize("order", loader.ORDERS)
@@ -149,7 +149,7 @@ def on_cpu(
     n_head: int,
     causal: bool,
     *,
-    tile: Tile = SMALL,
+    tile: AttentionTile = SMALL,
     packed: bool = True,
     order: loader.Order = "shuffled",
 ) -> Array:
@@ -170,7 +170,7 @@ def launched(
     source: loader.Source | str,
     qkv: Array,
     causal: bool,
-    tile: Tile,
+    tile: AttentionTile,
     order: loader.Order,
     at_once: bool = False,
 ) -> Array:
@@ -234,7 +234,7 @@ def test_the_tiles_of_gpus(causal: bool) -> None:
     ("tile", "causal", "at_once"),
     [(TWO_STAGES, True, False), (TWO_STAGES, True, True), (PAIR, False, True)],
 )
-def test_the_ring_waits_for_what_it_needs(tile: Tile, causal: bool, at_once: bool) -> None:
+def test_the_ring_waits_for_what_it_needs(tile: AttentionTile, causal: bool, at_once: bool) -> None:
     """Copies that arrive late, and at once; two stages, and three."""
     T = 200
     qkv = made(stored(causal), T, 1)
@@ -341,7 +341,9 @@ def test_what_is_left_out_shows(old: str, new: str) -> None:
     assert not all(same(right, qkv, tile, order, source) for order in loader.ORDERS)
 
 
-def same(right: Array, qkv: Array, tile: Tile, order: loader.Order, source: loader.Source) -> bool:
+def same(
+    right: Array, qkv: Array, tile: AttentionTile, order: loader.Order, source: loader.Source
+) -> bool:
     try:
         got = launched(source, qkv, True, tile, order)
     except loader.ShimError:  # a copy that arrives when its block has ended

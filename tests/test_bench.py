@@ -22,7 +22,7 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.measure import copies_for, errors, tolerance
 from gpt2block.bench.peers import OPERATIONS
 from gpt2block.bench.plots import Mark, ceiling, draw, draw_decoding, marks, spread
-from gpt2block.bench.race import Contender, Run, rounds_for
+from gpt2block.bench.race import Captured, Contender, rounds_for
 from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
 from gpt2block.cli.bench import print_report
 from gpt2block.cuda import timing
@@ -154,7 +154,7 @@ class Racer:
         self.lazy = options.get("lazy", False)
         self.rounds: list[int] = []
 
-    def capture(self, rounds: int) -> Run:
+    def capture(self, rounds: int) -> Captured:
         if self.error:
             raise self.error
         self.rounds.append(rounds)
@@ -165,7 +165,7 @@ class Racer:
             if not self.lazy:
                 out[...] = result
 
-        return Run(replay, (out, out))
+        return Captured(replay, (out, out))
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         return function
 
     monkeypatch.setattr(modules.TorchPeers, "compiled", compiled)
-    monkeypatch.setattr(modules, "_capture", lambda *arguments: Run(lambda: None, ()))
+    monkeypatch.setattr(modules, "_capture", lambda *arguments: Captured(lambda: None, ()))
     seconds = iter(range(0, 1000, 70))
     monkeypatch.setattr(modules, "perf_counter", lambda: next(seconds))
     torch = modules.TorchPeers(0)

@@ -130,7 +130,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "TURNS", 1)
 
 
-def raced(work: Work) -> list[bench.Row]:
+def raced(work: Work) -> list[bench.BenchRow]:
     rows, skipped = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
     assert skipped == []
     return rows

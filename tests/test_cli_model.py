@@ -433,7 +433,7 @@ def test_what_is_held_back_is_shown_when_it_is_interrupted(command: Command, as_
 
 
 def test_the_rate_counts_what_came_after_the_first_step() -> None:
-    clock = cli_generate.Clock(begun=10.0, at_first=2, first=12.0, last=16.0, tokens=8)
+    clock = cli_generate.Stopwatch(begun=10.0, at_first=2, first=12.0, last=16.0, tokens=8)
     assert (clock.to_first, clock.rate) == (2.0, 1.5)
-    nothing = cli_generate.Clock(begun=10.0, at_first=2)
+    nothing = cli_generate.Stopwatch(begun=10.0, at_first=2)
     assert (nothing.to_first, nothing.rate) == (None, None)

@@ -209,7 +209,7 @@ def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatc
         m, prompts = model("cuda"), random_prompts([2])
         options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1}
         expected = m.generate(prompts, **options)
-        result, calls = cuda_steps.Step._result, itertools.count()
+        result, calls = cuda_steps.DecodingStep._result, itertools.count()
 
         def interrupted(*args: Any) -> Any:
             if next(calls) == 1:
@@ -217,7 +217,7 @@ def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatc
             return result(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_steps.Step, "_result", interrupted)
+            patch.setattr(cuda_steps.DecodingStep, "_result", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 m.generate(prompts, **options)
         assert m.generate(prompts, **options) == expected

@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 from gpt2block import doctor
-from gpt2block.doctor import Check, CuPy, Device, Driver
+from gpt2block.doctor import Check, CuPy, Driver, VisibleDevice
 from gpt2block.errors import DeviceError
 
 NAMES = [
     *("gpt2block", "Python", "NumPy", "CuPy", "driver"),
     *("device", "NVRTC", "headers", "compile cache"),
 ]
-H200 = Device("NVIDIA H200", (9, 0), 132, 150_000_000_000)
-V100 = Device("Tesla V100", (7, 0), 80, 16 << 30)
-P100 = Device("Tesla P100", (6, 0), 56, 16 << 30)
+H200 = VisibleDevice("NVIDIA H200", (9, 0), 132, 150_000_000_000)
+V100 = VisibleDevice("Tesla V100", (7, 0), 80, 16 << 30)
+P100 = VisibleDevice("Tesla P100", (6, 0), 56, 16 << 30)
 GOOD = Driver("libcuda.so.1", cuda=(13, 0), devices=(H200,))
 CUPY12 = CuPy("cupy-cuda12x", "14.2.0", None, 12, (12, 9))
 CUPY13 = CuPy("cupy-cuda13x", "14.2.0", None, 13, (13, 0))
@@ -620,7 +620,10 @@ def probe(library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drive
 @needs_cc
 def test_library_with_devices(probe: Callable[..., Driver]) -> None:
     driver = probe(count=2)
-    devices = Device("Fake 9000", (9, 0), 100, 1 << 36), Device("Fake 7000", (7, 1), 100, 1 << 37)
+    devices = (
+        VisibleDevice("Fake 9000", (9, 0), 100, 1 << 36),
+        VisibleDevice("Fake 7000", (7, 1), 100, 1 << 37),
+    )
     assert driver == Driver("libcuda.so.1", cuda=(13, 0), devices=devices)
     assert doctor.check_driver(driver, CUPY13).ok
     assert "1: Fake 7000 (compute capability 7.1, 128.0 GiB)" in (

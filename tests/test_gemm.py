@@ -29,7 +29,7 @@ from gpt2block.ops._gemm_mma import (
     TILES,
     TWO_PART_FILE,
     TWO_PART_TILES,
-    Tile,
+    MmaGemmTile,
     geometry,
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -47,11 +47,11 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 TWO_PART = "two_part"
 GPT2 = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # N, K
 # Odd numbers of fragments side by side: groups of four, two and one; rows and columns of warps.
-NARROW = Tile(16, 72, (1, 1), 64, 3, 2)
-SQUARE = Tile(64, 48, (2, 2), 64, 3, 1)
-LONG = Tile(32, 128, (1, 2), 128, 3, 1)
-ODD = Tile(32, 40, (2, 1), 64, 3, 2)  # of two-part matrices
-PAIRS = Tile(32, 64, (1, 2), 128, 3, 1)
+NARROW = MmaGemmTile(16, 72, (1, 1), 64, 3, 2)
+SQUARE = MmaGemmTile(64, 48, (2, 2), 64, 3, 1)
+LONG = MmaGemmTile(32, 128, (1, 2), 128, 3, 1)
+ODD = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # of two-part matrices
+PAIRS = MmaGemmTile(32, 64, (1, 2), 128, 3, 1)
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class Case:
         names = ("two_part", "gelu", "residual", "other_out")
         return {name: getattr(self, name) for name in names}
 
-    def geometry(self, gpu: Gpu, tile: Tile | None = None) -> Geometry:
+    def geometry(self, gpu: Gpu, tile: MmaGemmTile | None = None) -> Geometry:
         return geometry(self.M, self.N, self.K, **self.ends, tile=tile, **gpu)
 
-    def job(self, arch: str, gpu: Gpu, tile: Tile) -> Job:
+    def job(self, arch: str, gpu: Gpu, tile: MmaGemmTile) -> Job:
         stored = kernels.stored_as("float16" if self.two_part else self.storage)
         file = TWO_PART_FILE if self.two_part else FILE
         return file, arch, (*stored, *self.geometry(gpu, tile).defines)
@@ -281,7 +281,7 @@ def test_no_tile_spills() -> None:
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-def run_on_cpu(case: Case, tile: Tile, order: str, blocks: int = 4) -> Array:
+def run_on_cpu(case: Case, tile: MmaGemmTile, order: str, blocks: int = 4) -> Array:
     """With so few blocks, each has several tiles."""
     given = Problem(case)
     out = given.run(order, "mma", tile, multiprocessors=blocks)
@@ -297,7 +297,9 @@ def run_on_cpu(case: Case, tile: Tile, order: str, blocks: int = 4) -> Array:
     ],
     ids=str,
 )
-def test_epilogues_on_the_cpu(monkeypatch: pytest.MonkeyPatch, epilogue: Case, tile: Tile) -> None:
+def test_epilogues_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, epilogue: Case, tile: MmaGemmTile
+) -> None:
     case = replace(epilogue, M=37, N=88, K=264) if epilogue.two_part else epilogue
     case = case if case.two_part else replace(case, M=17, N=136, K=72)
     first = run_on_cpu(case, tile, "forward", blocks=2)
@@ -329,7 +331,9 @@ def test_the_residual_may_be_the_output() -> None:
     [(EPILOGUES[0], (NARROW, SQUARE, LONG)), (TWO_PART_EPILOGUES[0], (ODD, PAIRS))],
     ids=str,
 )
-def test_all_tiles_give_the_same_bits_on_the_cpu(epilogue: Case, tiles: tuple[Tile, ...]) -> None:
+def test_all_tiles_give_the_same_bits_on_the_cpu(
+    epilogue: Case, tiles: tuple[MmaGemmTile, ...]
+) -> None:
     case = replace(epilogue, M=40, N=80, K=136)
     first, *others = (run_on_cpu(case, tile, "shuffled") for tile in tiles)
     for other in others:

@@ -23,7 +23,7 @@ from gpt2block.ops._gemm_hopper import (
     TILES,
     TWO_PART_FILE,
     TWO_PART_TILES,
-    Tile,
+    HopperGemmTile,
     choose_tile,
     geometry,
 )
@@ -84,7 +84,7 @@ def test_the_fastest_tile_of_split_numbers(
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_a_tile_has_room(tile: Tile) -> None:
+def test_a_tile_has_room(tile: HopperGemmTile) -> None:
     for M in (1, 130, 100_000):
         for float_out in (False, True):
             how, _ = geometry(M, 768, 3072, other_out=float_out, sms=SMS, tile=tile)

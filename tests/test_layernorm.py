@@ -28,7 +28,7 @@ from gpt2block.ops.layernorm import (
     KEPT_BY_MOST,
     NARROW,
     OPERATION,
-    RowShape,
+    LayerNormRow,
     narrow_geometry,
     row_shape,
 )
@@ -226,7 +226,7 @@ def evaluate(
     *,
     block: int | None = None,
     eps: float = EPS,
-    shape: RowShape | None = None,
+    shape: LayerNormRow | None = None,
     sms: int = H200,
 ) -> list[Array]:
     """The outputs of a variant on a device, with 64 threads where it has a choice on the CPU.
@@ -270,12 +270,12 @@ def test_any_rows(
 
 
 # variant, dtypes of x and of the result, rows, C, how a row is shared out (None: as the op does it)
-ROWS: list[tuple[str, str, str, int, int, RowShape | None]] = [
+ROWS: list[tuple[str, str, str, int, int, LayerNormRow | None]] = [
     ("6", "float32", "", 5, 768, None),
     ("6", "float32", "", 9, 48, None),  # 16 threads a row, four of them idle
     ("6", "float32", "", 3, 37, None),  # one element a load
-    ("6", "float32", "", 5, 300, RowShape(4, 64, 2)),  # two warps, the second vector not full
-    ("6", "float16", "", 3, 300, RowShape(4, 32, 0)),  # read again
+    ("6", "float32", "", 5, 300, LayerNormRow(4, 64, 2)),  # two warps, the second vector not full
+    ("6", "float16", "", 3, 300, LayerNormRow(4, 32, 0)),  # read again
     ("6", "bfloat16", "", 3, 768, None),
     *((NARROW, x, out, 5, 768, None) for x, out in PAIRS),
     # Rows that fill blocks, and those that do not, with loads of 1, 2 and 4 values.
@@ -286,7 +286,7 @@ ROWS: list[tuple[str, str, str, int, int, RowShape | None]] = [
 @on_every_device
 @pytest.mark.parametrize(("variant", "x", "out", "rows", "C", "shape"), ROWS)
 def test_rows_in_registers(
-    where: str, variant: str, x: str, out: str, rows: int, C: int, shape: RowShape | None
+    where: str, variant: str, x: str, out: str, rows: int, C: int, shape: LayerNormRow | None
 ) -> None:
     arrays = inputs(rows, C, x, "" if variant == "6" else "float32")
     got = evaluate(where, variant, arrays, out, block=128, shape=shape)
@@ -391,7 +391,7 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     header = "" if variant == "5" else "lib/rows.cuh"  # where its barrier stands
     assert_barriers_show(
         OPERATION.variant(variant).file,
-        lambda order: evaluate(order, variant, arrays, shape=RowShape(4, 64, 2)),
+        lambda order: evaluate(order, variant, arrays, shape=LayerNormRow(4, 64, 2)),
         barriers,
         header,
     )

@@ -77,16 +77,18 @@ SHARED = 64 << 10  # bytes that a block can have from sm_75 on
 PLAIN = {"norm": False, "residual": True, "in_place": False, "gelu": True}  # of variants for tiles
 
 # width, split, steps, columns, groups, loop, blocks, rows
-ROUNDS = matvec.Layout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, several groups of columns
-SMALL = matvec.Layout(4, 3, 1, 2, 2, False, 1, 1)
-LONG = matvec.Layout(4, 1, 1, 2, 2, True, 1, 1)  # more of a row than registers hold
+ROUNDS = matvec.MatvecLayout(
+    8, 2, 1, 3, 2, True, 1, 2
+)  # two trips along K, several groups of columns
+SMALL = matvec.MatvecLayout(4, 3, 1, 2, 2, False, 1, 1)
+LONG = matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # more of a row than registers hold
 # columns, flight, loop, warps, blocks, rows
-LOOP = mma.Layout(16, 1, True, 2, 1, 2)
-ODD_LOOP = mma.Layout(5, 1, True, 1, 1, 8)
-WIDE = mma.Layout(19, 1, False, 1, 1, 4)
+LOOP = mma.MmaLayout(16, 1, True, 2, 1, 2)
+ODD_LOOP = mma.MmaLayout(5, 1, True, 1, 1, 8)
+WIDE = mma.MmaLayout(19, 1, False, 1, 1, 4)
 TALL = WIDE._replace(rows=16)
 # They end within and after the matrices.
-ODD, EVEN = mma_tiles.Tile(48, 64, (1, 4), 2), mma_tiles.Tile(32, 64, (2, 2), 3)
+ODD, EVEN = mma_tiles.MmaLinearTile(48, 64, (1, 4), 2), mma_tiles.MmaLinearTile(32, 64, (2, 2), 3)
 
 
 # --- the reference, and the launch ----------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_the_bits_are_those_of_mma(
     for groups, parts, shares, blocks in TILES:
         if parts > splits(K)[0] or parts > groups * rows:
             continue
-        tile = hopper.Tile(rows, groups, parts, shares, blocks)
+        tile = hopper.HopperLinearTile(rows, groups, parts, shares, blocks)
         if hopper.shared_bytes(tile, K, dtype, rounded) > gpus.H200["most_shared"]:
             continue
         monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)

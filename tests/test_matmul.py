@@ -18,7 +18,7 @@ from gpt2block.ops.matmul_bias import (
     OPERATION,
     REGISTERS,
     TILES,
-    Tile,
+    MatmulTile,
     choose_tile,
     registers_geometry,
 )
@@ -123,7 +123,7 @@ def test_every_variant(where: str, variant: str, M: int, K: int, N: int, with_bi
     assert_right(evaluate(where, variant, a, w, given_bias), a, w, given_bias)
 
 
-def forced(where: str, tile: Tile, groups: int, M: int, K: int, N: int) -> None:
+def forced(where: str, tile: MatmulTile, groups: int, M: int, K: int, N: int) -> None:
     """With this tile in the place of the best one."""
     a, w, bias = inputs(M, K, N)
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +141,7 @@ def test_every_tile(i: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("grouped", GROUPED, ids=str)
-def test_every_tile_on_the_gpu(grouped: tuple[Tile, int]) -> None:
+def test_every_tile_on_the_gpu(grouped: tuple[MatmulTile, int]) -> None:
     for sizes in ((131, 70, 132), (70, 19, 101), (517, 1000, 516), (300, 77, 333)):
         forced("gpu", *grouped, *sizes)
 

@@ -587,7 +587,7 @@ def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
     sent: list[Any] = []
     stored = measure.check_storage(kernel.operation)
     sizes, _ = kernel.operation.cases[1]
-    on_gpu.serve(sent.append, on_gpu.Job(kernel, cases(kernel), variants, sizes, stored))
+    on_gpu.serve(sent.append, on_gpu.ChildJob(kernel, cases(kernel), variants, sizes, stored))
     return [each for each in sent if not isinstance(each, Stage)]
 
 
@@ -651,7 +651,7 @@ def test_a_child_that_dies_is_noticed(tmp_path: Path) -> None:
 def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="the child imports CuPy")
     kernel = add(tmp_path)
-    job = on_gpu.Job(kernel, cases(kernel), ("add",), {"N": 1, "C": 5}, ("float32", "KN"))
+    job = on_gpu.ChildJob(kernel, cases(kernel), ("add",), {"N": 1, "C": 5}, ("float32", "KN"))
     (found,) = on_gpu.run(job)
     assert isinstance(found, Finding)
     assert found.what == "the process of the kernel ended with exit code 1"
@@ -738,7 +738,7 @@ def test_a_template_is_raced_on_the_gpu() -> None:
     kernel = matched(read(HERE / "layernorm.cu"), operation, stored)
     every = tuple(each.name for each in operation.variants)
     sizes = {"B": 2, "T": 128, "C": 768}
-    *checked, raced = on_gpu.run(on_gpu.Job(kernel, cases(kernel), every, sizes, stored))
+    *checked, raced = on_gpu.run(on_gpu.ChildJob(kernel, cases(kernel), every, sizes, stored))
     assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
     assert isinstance(raced, on_gpu.Raced)
     assert [row.variant for row in raced.rows] == [*every, MINE]
@@ -765,7 +765,7 @@ def test_the_process_survives_a_wrong_kernel_on_the_gpu(
     stored = ("float32", "KN")
     sizes = {"N": 64, "C": 64}
     limit_s = 5.0 if "5 s" in said else on_gpu.CHECK_S  # CuPy may compile kernels of its own
-    job = on_gpu.Job(kernel, cases(kernel), ("add",), sizes, stored, check_s=limit_s)
+    job = on_gpu.ChildJob(kernel, cases(kernel), ("add",), sizes, stored, check_s=limit_s)
     *_, last = on_gpu.run(job)
     assert isinstance(last, Finding)
     assert said in last.what

@@ -38,6 +38,7 @@ from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
 from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.cuda_steps import steps_of
 from gpt2block.run.recording import Recording
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
@@ -303,7 +304,7 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
         cache = model.new_cache(rows, len(ids))
         model.prefill([ids[:-1], *[ids[:0]] * (rows - 1)], cache)
         tokens = np.resize(ids, rows)
-        step = model.steps(cache).next_token(model, slots, tokens, positions)
+        step = steps_of(model, cache).next_token(model, slots, tokens, positions)
         assert_steps_wait(step.recording, {*model.given(), "row"})
         return step.recording
 

@@ -178,7 +178,7 @@ class Machine:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     found = Machine()
-    run_kernel = stand_in.Function._run
+    run_kernel = stand_in.EmulatedFunction._run
 
     def run(self: Any, *args: Any) -> None:
         found.ran.append(self.name)
@@ -190,7 +190,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     with running_on(request.param):
         if cuda.replaced():
-            monkeypatch.setattr(stand_in.Function, "_run", run)
+            monkeypatch.setattr(stand_in.EmulatedFunction, "_run", run)
             monkeypatch.setattr(overlap, "possible", lambda: True)
             monkeypatch.setattr(overlap, "run", run_early)
         yield found

@@ -42,7 +42,7 @@ FP8_E5M2, FP8_E4M3 = FP8
 EPS = 1e-6
 SHARED = 200_000  # bytes that a block may have
 START, THETA = 3, 500.0
-Tile = _rmsnorm_mma.Tile
+Tile = _rmsnorm_mma.RmsnormTile
 # Two warps share K and a row's squares; four warps share rows and columns, each has an odd number
 # of fragments side by side, and threads are left over when weights are copied.
 TINY = Tile(16, 32, (1, 1, 2), 32, 3, 1)

@@ -536,7 +536,7 @@ def test_a_wrong_request(
 def test_what_a_model_or_a_server_has_not() -> None:
     shakespeare = from_pretrained("shakespeare", device="cpu")
     with serving(shakespeare, shakespeare.tokenizer, rows=1, queue=3) as running:
-        assert app.Settings(("x",)).rows > running.service.slots == 1
+        assert app.ServerSettings(("x",)).rows > running.service.slots == 1
         for path, body, param, words in [
             (COMPLETION, {"prompt": "x", "n": 5}, "n", "5 continuations: this server takes 4 at"),
             (CHAT, {"messages": HELLO}, None, "it has no chat template"),
@@ -1202,7 +1202,7 @@ def test_events_that_come_together_are_sent_together() -> None:
         form.id = "cmpl-1"
         found = []
         times: list[float] = []
-        echoes, observe = [answers.Choice()], times.append
+        echoes, observe = [answers.AnswerChoice()], times.append
         events = answers.streamed(answer, form, echoes, False, None, observe=observe)
         for group in groups:
             for piece in group:

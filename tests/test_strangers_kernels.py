@@ -512,7 +512,7 @@ def test_memory_is_limited(races: bool, monkeypatch: pytest.MonkeyPatch) -> None
         "    }\n    "
     )
     checks = emulator.Checks(races, 30.0, within=confined.confined(races))
-    spans = [loader.Span(np.zeros(20, np.uint8), 0) for _ in range(3)]
+    spans = [loader.DevicePointer(np.zeros(20, np.uint8), 0) for _ in range(3)]
     source = emulator.Source("my.cu", add(body + ADD_RIGHT))
     with pytest.raises(emulator.ShimError, match=r"limit exhausted|__trap|rss"):
         loader.run_spans(source, "add", (1,), (64,), [*spans, np.int32(5)], checks=checks)

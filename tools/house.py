@@ -117,12 +117,12 @@ def of_http() -> Iterator[tuple[str, str]]:
     from starlette.testclient import TestClient  # noqa: PLC0415
 
     import gpt2block  # noqa: PLC0415
-    from gpt2block.serve.app import Server, Settings  # noqa: PLC0415
+    from gpt2block.serve.app import Server, ServerSettings  # noqa: PLC0415
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()
     threading.setprofile(way.enter)  # of threads from here on, such as those of the server
-    settings = Settings(("shakespeare",), hosts=("testserver",))
+    settings = ServerSettings(("shakespeare",), hosts=("testserver",))
     app = Server(model, model.tokenizer, settings).app()
     with TestClient(app) as client:
         body = {"prompt": "JULIET:", "max_tokens": 1, "seed": 0}

@@ -9,18 +9,18 @@ variants of one operation, and `document` the block against LeetGPU's figures.
 
 from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.document import BlockTime, block_against_document
-from gpt2block.bench.report import Report, Row, run
+from gpt2block.bench.report import BenchRow, Report, run
 from gpt2block.bench.token_works import model_works
 from gpt2block.bench.variants import Measurement, measure_variants
 from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
     "KINDS",
+    "BenchRow",
     "BlockTime",
     "Ceilings",
     "Measurement",
     "Report",
-    "Row",
     "Work",
     "block_against_document",
     "chosen_works",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2block.bench.ceilings import TF32, Ceilings
-from gpt2block.bench.report import Report, Row
+from gpt2block.bench.report import BenchRow, Report
 from gpt2block.bench.token_works import NAME
 from gpt2block.bench.works import KINDS
 from gpt2block.errors import InputError, require
@@ -128,7 +128,7 @@ class Mark:
         return ", ".join(parts)
 
 
-def marks(rows: Sequence[Row], kind: str) -> list[Mark]:
+def marks(rows: Sequence[BenchRow], kind: str) -> list[Mark]:
     """The marks in the order of the rows; a work without a right result has none."""
     found = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
@@ -141,7 +141,7 @@ def marks(rows: Sequence[Row], kind: str) -> list[Mark]:
     return found
 
 
-def _fastest(rows: Iterable[Row]) -> float | None:
+def _fastest(rows: Iterable[BenchRow]) -> float | None:
     return max((row.tflop_s for row in rows if row.right), default=None)
 
 
@@ -261,13 +261,13 @@ def draw_decoding(report: Report, file: Path) -> None:
     save(figure, file)
 
 
-def points(rows: Sequence[Row], contender: str) -> Points:
+def points(rows: Sequence[BenchRow], contender: str) -> Points:
     """Rows and tokens/s of a contender, by the number of rows."""
     found = [(r.sizes["rows"], r.tokens_s) for r in rows if r.contender == contender]
     return sorted((n, rate) for n, rate in found if rate)
 
 
-def floor(rows: Sequence[Row]) -> Points:
+def floor(rows: Sequence[BenchRow]) -> Points:
     """Rows and the tokens/s of a step that takes as long as reading weights, keys and values."""
     return sorted(
         {r.sizes["rows"]: 100 * r.tokens_s / r.percent_copy for r in rows if r.tokens_s}.items()

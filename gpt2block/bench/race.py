@@ -18,7 +18,7 @@ Replay = Callable[[], None]
 Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
 
 
-class Run(NamedTuple):
+class Captured(NamedTuple):
     """A captured graph: a call replays it. `outs` are some of the outputs that it writes."""
 
     replay: Replay
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     kept: Any = None  # a graph holds pointers only, and these objects hold the memory
 
 
-Capture = Callable[[int], Run]
+Capture = Callable[[int], Captured]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Timed(NamedTuple):
     errors: tuple[float, float]
 
 
-def refuse(why: str, rounds: int) -> Run:
+def refuse(why: str, rounds: int) -> Captured:
     """The capture of a contender that cannot run."""
     raise InputError(why)
 
@@ -78,7 +78,7 @@ def race(
     raised. rounds: over all copies in one graph; by default as many as take REPLAY_MS. times: gives
     the ms of each replay, by default `timing.interleaved_ms`.
     """
-    found: list[tuple[Contender, Run, int, tuple[float, float]]] = []
+    found: list[tuple[Contender, Captured, int, tuple[float, float]]] = []
     refused: list[tuple[Contender, str]] = []
     for each in contenders:
         try:
@@ -96,7 +96,7 @@ def race(
     ], refused
 
 
-def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Run, int]:
+def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Captured, int]:
     """A graph and its rounds; without `rounds`, one round is timed first."""
     if rounds is not None:
         return contender.capture(rounds), rounds

@@ -25,7 +25,7 @@ from gpt2block.cuda import cupy
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender at one work."""
 
     what: str
@@ -55,7 +55,7 @@ class Row:
 class Report:
     versions: Mapping[str, str]
     ceilings: Ceilings
-    rows: list[Row]
+    rows: list[BenchRow]
     skipped: list[str]  # a line for each contender that did not run
 
     @property
@@ -76,7 +76,7 @@ def run(
     """Time every work. peer: "torch" or None. Raises InputError, DeviceError."""
     check_peer(peer)
     index = measure.gpu_index(device)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
         torch = torch_peers().TorchPeers(index) if peer else None  # first, since it loads cuBLAS
@@ -101,17 +101,17 @@ def run(
 
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[BenchRow], list[str]]:
     """A row for each contender that can run, and a line for each other one."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
 
 
-def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> Row:
+def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
     each, us, (max_abs, max_rel) = timed
     tflop_s, gb_s = 1e-6 * work.flops / us, 1e-3 * work.traffic / us
-    return Row(
+    return BenchRow(
         what=work.what,
         work=work.name,
         dtype=work.dtype,
@@ -140,7 +140,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
     return work.roundings * measure.tolerance(work.rounding or dtype)
 
 
-def with_peers(rows: list[Row]) -> list[Row]:
+def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
     """The rows of gpt2block compared with every peer; wrong results are left out."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [

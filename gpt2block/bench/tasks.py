@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.bench.models import RandomModel
-from gpt2block.bench.race import Run
+from gpt2block.bench.race import Captured
 from gpt2block.bench.stages import staged
 from gpt2block.bench.works import Written
 from gpt2block.cuda import cupy, timing
@@ -49,7 +49,7 @@ class Steps:
         different = self.model.prompts([self.start] * DIFFERENT)
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
-    def decoded(self, device: int, sampling: Sampling, rounds: int) -> Run:
+    def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
         """By a decoding, which has room for the steps of all turns."""
         engine, prompts = self.model.on(device).engine, self.prompts()
         end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
@@ -75,9 +75,11 @@ class Steps:
             found = self.written(tokens, lambda row, token: logprobs[row])
             return found._replace(greedy=sampling.temperature == 0)
 
-        return Run(replay, (written,))
+        return Captured(replay, (written,))
 
-    def staged(self, device: int, fusions: Collection[str], shared: list[Any], rounds: int) -> Run:
+    def staged(
+        self, device: int, fusions: Collection[str], shared: list[Any], rounds: int
+    ) -> Captured:
         """Greedy, with some of the fusions, as a CUDA graph or not, with or without overlap.
 
         shared: the kv_cache of all stages, which is large; each writes it again from the prompts.
@@ -121,7 +123,7 @@ class Steps:
             scores = logits - largest - np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
             return self.written(np.stack(columns, axis=1), lambda row, token: scores[row, token])
 
-        return Run(replay, (written,), cache)
+        return Captured(replay, (written,), cache)
 
     def written(
         self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
@@ -146,16 +148,16 @@ class Prompt:
     def ids(self) -> Ids:
         return self.model.prompts([self.T])[0]
 
-    def run(self, compute: Callable[[], Floats], rounds: int) -> Run:
+    def run(self, compute: Callable[[], Floats], rounds: int) -> Captured:
         """compute: gives the logits (1, V) on the host."""
         logits: list[Floats] = []
 
         def replay() -> None:
             logits[:] = [compute() for _ in range(rounds)]
 
-        return Run(replay, (lambda: logits[-1],))
+        return Captured(replay, (lambda: logits[-1],))
 
-    def computed(self, device: int, rounds: int) -> Run:
+    def computed(self, device: int, rounds: int) -> Captured:
         on, ids = self.model.on(device), self.ids
         return self.run(lambda: on(ids, last=True)[None], rounds)
 
@@ -168,7 +170,7 @@ class Continuations:
     prompts: Sequence[Ids]
     new: int
 
-    def run(self, generate: Callable[[], Any], rounds: int) -> Run:
+    def run(self, generate: Callable[[], Any], rounds: int) -> Captured:
         """generate: gives the new tokens of each prompt."""
         found: list[Any] = []
 
@@ -176,7 +178,7 @@ class Continuations:
             for _ in range(rounds):
                 found[:] = generate()
 
-        return Run(replay, (lambda: self.written(found),))
+        return Captured(replay, (lambda: self.written(found),))
 
     def written(self, new: Sequence[Sequence[int]]) -> Written:
         """Those that are checked. Raises InputError for a continuation of a wrong length."""
@@ -186,7 +188,7 @@ class Continuations:
         checked = sorted({0, len(new) // 2, len(new) - 1})
         return Written([np.array([*self.prompts[i], *new[i]], np.int32) for i in checked])
 
-    def generated(self, device: int, rounds: int) -> Run:
+    def generated(self, device: int, rounds: int) -> Captured:
         from gpt2block.generation.generate import generate  # noqa: PLC0415  (tiktoken imports slowly)
 
         engine = self.model.on(device).engine

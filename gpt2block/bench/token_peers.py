@@ -26,7 +26,7 @@ from torch.nn.functional import (
 )
 
 from gpt2block.bench.models import RandomGPT2, RandomLlama
-from gpt2block.bench.race import Capture, Contender, Run, refuse
+from gpt2block.bench.race import Capture, Captured, Contender, refuse
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.bench.works import Written
@@ -83,7 +83,7 @@ def _captures(
     }
 
 
-def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Run:
+def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured:
     """Decoding with every token on the host."""
     c, prompts = work.model.config, work.prompts()
     weights, forward = model_of(work.model, device)
@@ -117,7 +117,7 @@ def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Run:
             logits[:] = [again()]
             tokens.append(token.cpu().numpy().copy())
 
-    return Run(replay, (lambda: _written(work, tokens, logits[0]),), again)
+    return Captured(replay, (lambda: _written(work, tokens, logits[0]),), again)
 
 
 def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> Written:
@@ -197,7 +197,7 @@ def weights_of(model: RandomGPT2, device: str) -> Tensors:
     return found
 
 
-def generated(work: Continuations, device: str, rounds: int) -> Run:
+def generated(work: Continuations, device: str, rounds: int) -> Captured:
     """By `generate`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work)
     longest = max(map(len, work.prompts))
@@ -214,7 +214,7 @@ def generated(work: Continuations, device: str, rounds: int) -> Run:
     return work.run(generate, rounds)
 
 
-def generated_in_pages(work: Continuations, device: str, rounds: int) -> Run:
+def generated_in_pages(work: Continuations, device: str, rounds: int) -> Captured:
     """By `generate_batch`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work, eos_token_id=-1)
 
@@ -333,7 +333,7 @@ def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> T
     return heads.reshape(B, NH, T, HS)
 
 
-def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Run:
+def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captured:
     """The logits after a prompt of a Llama, on the host."""
     model: Any = work.model
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
@@ -346,7 +346,7 @@ def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Run:
     return work.run(lambda: again().float().cpu().numpy(), rounds)
 
 
-def transformers_prompt(work: Prompt, device: str, rounds: int) -> Run:
+def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
     """As `prompt`, by LlamaForCausalLM."""
     theirs = transformers_llama(work.model)
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
@@ -359,7 +359,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Run:
     return work.run(logits, rounds)
 
 
-def transformers_steps(work: Steps, device: str, rounds: int) -> Run:
+def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
     """Greedy decoding by LlamaForCausalLM with its default kv_cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
@@ -378,7 +378,7 @@ def transformers_steps(work: Steps, device: str, rounds: int) -> Run:
             for _ in range(rounds):
                 step(torch.from_numpy(tokens[-1]).to(device)[:, None])
 
-    return Run(replay, (lambda: _written(work, tokens, state["logits"]),))
+    return Captured(replay, (lambda: _written(work, tokens, state["logits"]),))
 
 
 def transformers_llama(model: Any) -> Any:

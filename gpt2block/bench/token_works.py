@@ -38,7 +38,7 @@ FLOAT16 = ("7b", "small")  # sizes whose checkpoints have float16 weights; the o
 Captures = Mapping[str, Capture]  # by the names of contenders
 
 
-class Timed(NamedTuple):
+class ModelWorks(NamedTuple):
     """What is timed of an architecture.
 
     size: the config of a name. default: that name. rows: of steps; peer_rows: those of them at
@@ -64,8 +64,8 @@ def _llama(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-MODELS: Mapping[str, Timed] = {
-    "gpt2": Timed(
+MODELS: Mapping[str, ModelWorks] = {
+    "gpt2": ModelWorks(
         RandomGPT2,
         size,
         "gpt2",
@@ -76,7 +76,7 @@ MODELS: Mapping[str, Timed] = {
         firsts=(480, 1000),
         batches=(512,),
     ),
-    "llama": Timed(
+    "llama": ModelWorks(
         RandomLlama,
         _llama,
         "7b",

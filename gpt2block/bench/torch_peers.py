@@ -18,7 +18,7 @@ import torch
 from gpt2block.bench import token_peers, torch_functions
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import Host
-from gpt2block.bench.race import Capture, Contender, Run, first_and_last
+from gpt2block.bench.race import Capture, Captured, Contender, first_and_last
 from gpt2block.bench.torch_functions import Function, Tensor, tensor
 from gpt2block.bench.works import Sets, Work
 from gpt2block.cuda import cupy
@@ -43,7 +43,7 @@ def operation_peers(
     eager = torch_functions.FUNCTIONS[operation]
     functions = {"torch": eager, "torch.compile": torch.compile(eager, mode=SEARCH)}
 
-    def capture(function: Function, rounds: int) -> Run:
+    def capture(function: Function, rounds: int) -> Captured:
         return captured(function, tensors, rounds)._replace(outs=())
 
     return [Contender(name, True, partial(capture, f), dtype) for name, f in functions.items()]
@@ -51,7 +51,7 @@ def operation_peers(
 
 def captured(
     function: Function, sets: Sequence[tuple[Tensor, ...]], rounds: int, tf32: bool = False
-) -> Run:
+) -> Captured:
     """A CUDA graph of `function` on all sets, `rounds` times, with the first output and the last.
 
     tf32: whether products of float32 may be rounded to TensorFloat-32.
@@ -70,7 +70,7 @@ def captured(
                 outs = [function(*arguments) for arguments in sets]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    return Run(graph.replay, first_and_last(outs), (graph, outs, function, sets))
+    return Captured(graph.replay, first_and_last(outs), (graph, outs, function, sets))
 
 
 class TorchPeers:
@@ -134,7 +134,7 @@ class TorchPeers:
         made: list[Function] = []
         note = ""
 
-        def capture(rounds: int) -> Run:
+        def capture(rounds: int) -> Captured:
             nonlocal note
             if made:
                 return _capture(made[0], tensors, tf32, rounds)
@@ -175,7 +175,7 @@ class TorchPeers:
         torch.cuda.empty_cache()
 
 
-def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) -> Run:
+def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) -> Captured:
     run = captured(function, tensors, rounds, tf32)
     return run._replace(outs=tuple(_array(in_rows(out)) for out in run.outs))
 

@@ -20,7 +20,15 @@ from gpt2block import reference
 from gpt2block.architectures.gpt2_weights import BlockWeights
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host, matrix, widened
-from gpt2block.bench.race import REFUSALS, Capture, Contender, Replay, Run, first_and_last, refuse
+from gpt2block.bench.race import (
+    REFUSALS,
+    Capture,
+    Captured,
+    Contender,
+    Replay,
+    first_and_last,
+    refuse,
+)
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
 from gpt2block.cuda import cupy, overlap, timing
@@ -327,7 +335,7 @@ def capture_bound(
     rounds: int,
     overlapping: bool = False,
     outs: Sequence[Any] = (),
-) -> Run:
+) -> Captured:
     """A graph of all launches, with the first and the last of `outs`, or of all outputs.
 
     overlapping: every kernel waits for the previous one itself, so launches may overlap.
@@ -336,7 +344,7 @@ def capture_bound(
     if overlapping:
         launches = [overlap.early(launch) for launch in launches]
     ends = first_and_last(outs or [each.out for each in bound])
-    return Run(timing.captured(launches * rounds), ends, bound)
+    return Captured(timing.captured(launches * rounds), ends, bound)
 
 
 def _variants(
@@ -347,7 +355,7 @@ def _variants(
     inputs = [tuple(each.values()) for each in sets]
     outs: list[Any] = [None] * len(inputs)
 
-    def capture(variant: str, rounds: int) -> Run:
+    def capture(variant: str, rounds: int) -> Captured:
         bound = bind_copies(partial(operation.bind, **options, variant=variant), inputs, outs)
         overlapping = dtype != "float32"  # kernels of float32 do not wait for the previous one
         return capture_bound(bound, rounds, overlapping)
@@ -382,7 +390,7 @@ def _blocks(
             yield Contender(f"{kernels}, {OLDER}", False, older, dtype)
 
 
-def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Run:
+def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:
     return _bound_block(spec, sets, OLDER)[1](rounds)
 
 
@@ -417,7 +425,7 @@ def _bound_block(
     copies = zip(sets, outs, strict=True)
     bound = [recordings.make(run, each, {OUTPUT: out}) for each, out in copies]
 
-    def capture(rounds: int) -> Run:
+    def capture(rounds: int) -> Captured:
         found = capture_bound(bound, rounds, spec.overlapping, outs)
         return found._replace(kept=(bound, sets, outs, recordings))
 

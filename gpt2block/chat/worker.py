@@ -6,8 +6,8 @@ of JSON: first the source of the template, then the variables of each rendering,
 to follow: the answer has the text, and what places in it come from their strings.
 
 To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
-them as `Text`, which compares, searches and splits as the string without marks would, so that it
-does the same; pieces and joins keep the marks. Both renderings must have the same text.
+them as `MarkedText`, which compares, searches and splits as the string without marks would, so that
+it does the same; pieces and joins keep the marks. Both renderings must have the same text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"
          "observation", "environment", "context"}  # fmt: skip
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """The tags `{% generation %}` and `{% endgeneration %}`, which leave their text as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
@@ -70,8 +70,8 @@ class Marks(dict[int, str]):
 marks, now = Marks(set()), datetime.now()  # of the rendering that runs
 
 
-def marked(text: str) -> Text:
-    return Text(text.translate(marks))
+def marked(text: str) -> MarkedText:
+    return MarkedText(text.translate(marks))
 
 
 def plain(value: Any) -> Any:
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 def followed(value: Any, key: str = "") -> Any:
     """A value of JSON with marks in its strings."""
     if isinstance(value, str):
-        return Text(value) if key == "role" and value in ROLES else marked(value)
+        return MarkedText(value) if key == "role" and value in ROLES else marked(value)
     if isinstance(value, list):
         return [followed(each) for each in value]
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ def followed(value: Any, key: str = "") -> Any:
     return value
 
 
-class Text(str):
+class MarkedText(str):
     """A string, part of whose characters are marks, that behaves as the one without them."""
 
     __slots__ = ()
@@ -102,15 +102,15 @@ class Text(str):
     def __str__(self) -> str:
         return self
 
-    def __radd__(self, other: str) -> Text:
-        return Text(str.__add__(other, self))
+    def __radd__(self, other: str) -> MarkedText:
+        return MarkedText(str.__add__(other, self))
 
-    def __iter__(self) -> Iterator[Text]:
-        return map(Text, str.__iter__(self))
+    def __iter__(self) -> Iterator[MarkedText]:
+        return map(MarkedText, str.__iter__(self))
 
-    def replace(self, old: str, new: str, count: Any = -1) -> Text:
+    def replace(self, old: str, new: str, count: Any = -1) -> MarkedText:
         pieces = str.split(plain(self), plain(old), count)
-        return Text(str.join(new, self._pieces(pieces, len(old))))
+        return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
         """Strings that follow one another in the text, `gap` characters apart or more."""
@@ -126,12 +126,12 @@ class Text(str):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A method of `str` for `Text`: its results are pieces of the text, or are marked."""
+    """A method of `str` for `MarkedText`: its results are pieces of the text, or are marked."""
     of_str = getattr(str, name)
 
-    def method(self: Text, *args: Any, **options: Any) -> Any:
+    def method(self: MarkedText, *args: Any, **options: Any) -> Any:
         if name in _KEEPING:
-            return Text(of_str(self, *args))
+            return MarkedText(of_str(self, *args))
         found = of_str(plain(self), *plain(args), **plain(options))
         if not isinstance(found, (str, list, tuple)):
             return found
@@ -145,11 +145,11 @@ _KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join") 
 _COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
 _OTHERS = {name for name in dir(str) if not name.startswith(("_", "format", "make", "replace"))}
 for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:
-    setattr(Text, _name, _method(_name))
+    setattr(MarkedText, _name, _method(_name))
 
 
 class Following(CodeGenerator):
-    """Writes a template whose strings are all `Text`."""
+    """Writes a template whose strings are all `MarkedText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (jinja2's name)
         if isinstance(node.value, str):
@@ -177,7 +177,7 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
         true = do(*plain(args), **plain(options))
         if not isinstance(found, str):
             return true
-        return Text(found) if plain(found) == true else marked(true)
+        return MarkedText(found) if plain(found) == true else marked(true)
 
     return filtered
 
@@ -201,16 +201,16 @@ def to_json(
 
 
 def environment(follows: bool = False) -> jinja2.Environment:
-    """That in which transformers renders chat templates. follows: the strings, as `Text`."""
+    """That in which transformers renders chat templates. follows: the strings, as `MarkedText`."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: str(now.strftime(form))
     if follows:
         made.code_generator_class = Following
-        made.concat = lambda parts: Text("".join(parts))  # type: ignore[method-assign]
+        made.concat = lambda parts: MarkedText("".join(parts))  # type: ignore[method-assign]
         made.filters |= {name: _followed_filter(do) for name, do in made.filters.items()}
     return made
 

@@ -29,7 +29,7 @@ Function = Callable[[tuple[Any, ...]], Any]  # takes the arguments of a call in 
 
 
 @dataclass(frozen=True)
-class Name:
+class GlobalName:
     """The full name of a global in a pickle; the object is not imported."""
 
     text: str
@@ -41,7 +41,7 @@ class OrderedDict(dict[Any, Any]):
 
 def describe(value: object) -> str:
     """Return a short description of a value from a pickle; for a container, only its type."""
-    if isinstance(value, Name):
+    if isinstance(value, GlobalName):
         return value.text
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
 
@@ -154,11 +154,11 @@ class Unpickler:
                 f"its pickle refers to {name}, which is refused: expected tensors and plain values "
                 "only; save a state dict, or model and model_args as nanoGPT does"
             )
-        self._push(Name(name))
+        self._push(GlobalName(name))
 
     def _call(self) -> None:
         arguments, name = self._stack.pop(), self._stack.pop()
-        function = self._functions[name.text] if isinstance(name, Name) else None
+        function = self._functions[name.text] if isinstance(name, GlobalName) else None
         if function is None or type(arguments) is not tuple:
             raise CheckpointError(f"its pickle calls {describe(name)}, which is refused")
         self._push(function(arguments))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2block.checkpoints.pickles import Function, Name, OrderedDict, describe
+from gpt2block.checkpoints.pickles import Function, GlobalName, OrderedDict, describe
 from gpt2block.errors import CheckpointError
 
 _MAX_DIMENSIONS = 8
@@ -120,7 +120,7 @@ def _rebuild(count: int) -> Function:
         if count < 7:
             return _tensor(None, *arguments[:4])
         dtype = arguments[6]
-        name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
+        name = dtype.text.removeprefix("torch.") if isinstance(dtype, GlobalName) else ""
         if name not in ITEMSIZES:
             raise CheckpointError(f"a tensor: expected a dtype, got {describe(dtype)}")
         return _tensor(name, *arguments[:4])
@@ -179,7 +179,11 @@ class Storages:
         parts = identity if type(identity) is tuple else ()
         if len(parts) == 6 and parts[5] is None:  # the legacy layout; not None: a view, PyTorch 0.3
             parts = parts[:5]
-        if len(parts) != 5 or not isinstance(parts[1], Name) or parts[1].text not in _STORAGES:
+        if (
+            len(parts) != 5
+            or not isinstance(parts[1], GlobalName)
+            or parts[1].text not in _STORAGES
+        ):
             raise CheckpointError("expected a persistent id of a storage, got another")
         word, _, key, _, numel = parts
         if type(word) is not str or word != "storage" or type(key) is not str:

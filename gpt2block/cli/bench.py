@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpt2block import bench
-from gpt2block.bench import Report, Row, tasks
+from gpt2block.bench import BenchRow, Report, tasks
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.plots import check_file, draw, draw_decoding
@@ -107,7 +107,7 @@ _KERNELS = (
 )
 
 
-def _decoding(row: Row) -> tuple[str, ...]:
+def _decoding(row: BenchRow) -> tuple[str, ...]:
     """The method for works from tokens to tokens, of a model that a row shows."""
     sizes = row.sizes
     if "n_kv_head" in sizes:
@@ -128,7 +128,7 @@ def _decoding(row: Row) -> tuple[str, ...]:
     )
 
 
-def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
+def _print_kind(out: Console, kind: str, rows: list[BenchRow]) -> None:
     figures = (*COLUMNS.get(kind, RATES), "x ours", "max rel", "")
     tokens = kind in COLUMNS and len({row.dtype for row in rows}) == 1
     title = TITLES[kind].format(**rows[0].sizes)
@@ -157,7 +157,7 @@ def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
         out.print(escape(f"{contender}: {note}: {', '.join(works)}"))
 
 
-def _figures(row: Row) -> tuple[str, ...]:
+def _figures(row: BenchRow) -> tuple[str, ...]:
     """The cells of a row's time and rates, under the columns of its kind."""
     if row.what not in COLUMNS:
         star = "*" if row.arithmetic == TF32 else ""
@@ -167,7 +167,7 @@ def _figures(row: Row) -> tuple[str, ...]:
     return time, f"{row.tokens_s:,.0f}", f"{row.percent_copy:.1f}"
 
 
-def _times_ours(row: Row, rows: list[Row]) -> str:
+def _times_ours(row: BenchRow, rows: list[BenchRow]) -> str:
     """The time of a row divided by that of our first kernel; "" if one of the results is wrong."""
     ours = [r for r in rows if (r.work, r.dtype) == (row.work, row.dtype) and not r.peer]
     if not ours or not ours[0].right or not row.right:

@@ -76,7 +76,7 @@ def generate(
     from gpt2block.generation.generate import Run  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
-    clock = Clock(perf_counter())
+    clock = Stopwatch(perf_counter())
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
     default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
@@ -111,7 +111,7 @@ def generate(
 
 
 @dataclass
-class Clock:
+class Stopwatch:
     """Times of the start of the command and of its first and last token; number of tokens."""
 
     begun: float
@@ -141,7 +141,7 @@ class Clock:
         return (self.tokens - self.at_first) / (self.last - self.first)
 
 
-def _follow(run: Run, clock: Clock, writer: Writer | None) -> bool:
+def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
     """Generate all tokens; True if Ctrl-C ended it, after which the rows are closed.
 
     A second Ctrl-C raises KeyboardInterrupt.
@@ -161,7 +161,7 @@ def _follow(run: Run, clock: Clock, writer: Writer | None) -> bool:
     return False
 
 
-def _summary(loaded: Model[Any], seed: int, run: Run, clock: Clock) -> str:
+def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     """One line: model, device, number of tokens, speed, seed and why the rows ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""

@@ -31,7 +31,7 @@ from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
-from gpt2block.mine.outcome import Outcome
+from gpt2block.mine.outcome import CheckOutcome
 from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
@@ -182,12 +182,12 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     timed = parse_sizes(request.operation, request.options.shape)
     found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
-    return _show_own(request, user, Outcome.of(found), CPU)
+    return _show_own(request, user, CheckOutcome.of(found), CPU)
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
     operation, options = request.operation, request.options
-    job = on_gpu.Job(
+    job = on_gpu.ChildJob(
         user,
         _own_cases(request, user),
         tuple(each.name for each in request.variants),
@@ -196,14 +196,14 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
         options.peer,
         request.sweep,
     )
-    found = Outcome.of(on_gpu.run(job))
+    found = CheckOutcome.of(on_gpu.run(job))
     if found.raced and options.plot is not None:
         raced = found.raced
         draw_sweep(raced.rows, raced.ceiling, doctor.describe_device(0), options.plot)
     return _show_own(request, user, found, CUDA)
 
 
-def _show_own(request: Request, user: Kernel, found: Outcome, device: str) -> bool:
+def _show_own(request: Request, user: Kernel, found: CheckOutcome, device: str) -> bool:
     if request.options.as_json:
         print_json(found.report(user, device))
     else:

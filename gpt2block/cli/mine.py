@@ -19,15 +19,15 @@ from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing
 from gpt2block.mine.on_cpu import Rung
-from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, Outcome, printed, titled
-from gpt2block.mine.source import Source
+from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome, printed, titled
+from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 MOST_LINES = 20  # of what a kernel prints
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
-def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) -> None:
+def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: bool) -> None:
     """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))
@@ -47,7 +47,7 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
         out.print(placed(found.raced.rows))
 
 
-def _print_text(out: Console, source: Source, text: str) -> None:
+def _print_text(out: Console, source: UserSource, text: str) -> None:
     lines = printable_lines(text).splitlines()
     out.print(f"{escape(source.name)} prints:")
     for line in lines[:MOST_LINES]:
@@ -65,7 +65,7 @@ def _print_checked(out: Console, checked: Sequence[Checked]) -> None:
     print_table(out, table)
 
 
-def print_finding(out: Console, source: Source, found: Finding) -> None:
+def print_finding(out: Console, source: UserSource, found: Finding) -> None:
     """Print what is wrong, the lines of the file and where it happened."""
     out.print(f"[bold red]{escape(headline(source, found))}[/]")
     for line in numbered(source, found):

@@ -82,7 +82,7 @@ def serve(
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
-    from gpt2block.serve.app import LOOPBACK, Server, Settings  # noqa: PLC0415
+    from gpt2block.serve.app import LOOPBACK, Server, ServerSettings  # noqa: PLC0415
     from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
 
     set_up_log(log_level)
@@ -110,7 +110,7 @@ def serve(
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
-    settings = Settings(names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins)
+    settings = ServerSettings(names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins)
     server = Server(loaded, encoding, settings)
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"

@@ -222,8 +222,8 @@ def run(
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
     pairs = list(zip(args, parameters, strict=True))
-    spans: dict[int, Span] = {}  # copies, by the identity of the array
-    values: list[Span | np.generic] = []
+    spans: dict[int, DevicePointer] = {}  # copies, by the identity of the array
+    values: list[DevicePointer | np.generic] = []
     for arg, parameter in pairs:
         if not _is_pointer(parameter):
             values.append(kernels.typed_scalar(kernel, parameter, arg))
@@ -237,7 +237,7 @@ def run(
                     raise ShimError(
                         f"{label}: overlaps an earlier argument and is not the same array"
                     )
-                spans[id(arg)] = Span(arg.reshape(-1).view(np.uint8).copy(), 0)
+                spans[id(arg)] = DevicePointer(arg.reshape(-1).view(np.uint8).copy(), 0)
             values.append(spans[id(arg)])
     defines = (*kernels.stored_as(storage, None, cache), *defines)
     options = (order, early, Checks(races, build=build, noted=noted), seed, copies_at_once)
@@ -265,7 +265,7 @@ def _check_array(
     return label
 
 
-class Span(NamedTuple):
+class DevicePointer(NamedTuple):
     """A pointer: an allocation, which other pointers may share, and a byte offset in it."""
 
     memory: NDArray[np.uint8]
@@ -277,7 +277,7 @@ def run_spans(
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Span | np.generic],
+    args: Sequence[DevicePointer | np.generic],
     shared: int = 0,
     defines: kernels.Defines = (),
     order: Order = "forward",
@@ -294,7 +294,7 @@ def run_spans(
     first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
     message = []
     for i, arg in enumerate(args):
-        if not isinstance(arg, Span):
+        if not isinstance(arg, DevicePointer):
             message.append(struct.pack("<q", -1) + arg.tobytes().ljust(8, b"\0"))
             continue
         known = first.setdefault(arg.memory.ctypes.data, i)
@@ -317,7 +317,7 @@ def run_spans(
         return places.variable(detailed, address) or "a shared variable"
 
     output = _execute(program, words, b"".join(message), launch, environment, checks, named)
-    written = [arg.memory for i in first.values() if isinstance(arg := args[i], Span)]
+    written = [arg.memory for i in first.values() if isinstance(arg := args[i], DevicePointer)]
     start = len(output) - sum(memory.nbytes for memory in written)  # of the arrays, after the text
     if start < 0:
         ended = "ended before all threads have returned, as by exit()"
@@ -342,7 +342,7 @@ def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict
 
 def _late(
     parameters: Sequence[kernels.Parameter],
-    args: Sequence[Span | np.generic],
+    args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
     """The arrays that may not be accessed before the wait, as the runner takes them.
@@ -350,7 +350,7 @@ def _late(
     What a constant parameter shares with another one may be accessed early.
     """
     pointers = [
-        (parameter, arg.memory.ctypes.data if isinstance(arg, Span) else 0)
+        (parameter, arg.memory.ctypes.data if isinstance(arg, DevicePointer) else 0)
         for parameter, arg in zip(parameters, args, strict=True)
         if _is_pointer(parameter)
     ]

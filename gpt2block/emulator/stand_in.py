@@ -218,11 +218,11 @@ class RawModule:
     def compile(self) -> None:
         pass
 
-    def get_function(self, name: str) -> Function:
-        return Function(self._source.with_only(name), name, self._defines)
+    def get_function(self, name: str) -> EmulatedFunction:
+        return EmulatedFunction(self._source.with_only(name), name, self._defines)
 
 
-class Function:
+class EmulatedFunction:
     """A kernel; a call runs it on the CPU."""
 
     shared_size_bytes = max_dynamic_shared_size_bytes = 0
@@ -265,7 +265,7 @@ class Function:
         )
 
 
-def _span(kernel: str, pointer: Any) -> loader.Span:
+def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
     """The allocation of an address, and the offset in it."""
     address = int(pointer)
     found = _allocation(address)
@@ -273,7 +273,7 @@ def _span(kernel: str, pointer: Any) -> loader.Span:
         raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
     start, nbytes = found
     flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
-    return loader.Span(flat, address - start)
+    return loader.DevicePointer(flat, address - start)
 
 
 def _allocation(address: int) -> tuple[int, int] | None:

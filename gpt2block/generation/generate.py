@@ -169,7 +169,7 @@ class Run:
                 options = replace(sampling, sample=sampling.sample + more)
             return Row(start, options, reader, ends, top_logprobs)
 
-        self.rows = Rows(len(starts) * samples, row)
+        self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
         self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # that a slot needs
 
@@ -201,7 +201,7 @@ class Run:
         return Batch(self._engine, slots, self.n_ctx, fewer=at_once is None)
 
 
-class Rows(Sequence[Row]):
+class LazyRows(Sequence[Row]):
     """The rows of a call; each row is created when it is first used."""
 
     def __init__(self, count: int, create: Callable[[int], Row]) -> None:

@@ -130,7 +130,7 @@ class RowScheduler(Generic[Item]):
         self._running -= 1
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens `first` to `end` of the prompt of a row in a slot. last: whether they end it."""
 
     slot: int
@@ -152,7 +152,7 @@ class PieceScheduler(Generic[Item]):
 
     def __init__(self, most: int | None = None, piece: int = PIECE) -> None:
         self._most, self._piece = most, piece
-        self._waiting: deque[Piece] = deque()  # all that is left of each prompt
+        self._waiting: deque[PromptPiece] = deque()  # all that is left of each prompt
 
     def __len__(self) -> int:
         """The number of rows with a part of their prompt left."""
@@ -160,11 +160,11 @@ class PieceScheduler(Generic[Item]):
 
     def add(self, slot: int, row: Item, first: int, end: int) -> None:
         """Let a prompt wait, of which `first` tokens have been computed, and end - first not."""
-        self._waiting.append(Piece(slot, row, first, end, True))
+        self._waiting.append(PromptPiece(slot, row, first, end, True))
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[PromptPiece]:
         """The pieces before the next step: at most one of each row."""
-        taken: list[Piece] = []
+        taken: list[PromptPiece] = []
         tokens = 0
         for _ in range(len(self._waiting)):
             left = self._waiting.popleft()

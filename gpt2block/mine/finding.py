@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpt2block.emulator.loader import END
 from gpt2block.mine.confined import MEMORY
-from gpt2block.mine.source import Source
+from gpt2block.mine.source import UserSource
 
 MOST_ERRORS = 3  # of a compiler
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
@@ -61,20 +61,20 @@ class Finding:
     fragile: bool = False
 
 
-def headline(source: Source, found: Finding) -> str:
+def headline(source: UserSource, found: Finding) -> str:
     """What is wrong, with the file and its first line."""
     place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
     return found.what if found.what.startswith(source.file) else place + found.what
 
 
-def numbered(source: Source, found: Finding) -> list[str]:
+def numbered(source: UserSource, found: Finding) -> list[str]:
     """The lines of the file, with their numbers."""
     return [
         f"{number:>5} | {source.line(number).expandtabs(4)}" for number in sorted({*found.lines})
     ]
 
 
-def of_compiler(source: Source, log: str) -> Finding:
+def of_compiler(source: UserSource, log: str) -> Finding:
     """The first errors of g++ or of NVRTC."""
     file = re.escape(source.file)
     found = re.findall(
@@ -108,7 +108,7 @@ def of_compiler(source: Source, log: str) -> Finding:
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", (shown[0][0],))
 
 
-def of_emulator(source: Source, report: str, at: str) -> Finding:
+def of_emulator(source: UserSource, report: str, at: str) -> Finding:
     """A report of the emulator's launch, such as AddressSanitizer's."""
     place = _PLACE.search(report)
     where = f"in {place[1]}, {at}" if place else at
@@ -116,13 +116,13 @@ def of_emulator(source: Source, report: str, at: str) -> Finding:
     return Finding(_said(source, report), lines, where)
 
 
-def explained(source: Source, found: Finding, notes: Sequence[str]) -> Finding:
+def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:
     """A wrong result, with what the emulator has noted that may be the cause."""
     said = "".join(f"\nPossibly because {note}" for note in dict.fromkeys(notes))
     return replace(found, what=found.what + said, lines=_lines(source, said))
 
 
-def _said(source: Source, report: str) -> str:
+def _said(source: UserSource, report: str) -> str:
     return _of_an_access(report) or _of_a_program(source, report)
 
 
@@ -138,7 +138,7 @@ def _of_an_access(report: str) -> str:
     return ""
 
 
-def _of_a_program(source: Source, report: str) -> str:
+def _of_a_program(source: UserSource, report: str) -> str:
     first = report.splitlines()[0]
     if "hard rss limit" in report:
         return f"the program takes more than {MEMORY >> 30} GiB of memory"
@@ -153,7 +153,7 @@ def _of_a_program(source: Source, report: str) -> str:
     return named.replace("after 1 barriers", "after 1 barrier")
 
 
-def _lines(source: Source, report: str) -> tuple[int, ...]:
+def _lines(source: UserSource, report: str) -> tuple[int, ...]:
     """The lines of the file in a report, each once; of an overrun, that of the access alone."""
     numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
     distinct = tuple(dict.fromkeys(map(int, numbers)))

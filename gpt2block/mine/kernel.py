@@ -20,7 +20,7 @@ from gpt2block.errors import Argument, InputError
 from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
-from gpt2block.mine.source import TEMPLATE, Source
+from gpt2block.mine.source import TEMPLATE, UserSource
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
 
@@ -55,7 +55,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # grid, block, bytes of
 class Kernel:
     """A kernel of a file for an operation; `names` are its arguments, one for each parameter."""
 
-    source: Source
+    source: UserSource
     operation_name: str  # the operation itself holds functions, which no process can send
     dtype: str  # of the activations
     names: tuple[str, ...]
@@ -168,7 +168,7 @@ class Kernel:
 
 
 def matched(
-    source: Source, operation: Operation, stored: tuple[str, str], args: str | None = None
+    source: UserSource, operation: Operation, stored: tuple[str, str], args: str | None = None
 ) -> Kernel:
     """Find the argument of each parameter by its name, or by `args`, a name for each.
 

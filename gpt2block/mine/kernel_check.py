@@ -20,7 +20,7 @@ from gpt2block.mine.cases import cases
 from gpt2block.mine.check import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import Kernel, matched
-from gpt2block.mine.outcome import COLUMNS, RIGHT, Outcome, printed, titled
+from gpt2block.mine.outcome import COLUMNS, RIGHT, CheckOutcome, printed, titled
 from gpt2block.mine.source import OWN, read
 from gpt2block.notebook import paragraph, table, text_table
 from gpt2block.ops.registry import find, stated_sizes
@@ -141,9 +141,9 @@ def check_kernel(
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
-        outcome = Outcome.of(on_cpu.check_kernel(user, given, timed={**found.sizes, **stated}))
+        outcome = CheckOutcome.of(on_cpu.check_kernel(user, given, timed={**found.sizes, **stated}))
     else:
-        outcome = Outcome.of(on_gpu.run(on_gpu.Job(user, given, (), None, stored)))
+        outcome = CheckOutcome.of(on_gpu.run(on_gpu.ChildJob(user, given, (), None, stored)))
     return KernelCheck(user, "cpu" if problem else "cuda", outcome.checked, outcome.problem)
 
 

@@ -26,14 +26,14 @@ from gpt2block.mine.confined import confined
 from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
 from gpt2block.mine.refused import Needs, refused, too_many, without_literals
-from gpt2block.mine.source import Source
+from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
 OTHER = "--shape checks and times others"
 
 
-class Run(NamedTuple):
+class EmulatedRun(NamedTuple):
     """How a launch runs: the order of threads, what it looks for, and how it is compiled.
 
     A user's kernel is compiled so that nothing is right by chance.
@@ -48,10 +48,10 @@ class Run(NamedTuple):
 
 # First under AddressSanitizer, whose reports say most.
 RUNS = (
-    Run(ORDERS[0]),
-    Run(ORDERS[0], races=True),
-    Run(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
-    Run(ORDERS[2], fill=check.NEGATIVE_BYTE),
+    EmulatedRun(ORDERS[0]),
+    EmulatedRun(ORDERS[0], races=True),
+    EmulatedRun(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
+    EmulatedRun(ORDERS[2], fill=check.NEGATIVE_BYTE),
 )
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # What the emulator cannot judge, and what to do instead.
@@ -119,7 +119,7 @@ def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: Needs) -> Fin
         return too_many(kernel, needs, kernel.geometry(sizes), most)
 
 
-def _check_judged(source: Source) -> None:
+def _check_judged(source: UserSource) -> None:
     """InputError for what only a GPU can run: instructions and headers that g++ cannot compile."""
     text = without_literals(source.text)
     for pattern, what in _ON_GPU.items():
@@ -173,7 +173,7 @@ def _wrong(found: Checked | Finding) -> bool:
 
 
 def _run(
-    kernel: Kernel, case: Case, run: Run, limit_s: float, notes: list[str]
+    kernel: Kernel, case: Case, run: EmulatedRun, limit_s: float, notes: list[str]
 ) -> Checked | Finding:
     """The result of one launch, or what the emulator reports. notes: gets what may be a cause."""
     texts: list[str] = []

@@ -26,7 +26,7 @@ CHECK_S, RACE_S = 20.0, 600.0
 
 
 @dataclass(frozen=True)
-class Job:
+class ChildJob:
     """What the child does.
 
     variants: the names of the built-in ones in the race. sizes: those of the race; None for checks
@@ -52,7 +52,7 @@ class Raced:
     ceiling: Ceilings
 
 
-def run(job: Job) -> Iterator[Checked | Finding | Raced]:
+def run(job: ChildJob) -> Iterator[Checked | Finding | Raced]:
     """The result of each case, then of the race; ends with a Finding at the first problem.
 
     A kernel that is wrong on special inputs alone is timed all the same. Raises InputError for
@@ -67,7 +67,7 @@ def run(job: Job) -> Iterator[Checked | Finding | Raced]:
             yield message
 
 
-def serve(send: Send, job: Job) -> None:
+def serve(send: Send, job: ChildJob) -> None:
     """In the child: check, then time."""
     try:
         if _compiled(send, job) and _right(send, job) and job.sizes:
@@ -76,7 +76,7 @@ def serve(send: Send, job: Job) -> None:
         send(error)
 
 
-def _race(send: Send, job: Job, sizes: Sizes) -> None:
+def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
     send(Stage(f"the race at {described(sizes)}", RACE_S))
     raced = job.kernel.as_operation()
     variants = [each for each in raced.variants if each.name in (*job.variants, MINE)]
@@ -91,7 +91,7 @@ def _race(send: Send, job: Job, sizes: Sizes) -> None:
     send(Raced(rows, skipped, ceiling))
 
 
-def _compiled(send: Send, job: Job) -> bool:
+def _compiled(send: Send, job: ChildJob) -> bool:
     """Whether NVRTC accepts the file."""
     send(COMPILE)
     case = job.cases[0]
@@ -105,7 +105,7 @@ def _compiled(send: Send, job: Job) -> bool:
     return True
 
 
-def _right(send: Send, job: Job) -> bool:
+def _right(send: Send, job: ChildJob) -> bool:
     """Whether every case but special ones is right; sends the result of each."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))

@@ -32,7 +32,7 @@ def titled(kernel: Kernel, on_cpu: bool) -> str:
 
 
 @dataclass
-class Outcome:
+class CheckOutcome:
     """The results in the order of the checks; `problem` is what ended them."""
 
     checked: list[Checked] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Outcome:
     raced: Raced | None = None
 
     @classmethod
-    def of(cls, results: Iterable[Checked | Finding | Raced]) -> Outcome:
+    def of(cls, results: Iterable[Checked | Finding | Raced]) -> CheckOutcome:
         found = cls()
         for result in results:
             if isinstance(result, Checked):

@@ -16,7 +16,7 @@ from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import HOST, Finding, of_compiler
 from gpt2block.mine.kernel import Geometry, Kernel
-from gpt2block.mine.source import Source, numbers
+from gpt2block.mine.source import UserSource, numbers
 
 MOST_STATIC = 48 << 10  # bytes of shared variables of a kernel
 MOST_CONSTANT = 64 << 10  # bytes of constants of a file
@@ -98,7 +98,7 @@ def _compiled(kernel: Kernel) -> Finding | Needs | None:
     return Needs(int(used[1]), int(used[2] or 0)) if used else Needs()
 
 
-def _host_function(source: Source, text: str) -> Finding | None:
+def _host_function(source: UserSource, text: str) -> Finding | None:
     for name, header, start in _functions(text):
         if not re.search(r"__(device|global)__", header):
             line = text.count("\n", 0, start) + 1
@@ -125,7 +125,7 @@ def _functions(text: str) -> Iterator[tuple[str, str, int]]:
             begin = found.end()
 
 
-def _too_large(source: Source, text: str) -> Finding | None:
+def _too_large(source: UserSource, text: str) -> Finding | None:
     own = kernels.with_only(source.name, text)
     for kind, most, what in (
         ("__shared__", MOST_STATIC, "shared variables: take an extern __shared__ array for more"),
@@ -139,7 +139,7 @@ def _too_large(source: Source, text: str) -> Finding | None:
     return None
 
 
-def _declared(kind: str, text: str, source: Source) -> Iterator[tuple[str, int]]:
+def _declared(kind: str, text: str, source: UserSource) -> Iterator[tuple[str, int]]:
     """Name and bytes of each variable of a kind; 0 bytes where the type or a size is not known."""
     known = numbers(source.text)
     for found in re.finditer(_DECLARED.format(kind=kind), text):
@@ -151,7 +151,7 @@ def _declared(kind: str, text: str, source: Source) -> Iterator[tuple[str, int]]
             yield name, _BYTES.get(found["type"], 0) * prod(sizes)
 
 
-def _stored_constant(source: Source, text: str) -> Finding | None:
+def _stored_constant(source: UserSource, text: str) -> Finding | None:
     """A store to a constant, which compiles, and which a GPU ignores or answers with an error."""
     for name, _ in _declared("__constant__", text, source):
         place = rf"\b{name}\s*(?:\[[^\]]*\]\s*)*(?:\.\w+\s*)?"

@@ -40,7 +40,7 @@ class LaunchText:
 
 
 @dataclass(frozen=True)
-class Source:
+class UserSource:
     """One kernel of a file. `stated`: the settings that its launch line, `launch_line`, gives."""
 
     path: Path
@@ -110,7 +110,7 @@ def read(
     grid: str | None = None,
     block: str | None = None,
     shared: str | None = None,
-) -> Source:
+) -> UserSource:
     """The kernel of a file, by name if there are several, with its launch line.
 
     grid, block, shared: replace those of the launch line. Raises InputError, which says what to
@@ -131,7 +131,7 @@ def read(
         near = get_close_matches(name, found, 1) or list(found)
         use = f"use {', '.join(near)}"
         raise InputError(Argument("kernel"), f" {name}: {path.name} has no such kernel: {use}")
-    source = Source(path.resolve(), text, name, found[name].parameters, LaunchText(""))
+    source = UserSource(path.resolve(), text, name, found[name].parameters, LaunchText(""))
     line, stated = _stated(source)
     options = {"grid": grid, "block": block, "shared": shared}
     given = {key: value for key, value in options.items() if value is not None}
@@ -194,7 +194,7 @@ def _no_kernel(text: str) -> str:
     )
 
 
-def _stated(source: Source) -> tuple[int, Mapping[str, str]]:
+def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:
     """The last launch line before the kernel: its number, 0 if there is none, and its settings."""
     text = source.text
     at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)

@@ -100,7 +100,7 @@ def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[
 # --- tensor cores
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """A block of the mma kernel, and the time it takes."""
 
     warps: int
@@ -117,8 +117,8 @@ class Tile(NamedTuple):
 # By the size of a head. 32 queries a warp read K and V half as often from shared memory; 16 fill a
 # GPU with fewer rows, and leave registers for larger heads.
 MMA_TILES = {
-    64: (Tile(4, 2, 2, 1700, 950), Tile(4, 1, 3, 850, 520)),
-    128: (Tile(4, 1, 2, 1700, 950),),
+    64: (AttentionTile(4, 2, 2, 1700, 950), AttentionTile(4, 1, 3, 850, 520)),
+    128: (AttentionTile(4, 1, 2, 1700, 950),),
 }
 
 
@@ -133,7 +133,7 @@ def mma_geometry(
     most_shared: int,
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
-    tile: Tile | None = None,
+    tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
     """The launch of `mma` for B sequences, the longest of T rows; and `together`'s heads.
 
@@ -336,7 +336,7 @@ def together(
     return ceil(B * NH / parts)
 
 
-def _clocks(tile: Tile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
+def _clocks(tile: AttentionTile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
     """Estimated clocks for a tile of 64 keys on the multiprocessor that has most blocks.
 
     With a causal mask a block visits about half of the keys.

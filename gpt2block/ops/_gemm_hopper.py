@@ -22,7 +22,7 @@ BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
 
 
-class Tile(NamedTuple):
+class HopperGemmTile(NamedTuple):
     """The constants of matmul/hopper.cuh, and the time such tiles take on an H200."""
 
     rows: int
@@ -47,45 +47,47 @@ class Tile(NamedTuple):
 # own, epilogues cost little. The times of 176 columns are estimated from those of 192: of N = 11008
 # they save 4 % at 1,024 rows and nothing at 512.
 TILES = (
-    Tile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
-    Tile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
-    Tile(128, 176, (128, 176), 5, 16, 1, 2, 2.4, 0.415, 1.1),
-    Tile(128, 144, (64, 144), 5, 16, 1, 2, 0.7, 0.400, 2.5),
-    Tile(128, 128, (128, 128), 6, 32, 1, 2, 2.4, 0.380, 0.8),
-    Tile(128, 128, (64, 128), 6, 32, 1, 2, 0.8, 0.382, 1.8),
-    Tile(128, 96, (128, 96), 6, 32, 1, 2, 2.2, 0.275, 0.5),
-    Tile(128, 96, (64, 96), 7, 32, 1, 1, 0.6, 0.285, 1.5),
-    Tile(64, 96, (64, 96), 8, 32, 1, 2, 2.0, 0.151, 0.4),
-    Tile(64, 64, (64, 32), 8, 32, 1, 1, 1.2, 0.154, 0.7),
-    Tile(128, 96, (64, 96), 6, 16, 2, 1, 0.0, 0.247, 3.5),
-    Tile(128, 64, (64, 64), 8, 16, 2, 1, 0.0, 0.195, 2.8),
-    Tile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.168, 2.1),
-    Tile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
+    HopperGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
+    HopperGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
+    HopperGemmTile(128, 176, (128, 176), 5, 16, 1, 2, 2.4, 0.415, 1.1),
+    HopperGemmTile(128, 144, (64, 144), 5, 16, 1, 2, 0.7, 0.400, 2.5),
+    HopperGemmTile(128, 128, (128, 128), 6, 32, 1, 2, 2.4, 0.380, 0.8),
+    HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 2, 0.8, 0.382, 1.8),
+    HopperGemmTile(128, 96, (128, 96), 6, 32, 1, 2, 2.2, 0.275, 0.5),
+    HopperGemmTile(128, 96, (64, 96), 7, 32, 1, 1, 0.6, 0.285, 1.5),
+    HopperGemmTile(64, 96, (64, 96), 8, 32, 1, 2, 2.0, 0.151, 0.4),
+    HopperGemmTile(64, 64, (64, 32), 8, 32, 1, 1, 1.2, 0.154, 0.7),
+    HopperGemmTile(128, 96, (64, 96), 6, 16, 2, 1, 0.0, 0.247, 3.5),
+    HopperGemmTile(128, 64, (64, 64), 8, 16, 2, 1, 0.0, 0.195, 2.8),
+    HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.168, 2.1),
+    HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
 # For FP8 weights: rows are those of w, columns those of a. Fitted to products of GPT-2 and of Llama
 # 7B at M from 128 to 2048. Other tiles, most of them of one warpgroup, were never the fastest.
 FP8_TILES = (
-    Tile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
-    Tile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
-    Tile(128, 128, (64, 128), 8, 32, 1, 2, 0.7, 0.367, 1.2),
-    Tile(128, 96, (64, 96), 8, 32, 1, 1, 0.7, 0.327, 1.1),
-    Tile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
+    HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
+    HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
+    HopperGemmTile(128, 128, (64, 128), 8, 32, 1, 2, 0.7, 0.367, 1.2),
+    HopperGemmTile(128, 96, (64, 96), 8, 32, 1, 1, 0.7, 0.327, 1.1),
+    HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
 
 # For two-part matrices: three accumulators an output.
 TWO_PART_TILES = (
-    Tile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
-    Tile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
-    Tile(64, 48, (64, 48), 7, 16, 1, 1, 2.0, 0.246, 0.7),
+    HopperGemmTile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
+    HopperGemmTile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
+    HopperGemmTile(64, 48, (64, 48), 7, 16, 1, 1, 2.0, 0.246, 0.7),
 )
 
 
-def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
+def choose_tile(
+    tiles: tuple[HopperGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
+) -> HopperGemmTile:
     """The tile with the shortest estimated time; K is not divided unless `split_k`."""
     slices = ceil(K / SLICE)
 
-    def us(tile: Tile) -> float:
+    def us(tile: HopperGemmTile) -> float:
         waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
         return tile.start_us + waves * (ceil(slices / tile.split_k) * tile.slice_us + tile.wave_us)
 
@@ -93,12 +95,12 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, 
     return min(allowed, key=us)
 
 
-def _tiles(tile: Tile, M: int, N: int) -> int:
+def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
     """Tiles, or where blocks of a cluster have tiles below each other, such groups of tiles."""
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
-def _at_once(tile: Tile, sms: int) -> int:
+def _at_once(tile: HopperGemmTile, sms: int) -> int:
     """Estimated clusters that run at once; GPU partitions differ in their number of SMs."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
@@ -118,8 +120,8 @@ def geometry(
     split_k: bool = False,
     fp8: bool = False,
     sms: int,
-    tile: Tile | None = None,
-) -> tuple[Geometry, Tile]:
+    tile: HopperGemmTile | None = None,
+) -> tuple[Geometry, HopperGemmTile]:
     """The launch of gemm_hopper, gemm_fp8_hopper or gemm_split_hopper, and its tile.
 
     a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
@@ -145,7 +147,7 @@ def geometry(
 
 
 def launched(
-    kernel: str, tile: Tile, M: int, N: int, sms: int, shared: int, ends: Defines
+    kernel: str, tile: HopperGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
     """The launch of a kernel on matmul/hopper.cuh for a result (M, N); ends: its own constants."""
     rows, columns = tile.group
@@ -167,7 +169,9 @@ def launched(
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int, fp8: bool = False) -> int:
+def shared_bytes(
+    tile: HopperGemmTile, parts: int, chunks: int, floats: int, fp8: bool = False
+) -> int:
     """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
     stage = SLICE * parts * ((1 if fp8 else 2) * tile.rows + 2 * tile.columns)

@@ -24,7 +24,7 @@ STEP = 40
 FEWEST_STAGES = 3
 
 
-class Tile(NamedTuple):
+class MmaGemmTile(NamedTuple):
     """A block's tile, and how its warps share it: the constants of kernels_cu/matmul/mma.cuh."""
 
     rows: int
@@ -40,24 +40,24 @@ class Tile(NamedTuple):
 # 128 tiles each, one for nearly every SM of 132. Many rows: warps of 64x64 or near it, for shared
 # memory's sake, and tiles as large as the registers hold, for the L2 cache's.
 TILES = (
-    Tile(16, 32, (1, 4), 128, 8, 6),
-    Tile(32, 32, (2, 2), 128, 8, 4),
-    Tile(64, 48, (2, 2), 128, 6, 3),
-    Tile(64, 96, (2, 2), 64, 8, 3),
-    Tile(128, 128, (2, 2), 64, 3, 1, blocks=2),
-    Tile(128, 144, (4, 2), 64, 6, 2),
-    Tile(128, 192, (2, 4), 64, 5, 1),
-    Tile(128, 256, (2, 4), 64, 4, 1),
+    MmaGemmTile(16, 32, (1, 4), 128, 8, 6),
+    MmaGemmTile(32, 32, (2, 2), 128, 8, 4),
+    MmaGemmTile(64, 48, (2, 2), 128, 6, 3),
+    MmaGemmTile(64, 96, (2, 2), 64, 8, 3),
+    MmaGemmTile(128, 128, (2, 2), 64, 3, 1, blocks=2),
+    MmaGemmTile(128, 144, (4, 2), 64, 6, 2),
+    MmaGemmTile(128, 192, (2, 4), 64, 5, 1),
+    MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
 # For two-part matrices, with three sums for each output.
 TWO_PART_TILES = (
-    Tile(16, 32, (1, 4), 64, 8, 6),
-    Tile(32, 32, (2, 2), 64, 8, 4),
-    Tile(64, 48, (2, 2), 64, 6, 3),
-    Tile(64, 96, (2, 4), 64, 5, 2),
-    Tile(128, 64, (4, 2), 64, 4, 1),
-    Tile(128, 96, (4, 2), 64, 4, 1),
+    MmaGemmTile(16, 32, (1, 4), 64, 8, 6),
+    MmaGemmTile(32, 32, (2, 2), 64, 8, 4),
+    MmaGemmTile(64, 48, (2, 2), 64, 6, 3),
+    MmaGemmTile(64, 96, (2, 4), 64, 5, 2),
+    MmaGemmTile(128, 64, (4, 2), 64, 4, 1),
+    MmaGemmTile(128, 96, (4, 2), 64, 4, 1),
 )
 
 
@@ -75,7 +75,7 @@ def geometry(
     early: bool = True,
     sms: int,
     most_shared: int,
-    tile: Tile | None = None,
+    tile: MmaGemmTile | None = None,
 ) -> Geometry:
     """The launch of gemm_mma, or gemm_split_mma for two-part matrices, for a (M, K) and w (N, K).
 
@@ -117,12 +117,12 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
     )
 
 
-def _slice(tile: Tile) -> int:
+def _slice(tile: MmaGemmTile) -> int:
     """Bytes of one part of a slice in shared memory."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
-def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
+def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
     """Clocks of the SM that has most tiles, about. Two-part operands make three products."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
@@ -138,7 +138,7 @@ def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
-def _fit(tile: Tile, memory: tuple[int, ...], parts: int) -> Tile | None:
+def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
     """The tile with as many blocks and stages as shared memory holds; None where it has no room.
 
     memory: bytes for each of 1, 2, … blocks on a multiprocessor.

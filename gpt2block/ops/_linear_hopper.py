@@ -37,7 +37,7 @@ LONG_ROW = 16_384  # bytes of a row of weights
 LEAST_STAGES = 4
 
 
-class Tile(NamedTuple):
+class HopperLinearTile(NamedTuple):
     """The constants of a kernel that decide how fast it is, never what it computes."""
 
     rows: int
@@ -71,18 +71,18 @@ def terms(dtype: str, rounded: bool = False) -> Terms:
     return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
 
 
-def _static(tile: Tile) -> int:
+def _static(tile: HopperLinearTile) -> int:
     """Bytes of shared memory that the kernel itself has."""
     return BARRIERS + CONSTANTS * tile.groups
 
 
-def _stage(tile: Tile, dtype: str, rounded: bool) -> int:
+def _stage(tile: HopperLinearTile, dtype: str, rounded: bool) -> int:
     """Bytes of a slice of K: of W, and of x, which has one term where rounded, else two."""
     of_x = (2 if rounded else 4) * tile.rows * (LINE // BYTES.get(dtype, 1))
     return LINE * GROUP_COLUMNS * tile.groups + of_x
 
 
-def _sums(tile: Tile, K: int) -> int:
+def _sums(tile: HopperLinearTile, K: int) -> int:
     """Bytes of the sums that a block receives."""
     if tile.splits == 1:
         return 0
@@ -90,7 +90,7 @@ def _sums(tile: Tile, K: int) -> int:
     return splits(K)[0] * own * 32 * PAIR
 
 
-def shared_bytes(tile: Tile, K: int, dtype: str, rounded: bool = False) -> int:
+def shared_bytes(tile: HopperLinearTile, K: int, dtype: str, rounded: bool = False) -> int:
     """The dynamic shared memory of a block: the ring, and received sums.
 
     dtype: of the weights. rounded: x, to one term.
@@ -98,13 +98,13 @@ def shared_bytes(tile: Tile, K: int, dtype: str, rounded: bool = False) -> int:
     return ALIGNMENT + tile.stages * _stage(tile, dtype, rounded) + _sums(tile, K)
 
 
-def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
+def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> HopperLinearTile:
     """A tile of more than 32 rows. wgmma and shared memory are the bound: one block on an SM.
 
     The fewest warpgroups with which no SM has a second block; where less than half of the SMs have
     one, K is shared. Large clusters find fewer places. x is read less often with shares.
     """
-    tiles = [Tile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
+    tiles = [HopperLinearTile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
     grids = {tile: tile.grid(M, N, gated) for tile in tiles}
     fitting = [tile for tile in tiles if grids[tile] <= sms]
     if fitting:
@@ -121,15 +121,17 @@ def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
     )
 
 
-def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: int) -> list[Tile]:
+def _few_rows(
+    rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: int
+) -> list[HopperLinearTile]:
     """Tiles of up to 32 rows, the preferred one first. Memory is the bound.
 
     One block on each SM, with a deep ring, reads long rows of weights at the highest rate. Else
     there are many blocks, the next kernel's among them.
     """
-    tile, parts = Tile(rows, 1, blocks=3), splits(K)[0]
+    tile, parts = HopperLinearTile(rows, 1, blocks=3), splits(K)[0]
     grid = tile.grid(M, N, gated)
-    found: list[Tile] = []
+    found: list[HopperLinearTile] = []
     alone = parts % 2 == 0 and 0.9 * sms <= 2 * grid <= sms
     if alone and (K * BYTES.get(dtype, 1) >= LONG_ROW or rows > 16):
         found.append(tile._replace(splits=2, blocks=1))
@@ -148,7 +150,9 @@ def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: i
     return found
 
 
-def _with_stages(tile: Tile, K: int, dtype: str, most_shared: int, rounded: bool) -> Tile | None:
+def _with_stages(
+    tile: HopperLinearTile, K: int, dtype: str, most_shared: int, rounded: bool
+) -> HopperLinearTile | None:
     """The tile with as many stages as fit, with fewer blocks on an SM where two do not."""
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
@@ -169,7 +173,7 @@ def choose(
     sms: int,
     most_shared: int,
     rounded: bool = False,
-) -> Tile:
+) -> HopperLinearTile:
     """The tile for x (M, K) and weights (N, K), as measured on an H200.
 
     gated: of two matrices, with N outputs. rounded: x, to one term. Where received sums leave few
@@ -194,7 +198,7 @@ def geometry(
     N: int,
     K: int,
     dtype: str,
-    tile: Tile,
+    tile: HopperLinearTile,
     *,
     gated: bool = False,
     to_terms: bool = False,

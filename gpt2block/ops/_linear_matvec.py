@@ -26,7 +26,7 @@ FEWEST = 4, 12  # columns of a block: fewer are done no sooner; for few rows, fo
 EACH_BLOCK = 4  # columns that take as long as loading x into a block
 
 
-class Layout(NamedTuple):
+class MatvecLayout(NamedTuple):
     """The partition of a product. Results depend only on the first three fields."""
 
     width: int  # weights of a load
@@ -58,7 +58,7 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
     return width, split, ceil(units / ceil(units / MOST_STEPS))
 
 
-def layout(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
+def layout(M: int, N: int, K: int, weight: int, sms: int) -> MatvecLayout:
     """The layout for M rows on a GPU with `sms` multiprocessors."""
     width, split, steps = order(N, K, weight)
     rows = min(MOST_ROWS[N >= MANY_COLUMNS], power_of_two(M))
@@ -70,7 +70,7 @@ def layout(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     else:
         columns, groups = _columns(N, split, steps, rows, sms)
         blocks = 1
-    return Layout(width, split, steps, columns, groups, N >= MANY_COLUMNS, blocks, rows)
+    return MatvecLayout(width, split, steps, columns, groups, N >= MANY_COLUMNS, blocks, rows)
 
 
 def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def geometry(
     norm: bool = False,
     sms: int = 132,
     most_shared: int = 232_448,
-    cut: Layout | None = None,
+    cut: MatvecLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
@@ -135,7 +135,7 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.groups * cut.split,), shared, defines)
 
 
-def shared_floats(cut: Layout, K: int, norm: bool) -> int:
+def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     """Bytes of shared memory of matmul/decode.cu: rows of x, gamma and beta, warps' sums."""
     chunk = WARP * cut.width * cut.split * cut.steps
     padded = chunk * ceil(K / chunk)

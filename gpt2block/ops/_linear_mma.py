@@ -43,7 +43,7 @@ NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
 FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
 
 
-class Layout(NamedTuple):
+class MmaLayout(NamedTuple):
     """The partition of a product; results do not depend on it."""
 
     columns: int  # of a block, or of a warp if `loop`
@@ -61,13 +61,13 @@ def splits(K: int) -> tuple[int, int]:
     return ceil(units / each), each
 
 
-def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+def layout(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights."""
     choose = _loop if N >= MANY_COLUMNS else _block
     return choose(M, N, K, dtype, sms)
 
 
-def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     """A layout for many columns."""
     weight = BYTES.get(dtype, 1)
     rows = power_of_two(min(M, LOOP_ROWS))
@@ -75,10 +75,12 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
     registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
     flight = _flight(units, LOOP_COLUMNS, weight, registers)
     crowded = weight == FLOAT and 2 * rows >= LOOP_ROWS
-    return Layout(LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows)
+    return MmaLayout(
+        LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows
+    )
 
 
-def _block(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+def _block(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     """A layout in which a block has some columns.
 
     Two blocks of 4 rows are faster than one of 8, and so on, although they read the weights twice:
@@ -99,7 +101,7 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
     flight = _flight(units, columns, weight, limits.registers)
     once = flight == each or (dtype == TWO_PART and flight < MOST_FLIGHT)
     room = floats and each <= MOST_UNITS and _room(columns, flight, rows, once)
-    return Layout(columns, flight, False, parts, 1 + room, rows)
+    return MmaLayout(columns, flight, False, parts, 1 + room, rows)
 
 
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
@@ -135,7 +137,7 @@ def geometry(
     sms: int = 132,
     most_shared: int = 232_448,
     terms: bool = False,
-    cut: Layout | None = None,
+    cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
@@ -163,7 +165,7 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
-def shared_bytes(cut: Layout, K: int, dtype: str, norm: int) -> int:
+def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 64 if dtype in BYTES else 16

@@ -20,7 +20,7 @@ LONG_K = 2048  # from here on a block has much of x to read
 FILLED, FULL = 1.4, 2.0  # blocks for each multiprocessor, of large and of small tiles
 
 
-class Tile(NamedTuple):
+class MmaLinearTile(NamedTuple):
     """The constants of a kernel that decide how fast it is, never what it computes."""
 
     rows: int
@@ -34,16 +34,16 @@ class Tile(NamedTuple):
 
 # Larger tiles read x and w less often from the L2 cache; of small ones more run at the same time,
 # so that tensor cores wait less. With weights of 4 bytes large ones need too many registers.
-FEW = Tile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
-SLIM = Tile(64, 32, (4, 1), 5, blocks=3)
-SLIM_LONG = Tile(64, 32, (4, 2), 5, blocks=2)  # with weights of 4 bytes, where K is long
-EVEN = Tile(64, 64, (2, 2), 5, blocks=2)  # the largest with weights of 4 bytes
-WIDE = Tile(64, 96, (2, 3), 5, blocks=2)
-LARGE = Tile(64, 128, (2, 2), 4, blocks=2)
+FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
+SLIM = MmaLinearTile(64, 32, (4, 1), 5, blocks=3)
+SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # with weights of 4 bytes, where K is long
+EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # the largest with weights of 4 bytes
+WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
+LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = FEW, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 
 
-def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
+def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     """The dynamic shared memory of a block: sums, and slices of x and w. dtype: of the weights."""
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
@@ -58,7 +58,7 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
 @lru_cache(maxsize=1024)
 def choose(
     M: int, N: int, K: int, dtype: str, *, capability: int, sms: int, most_shared: int
-) -> Tile:
+) -> MmaLinearTile:
     """The tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
     dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
@@ -79,7 +79,7 @@ def choose(
     clusters = range(1, parts + 1) if capability >= CLUSTER_CAPABILITY else (1,)
     fitting = [n for n in clusters if parts % n == 0]
 
-    def enough(one: Tile, full: float) -> list[int]:
+    def enough(one: MmaLinearTile, full: float) -> list[int]:
         """The clusters with so many blocks; the sums of a larger one take less memory."""
         tiles = count_tiles(one, M, N)
         return [n for n in fitting if tiles * n >= full] or fitting[-1:]
@@ -100,7 +100,7 @@ def choose(
     return SLIM._replace(stages=2, blocks=1)
 
 
-def _pipelines(tile: Tile, dtype: str) -> Iterator[Tile]:
+def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
     """The tile with fewer and fewer bytes in flight."""
     if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
         yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices save barriers
@@ -115,7 +115,7 @@ def geometry(
     N: int,
     K: int,
     dtype: str,
-    tile: Tile,
+    tile: MmaLinearTile,
     terms: bool = False,
     to_terms: bool = False,
 ) -> Geometry:

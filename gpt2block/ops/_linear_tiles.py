@@ -16,7 +16,7 @@ MAX_SIZE = 2**31 - 1024  # of M and N: what an int holds, and a tile more
 MAX_K = 2**23  # with which the rows of a tile are less than 4 GB from each other
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """The constants of linear_tiles that decide how fast it is, never what it computes."""
 
     rows: int
@@ -32,14 +32,14 @@ class Tile(NamedTuple):
 # Larger ones first: of equals the first is taken. Smaller ones have fewer outputs a thread, so that
 # even one tile on an SM has a warp for each of its four schedulers.
 TILES = (
-    Tile(128, 128, 8, 8, 16, 2, 2, 1.0),
-    Tile(64, 96, 8, 6, 32, 2, 4, 0.97),
-    Tile(32, 96, 4, 6, 32, 3, 4, 0.86),
-    Tile(32, 32, 2, 4, 32, 3, 4, 0.62),
+    LinearTile(128, 128, 8, 8, 16, 2, 2, 1.0),
+    LinearTile(64, 96, 8, 6, 32, 2, 4, 0.97),
+    LinearTile(32, 96, 4, 6, 32, 3, 4, 0.86),
+    LinearTile(32, 32, 2, 4, 32, 3, 4, 0.62),
 )
 
 
-def shared_bytes(tile: Tile, size: int) -> int:
+def shared_bytes(tile: LinearTile, size: int) -> int:
     """For weights of `size` bytes; narrow ones have a place for what arrives, too."""
     floats = 4 * (tile.rows + 4 + tile.columns + 4)
     return tile.stages * tile.depth * (floats + (tile.columns * size if size < 4 else 0))
@@ -55,7 +55,7 @@ def geometry(
     gelu: bool,
     sms: int,
     most_shared: int,
-    tile: Tile | None = None,
+    tile: LinearTile | None = None,
 ) -> Geometry:
     """For x (M, K) and weights (N, K) of `size` bytes an element.
 

@@ -12,7 +12,7 @@ from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops._gemm_hopper import (
     BUFFERS,
     SLICE,
-    Tile,
+    HopperGemmTile,
     choose_tile,
     launched,
     shared_bytes,
@@ -24,30 +24,30 @@ FILE = "llama/rmsnorm_matmul_hopper.cu"
 # rows all tiles wait for the weights; what counts is one for nearly every SM: 64x64 split in two
 # gives 4,096 columns 128 blocks, 64x192 makes 115 of the feed-forward's 2 · 11,008.
 MATMUL_TILES = (
-    Tile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
-    Tile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
-    Tile(128, 64, (64, 64), 8, 32, 1, 2, 0.0, 0.278, 0.0),
-    Tile(128, 64, (64, 64), 8, 32, 2, 1, 0.0, 0.361, 0.0),
-    Tile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
+    HopperGemmTile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
+    HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
+    HopperGemmTile(128, 64, (64, 64), 8, 32, 1, 2, 0.0, 0.278, 0.0),
+    HopperGemmTile(128, 64, (64, 64), 8, 32, 2, 1, 0.0, 0.361, 0.0),
+    HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
 )
 
 # Columns of both matrices together. As (N, K): 128x224 is 396 tiles for 500 rows of Llama's 11,008
 # columns, three for each SM. As (K, N) they come in boxes of 64.
 FFN_TILES = {
     "NK": (
-        Tile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
-        Tile(128, 224, (64, 224), 4, 16, 1, 2, 0.0, 0.632, 0.0),
-        Tile(128, 192, (64, 192), 4, 32, 1, 1, 0.0, 0.780, 0.0),
-        Tile(64, 192, (64, 96), 6, 16, 1, 1, 0.0, 0.730, 0.0),
+        HopperGemmTile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
+        HopperGemmTile(128, 224, (64, 224), 4, 16, 1, 2, 0.0, 0.632, 0.0),
+        HopperGemmTile(128, 192, (64, 192), 4, 32, 1, 1, 0.0, 0.780, 0.0),
+        HopperGemmTile(64, 192, (64, 96), 6, 16, 1, 1, 0.0, 0.730, 0.0),
     ),
     "KN": (
-        Tile(128, 256, (64, 256), 4, 32, 1, 1, 1.8, 0.83, 2.4),
-        Tile(64, 256, (64, 128), 5, 32, 1, 1, 0.5, 0.45, 1.2),
+        HopperGemmTile(128, 256, (64, 256), 4, 32, 1, 1, 1.8, 0.83, 2.4),
+        HopperGemmTile(64, 256, (64, 128), 5, 32, 1, 1, 0.5, 0.45, 1.2),
     ),
 }
 
 
-def tiles(matrices: int, layout: str) -> tuple[Tile, ...]:
+def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
     """To choose from for one or two matrices in a layout."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
@@ -83,8 +83,8 @@ def geometry(
     layout: str,
     turns: bool = False,
     sms: int,
-    tile: Tile | None = None,
-) -> tuple[Geometry, Tile]:
+    tile: HopperGemmTile | None = None,
+) -> tuple[Geometry, HopperGemmTile]:
     """The launch for n (M, K) and one or two w of N columns, and its tile, for the tensor maps.
 
     layout: of w, "KN" or "NK". turns: whether there is RoPE. tile: instead of the best of `tiles`.
@@ -101,12 +101,12 @@ def geometry(
     return launched(kernel, tile, M, columns, sms, shared, ends), tile
 
 
-def rows_loaded(tile: Tile, M: int) -> int:
+def rows_loaded(tile: HopperGemmTile, M: int) -> int:
     """Rows of a tile that are copied, in steps of 16: copying rows that do not exist takes time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 
-def weight_box(tile: Tile, matrices: int, layout: str) -> tuple[int, int, int]:
+def weight_box(tile: HopperGemmTile, matrices: int, layout: str) -> tuple[int, int, int]:
     """The part of w, an array (1, N, K) or (1, K, N), that a block loads at once."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE

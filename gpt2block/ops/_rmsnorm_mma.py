@@ -17,7 +17,7 @@ BYTES = 28
 FEW_STAGES = 4  # with fewer an SM had better hold fewer blocks
 
 
-class Tile(NamedTuple):
+class RmsnormTile(NamedTuple):
     """A block's tile, and how its warps share it: the constants of llama/mma_tile.cuh."""
 
     rows: int
@@ -32,18 +32,18 @@ class Tile(NamedTuple):
 # matter of the tensor cores: a warp's part is then as near to 64x64 as can be, for shared memory's
 # sake. 16x192 and 128x224 fit 2 · 11,008 columns, Llama's feed-forward, to 132 SMs.
 TILES = (
-    Tile(16, 32, (1, 1, 8), 128, 8, 1),
-    Tile(16, 64, (1, 1, 4), 64, 6, 3),
-    Tile(32, 32, (1, 1, 8), 128, 8, 1),
-    Tile(32, 64, (1, 1, 4), 64, 6, 2),
-    Tile(64, 32, (2, 1, 4), 64, 8, 1),
-    Tile(16, 192, (1, 1, 8), 128, 4, 1),
-    Tile(64, 64, (2, 1, 4), 64, 8, 1),
-    Tile(64, 128, (1, 2, 4), 64, 6, 1),
-    Tile(128, 128, (2, 2, 2), 64, 6, 1),
-    Tile(128, 128, (2, 4, 1), 32, 6, 1),
-    Tile(128, 224, (2, 4, 1), 64, 6, 1),
-    Tile(128, 256, (2, 4, 1), 64, 6, 1),
+    RmsnormTile(16, 32, (1, 1, 8), 128, 8, 1),
+    RmsnormTile(16, 64, (1, 1, 4), 64, 6, 3),
+    RmsnormTile(32, 32, (1, 1, 8), 128, 8, 1),
+    RmsnormTile(32, 64, (1, 1, 4), 64, 6, 2),
+    RmsnormTile(64, 32, (2, 1, 4), 64, 8, 1),
+    RmsnormTile(16, 192, (1, 1, 8), 128, 4, 1),
+    RmsnormTile(64, 64, (2, 1, 4), 64, 8, 1),
+    RmsnormTile(64, 128, (1, 2, 4), 64, 6, 1),
+    RmsnormTile(128, 128, (2, 2, 2), 64, 6, 1),
+    RmsnormTile(128, 128, (2, 4, 1), 32, 6, 1),
+    RmsnormTile(128, 224, (2, 4, 1), 64, 6, 1),
+    RmsnormTile(128, 256, (2, 4, 1), 64, 6, 1),
 )
 
 
@@ -69,7 +69,7 @@ def geometry(
     most_shared: int,
     norm: bool = True,
     residual: bool = False,
-    tile: Tile | None = None,
+    tile: RmsnormTile | None = None,
 ) -> Geometry:
     """For x (M, K) and one (rmsnorm_matmul_mma) or two (rmsnorm_ffn_mma) matrices of N columns.
 
@@ -104,14 +104,14 @@ def geometry(
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n * warps_k,), shared, defines)
 
 
-def _cost(tile: Tile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
+def _cost(tile: RmsnormTile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
     """Clocks for one value of K, of the SM that has most tiles."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
     return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)
 
 
-def _stage(tile: Tile, weight: int, layout: str, norm: bool, residual: bool) -> int:
+def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bool) -> int:
     """Bytes of a slice in shared memory."""
     chunks = tile.slice // 8
     x = 16 * tile.rows * (chunks + (2 if weight == 1 and layout == "NK" else 1))
@@ -120,15 +120,15 @@ def _stage(tile: Tile, weight: int, layout: str, norm: bool, residual: bool) -> 
     return x * (1 + residual) + 2 * tile.slice * norm + weights
 
 
-def _end(tile: Tile) -> int:
+def _end(tile: RmsnormTile) -> int:
     """Bytes that the warps of a block exchange after the last slice."""
     _, warps_n, warps_k = tile.warps
     return 4 * tile.rows * warps_k * (tile.columns + 8 + warps_n)
 
 
 def _fit(
-    tile: Tile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
-) -> Tile | None:
+    tile: RmsnormTile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
+) -> RmsnormTile | None:
     """The tile with as many blocks and slices as shared memory holds; None where it has no room."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):

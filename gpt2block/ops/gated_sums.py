@@ -92,7 +92,7 @@ def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int
     """BYTES of matmul/decode_ffn.cu: x, then h from all blocks and of this one, sums, weights."""
     parts, own, length = mma.splits(C)[0], *_split(H, cluster)
     padding, weight = (64, 2) if dtype in mma.BYTES else (16, 1)
-    x = mma.shared_bytes(mma.Layout(0, 1, True, parts, 1, rows), C, dtype, 2)
+    x = mma.shared_bytes(mma.MmaLayout(0, 1, True, parts, 1, rows), C, dtype, 2)
     hidden = ceil(2 * (2 * length + padding) / 128) * 128 + padding
     arrived = ceil(x / 16) * 16 + rows * (hidden + 4 * own + parts * 2 * own * 4)
     copied = _columns(C, cluster) * length * weight * 8 * parts if cluster.copied else 0

@@ -56,7 +56,7 @@ STATS_VARIANT = 6  # the default where the skeleton's kernels lack an option
 TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ... C")
 
 
-class RowShape(NamedTuple):
+class LayerNormRow(NamedTuple):
     """How kernel 6 distributes a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
 
     width: int  # elements a load
@@ -64,7 +64,7 @@ class RowShape(NamedTuple):
     vectors: int  # a thread; 0: too many for registers, the row is read three times
 
 
-def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
+def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
     """The widest loads that C and the alignment of the arrays (in bytes) allow, up to 16 bytes.
 
     Then the fewest threads that can keep the row: a row of one warp needs no barrier.
@@ -79,7 +79,7 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
         threads *= 2
     held = ceil(vectors / threads)
     fits = held * width * itemsize <= (KEPT if threads < MAX_THREADS else KEPT_BY_MOST)
-    return RowShape(width, threads, held if fits else 0)
+    return LayerNormRow(width, threads, held if fits else 0)
 
 
 @lru_cache(maxsize=1024)

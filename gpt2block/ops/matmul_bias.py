@@ -45,7 +45,7 @@ def coarsened_geometry(M: int, N: int) -> Geometry:
     return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
-class Tile(NamedTuple):
+class MatmulTile(NamedTuple):
     """The constants of matmul_forward_kernel3, except the number of groups and the width."""
 
     rows: int
@@ -60,15 +60,15 @@ class Tile(NamedTuple):
 # Larger ones first: of equals the first is taken. The speeds are those with which the rule finds
 # the fastest tile, or one within 3 %, for GPT-2's products at M = 128, 1024 and 8192 on an H200.
 TILES = (
-    Tile(128, 128, 8, 16, 1, 2, 1.0),
-    Tile(64, 128, 8, 16, 2, 2, 0.88),
-    Tile(32, 96, 4, 32, 2, 3, 0.81),
-    Tile(32, 32, 4, 64, 4, 3, 0.53),
+    MatmulTile(128, 128, 8, 16, 1, 2, 1.0),
+    MatmulTile(64, 128, 8, 16, 2, 2, 0.88),
+    MatmulTile(32, 96, 4, 32, 2, 3, 0.81),
+    MatmulTile(32, 32, 4, 64, 4, 3, 0.53),
 )
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(M: int, N: int, sms: int) -> tuple[Tile, int]:
+def choose_tile(M: int, N: int, sms: int) -> tuple[MatmulTile, int]:
     """The tile with the shortest estimated time on `sms` multiprocessors, and its groups.
 
     Twice the groups if an SM has at most one tile, which would have too few warps.
@@ -77,7 +77,7 @@ def choose_tile(M: int, N: int, sms: int) -> tuple[Tile, int]:
     return tile, tile.groups * (2 if count_tiles(tile, M, N) <= sms else 1)
 
 
-def registers_geometry(tile: Tile, groups: int, M: int, N: int, width: int) -> Geometry:
+def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int) -> Geometry:
     """width: 4 where rows of w and of the output lie on 16 bytes, else 1."""
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)

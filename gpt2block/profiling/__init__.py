@@ -5,8 +5,8 @@
 """
 
 from gpt2block.profiling.runs import (
-    Pass,
     Profile,
+    TimedPass,
     check_sizes,
     copy_gb_s,
     of_block,
@@ -15,8 +15,8 @@ from gpt2block.profiling.runs import (
 )
 from gpt2block.profiling.summary import (
     RESOLUTION_US,
-    Operation,
     PassTimes,
+    TimedOperation,
     kinds,
     operations,
     pass_times,
@@ -25,10 +25,10 @@ from gpt2block.profiling.trace import trace
 
 __all__ = [
     "RESOLUTION_US",
-    "Operation",
-    "Pass",
     "PassTimes",
     "Profile",
+    "TimedOperation",
+    "TimedPass",
     "check_sizes",
     "copy_gb_s",
     "kinds",

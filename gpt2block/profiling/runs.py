@@ -27,7 +27,7 @@ MOST_TOKENS = 2**17  # of all rows together
 MOST_OF_FREE = 8  # each array of the copy that gives the floor takes this part of the free memory
 
 
-class Pass(NamedTuple):
+class TimedPass(NamedTuple):
     """A pass, of the kind "prompt", "token", "score" or "block"."""
 
     kind: str
@@ -49,14 +49,14 @@ class Profile:
     rows: int
     tokens: int
     copy_gb_s: float
-    passes: Sequence[Pass]
+    passes: Sequence[TimedPass]
 
     def floor_us(self, nbytes: int) -> float:
         """The time in which a copy moves so many bytes."""
         return 1e-3 * nbytes / self.copy_gb_s
 
 
-def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Pass]:
+def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
     """A prompt of random tokens for each row, then some steps of decoding.
 
     Sizes as `check_sizes` allows them. Raises InputError for more tokens than the context has.
@@ -76,13 +76,13 @@ def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[P
     # A GPU computes the prompts at the start, and one more token at each request; NumPy computes
     # them at the first request.
     prompts = engine.timed(partial(decoding.start, starts)) or engine.timed(decoding.next)
-    passes = [Pass("prompt", each) for each in prompts]
+    passes = [TimedPass("prompt", each) for each in prompts]
     for _ in range(steps):
-        passes += [Pass("token", each) for each in engine.timed(decoding.next)]
+        passes += [TimedPass("token", each) for each in engine.timed(decoding.next)]
     return passes
 
 
-def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Pass]:
+def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
     """The likelihood of random tokens, computed as often as `steps` says; as `of_generate`."""
     n_ctx = model.config.n_ctx
     if not 2 <= tokens <= n_ctx:
@@ -90,16 +90,16 @@ def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Pass
     engine = model.engine
     call = partial(engine.log_likelihood, _random_ids(engine, rows, tokens))
     call()  # the first one allocates and, on a GPU, compiles
-    return [Pass("score", each) for _ in range(steps) for each in engine.timed(call)]
+    return [TimedPass("score", each) for _ in range(steps) for each in engine.timed(call)]
 
 
-def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> list[Pass]:
+def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> list[TimedPass]:
     """A block on random rows, computed as often as `steps` says."""
     width = block.spec.width
     x = random_input(0, (rows, tokens, width)).astype(FLOATS[block.dtype])
     call: Call = partial(block, x)
     call()
-    return [Pass("block", each) for _ in range(steps) for each in block._timed(call)]
+    return [TimedPass("block", each) for _ in range(steps) for each in block._timed(call)]
 
 
 def check_sizes(rows: int, tokens: int, steps: int) -> None:

@@ -15,7 +15,7 @@ _ROWS = re.compile(r"\.\d+\b")  # the first row, in names of steps that compute 
 
 
 @dataclass(frozen=True)
-class Operation:
+class TimedOperation:
     """The kernels of a step in all layers, as the mean of the passes of a kind.
 
     count: in a pass. own_us: the sum of their times alone; added_us: by how much they lengthen the
@@ -61,7 +61,7 @@ def layer_of(step: str) -> tuple[int | None, str]:
     return (int(found[1]), found[2]) if found else (None, _ROWS.sub("", step))
 
 
-def operations(profile: Profile, kind: str) -> list[Operation]:
+def operations(profile: Profile, kind: str) -> list[TimedOperation]:
     """The operations of the passes of a kind, in the order in which they first run."""
     timelines = of_kind(profile, kind)
     groups: dict[tuple[str, str], list[tuple[Ran, float]]] = {}
@@ -74,7 +74,7 @@ def operations(profile: Profile, kind: str) -> list[Operation]:
         own, added = sum(ran.own for ran, _ in members), sum(added for _, added in members)
         nbytes = total(ran.moved for ran, _ in members)
         rows.append(
-            Operation(
+            TimedOperation(
                 kind,
                 step,
                 members[0][0].op,

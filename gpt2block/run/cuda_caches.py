@@ -27,6 +27,13 @@ def free_bytes() -> int:
     return free + int(cupy.get_default_memory_pool().free_bytes())
 
 
+def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
+    """Drop the oldest of more than `most` entries, which the stream may still use."""
+    if len(kept) > most:
+        stream.synchronize()
+        kept.popitem(last=False)
+
+
 class CudaCache:
     """Keys and values of each layer, (batch, n_ctx, KV).
 

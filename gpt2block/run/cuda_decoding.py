@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_passes import CudaPasses
+from gpt2block.run.cuda_prefill import prefill_slots
 from gpt2block.run.cuda_start_up import start_up
-from gpt2block.run.cuda_steps import Result
+from gpt2block.run.cuda_steps import InFlight, steps_of
 from gpt2block.run.model import Ids, Sampled, Start, in_groups
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_model import CudaModel
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 IN_FLIGHT = 2  # results that are computed ahead of the host
@@ -27,14 +25,14 @@ class CudaDecoding:
     A sequence that is stopped is computed for at most one step more.
     """
 
-    def __init__(self, model: CudaModel, cache: CudaCache, slots: int) -> None:
+    def __init__(self, model: CudaPasses, cache: CudaCache, slots: int) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache = model, cache
-        self._steps = model.steps(cache)
+        self._steps = steps_of(model, cache)
         self._steps.restart()
         self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
         self._alternatives = np.zeros(slots, np.int32)
-        self._in_flight: deque[Result] = deque()
+        self._in_flight: deque[InFlight] = deque()
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued)
@@ -52,7 +50,7 @@ class CudaDecoding:
     def _prefill(self, group: Sequence[Start], last: bool) -> CudaArray:
         slots, cached = [start.slot for start in group], [start.cached for start in group]
         new = [start.ids[start.cached :] for start in group]
-        return self._model.prefill_slots(new, slots, cached, self._cache, last)
+        return prefill_slots(self._model, new, slots, cached, self._cache, last)
 
     def _start(self, group: Sequence[Start]) -> None:
         slots = np.array([start.slot for start in group], np.int32)

@@ -38,11 +38,17 @@ from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine, two_part_of
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
-from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
+from gpt2block.run.cuda_caches import (
+    KEPT_SHAPES,
+    CudaCache,
+    DecodingCaches,
+    forget_oldest,
+    free_bytes,
+)
 from gpt2block.run.cuda_decoding import CudaDecoding
-from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
+from gpt2block.run.cuda_prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
-from gpt2block.run.cuda_steps import DecodingSteps
+from gpt2block.run.cuda_steps import DecodingSteps, steps_of
 from gpt2block.run.cuda_timeline import timed
 from gpt2block.run.model import (
     Floats,
@@ -253,7 +259,9 @@ class CudaModel(StoredModel):
             if rows:
                 tokens = np.array([sequences[row][0] for row in rows], np.int32)
                 at = np.array([cache.lengths[row] for row in rows], np.int32)
-                of_rows = self.steps(cache).logits_of(self, np.array(rows, np.int32), tokens, at)
+                of_rows = steps_of(self, cache).logits_of(
+                    self, np.array(rows, np.int32), tokens, at
+                )
                 for row, last in zip(rows, of_rows, strict=True):
                     logits[row] = last if want == "last" else last[None]
                     cache.lengths[row] += 1
@@ -276,15 +284,10 @@ class CudaModel(StoredModel):
             cache = CudaCache(self.config, *shape, self.kv_dtype, layers)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
-            self._forget_oldest(kept, most)
+            forget_oldest(kept, most, self.stream)
         kept.move_to_end(shape)
         cache.lengths = [0] * count
         return cache
-
-    def _forget_oldest(self, kept: OrderedDict[Any, Any], most: int) -> None:
-        if len(kept) > most:
-            self.stream.synchronize()  # the oldest may still be in use
-            kept.popitem(last=False)
 
     def _forward(self, sequences: Sequence[Ids], want: Output, cache: CudaCache) -> list[Floats]:
         prefill = self.prefill(sequences, cache, "rows" if want == "logits" else want)
@@ -368,12 +371,6 @@ class CudaModel(StoredModel):
             weakref.finalize(decoding, self._caches.give_back, cache).atexit = False
             return decoding
 
-    def steps(self, cache: CudaCache) -> DecodingSteps:
-        if cache.steps is None:
-            cache.steps = DecodingSteps(self, cache)
-        found: DecodingSteps = cache.steps
-        return found
-
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
     ) -> PrefillPrograms:
@@ -386,71 +383,27 @@ class CudaModel(StoredModel):
         if self.on_tensor_cores:
             longest = min(rounded_up(longest, 4), rows)
         before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
-        prefill = self.prefill_programs(cache, rows, longest, any(before))
+        prefill = programs_of(self, cache, rows, longest, any(before))
         prefill.run(self, sequences, range(cache.batch), cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
-    def prefill_slots(
-        self,
-        sequences: Sequence[Ids],
-        slots: Sequence[int],
-        cached: Sequence[int],
-        cache: CudaCache,
-        last: bool,
-    ) -> CudaArray:
-        """Compute sequences after the first `cached` tokens of these rows of the cache.
-
-        Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
-        V) until the next prefill; without `last` only their keys and values are computed, and the
-        result is None. Numbers are rounded up, so that other sequences can use the same launches.
-        """
-        lengths = [len(ids) for ids in sequences]
-        kind = self.start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
-        prefill = self.prefill_programs(cache, *kind)
-        prefill.run(self, sequences, slots, cached, "last" if last else None)
-        return prefill.out
-
-    def start_kind(
-        self, cache: CudaCache, total: int, longest: int, continued: bool, count: int
-    ) -> tuple[int, int, bool, int]:
-        """The arguments of `prefill_programs` for a start of `count` sequences.
-
-        total, longest: tokens of all of them, and of the longest.
-        """
-        ends = rounded_up(count, 2)
-        rows = max(rounded_up(total, 16 if cache.batch == 1 else 4), ends)
-        return rows, min(rounded_up(longest, 1), rows), continued, ends
-
-    def _shape(
-        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None
+    def prefill_shape(
+        self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
         hopper = compute_capability() == HOPPER_CAPABILITY
         return Prefill(
             self.products,
             rows,
-            cache.batch,
+            batch,
             longest,
-            cached=bool(cache.layers),
+            cached=cached,
             continued=continued and self.on_tensor_cores,
             ends=ends,
             kv_dtype=self.fp8_cache,
             gated=self.products == "16_bits" and hopper,
             appends=hopper and self.fp8_cache is None,
         )
-
-    def prefill_programs(
-        self, cache: CudaCache, rows: int, longest: int, continued: bool, ends: int | None = None
-    ) -> PrefillPrograms:
-        """Those of such a batch; the arguments are fields of its Prefill."""
-        kind = rows, longest, continued, ends  # the other fields follow from the cache
-        if kind not in cache.prefills:
-            shape = self._shape(cache, *kind)
-            cache.prefills[kind] = PrefillPrograms(self, cache, shape)
-            self._forget_oldest(cache.prefills, cache.kept_shapes)
-        cache.prefills.move_to_end(kind)
-        found: PrefillPrograms = cache.prefills[kind]
-        return found
 
     def given(self) -> dict[str, Any]:
         """Weights by their names in a plan, as decoding uses them."""

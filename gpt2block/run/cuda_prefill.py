@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.passes.forward import Want
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill
-from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_caches import CudaCache, forget_oldest
+from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import Floats, Ids, cache_tensors
-from gpt2block.run.recorder import Recorded
+from gpt2block.run.recorder import Recorded, rounded_up
 from gpt2block.run.recording import Recording
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_model import CudaModel
 
 Requested = Want | Literal["states"]
 
@@ -39,7 +37,7 @@ class PrefillPrograms:
     "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence.
     """
 
-    def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
+    def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:
         N, B, self._n_ctx = shape.rows, shape.sequences, cache.n_ctx
         L = shape.batch if shape.ends is None else shape.ends
         self.shape = shape
@@ -55,7 +53,7 @@ class PrefillPrograms:
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # the steps of the first one: most are in all
 
-    def recording(self, model: CudaModel, want: Want | None) -> Recording:
+    def recording(self, model: CudaPasses, want: Want | None) -> Recording:
         """The recording for an output, made on first use."""
         if want not in self._recordings:
             N, outs = self.shape.rows, {}
@@ -77,7 +75,7 @@ class PrefillPrograms:
 
     def run(
         self,
-        model: CudaModel,
+        model: CudaPasses,
         sequences: Sequence[Ids],
         rows: Sequence[int],
         starts: Sequence[int],
@@ -150,3 +148,55 @@ class PrefillPrograms:
     @cached_property
     def _sent(self) -> Any:
         return cupy.cuda.Event(disable_timing=True)
+
+
+def programs_of(
+    model: CudaPasses,
+    cache: CudaCache,
+    rows: int,
+    longest: int,
+    continued: bool,
+    ends: int | None = None,
+) -> PrefillPrograms:
+    """Those of such a batch over a cache; the arguments are fields of its Prefill."""
+    kind = rows, longest, continued, ends  # the other fields follow from the cache
+    if kind not in cache.prefills:
+        shape = model.prefill_shape(cache.batch, bool(cache.layers), *kind)
+        cache.prefills[kind] = PrefillPrograms(model, cache, shape)
+        forget_oldest(cache.prefills, cache.kept_shapes, model.stream)
+    cache.prefills.move_to_end(kind)
+    found: PrefillPrograms = cache.prefills[kind]
+    return found
+
+
+def prefill_slots(
+    model: CudaPasses,
+    sequences: Sequence[Ids],
+    slots: Sequence[int],
+    cached: Sequence[int],
+    cache: CudaCache,
+    last: bool,
+) -> CudaArray:
+    """Compute sequences after the first `cached` tokens of these rows of the cache.
+
+    Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
+    V) until the next prefill; without `last` only their keys and values are computed, and the
+    result is None. Numbers are rounded up, so that other sequences can use the same launches.
+    """
+    lengths = [len(ids) for ids in sequences]
+    kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
+    prefill = programs_of(model, cache, *kind)
+    prefill.run(model, sequences, slots, cached, "last" if last else None)
+    return prefill.out
+
+
+def start_kind(
+    cache: CudaCache, total: int, longest: int, continued: bool, count: int
+) -> tuple[int, int, bool, int]:
+    """The arguments of `programs_of` for a start of `count` sequences.
+
+    total, longest: tokens of all of them, and of the longest.
+    """
+    ends = rounded_up(count, 2)
+    rows = max(rounded_up(total, 16 if cache.batch == 1 else 4), ends)
+    return rows, min(rounded_up(longest, 1), rows), continued, ends

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_passes import CudaPasses
+from gpt2block.run.cuda_prefill import programs_of, start_kind
+from gpt2block.run.cuda_steps import DecodingStep, steps_of
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_model import CudaModel
 
 PROMPTS = 16, 256  # tokens of prompts whose starts are recorded
 TOGETHER = 4  # prompts whose common start is recorded
@@ -29,7 +29,7 @@ Kind = tuple[int, int, bool, int]  # of a prefill: rows, the longest prompt, con
 
 
 def start_up(
-    model: CudaModel, cache: CudaCache, slots: int, most: int, continued: bool
+    model: CudaPasses, cache: CudaCache, slots: int, most: int, continued: bool
 ) -> Iterator[tuple[int, int]]:
     """Compile and record, in parts; yields before each one the number of parts done, and of all.
 
@@ -38,9 +38,9 @@ def start_up(
     """
     start = _Parts(model, cache)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})
-    bound = list(_all_sizes(model, cache, counts, most))
+    bound = list(_all_sizes(cache, counts, most))
     bound += [(*kind[:2], True, kind[3]) for kind in bound] if continued else []
-    recorded = list(_usual(model, cache, counts))
+    recorded = list(_usual(cache, counts))
     parts: list[Callable[[], None]] = [
         # The largest first, whose memory all others share.
         *(partial(start.bind, kind) for kind in sorted(bound, reverse=True)),
@@ -60,19 +60,19 @@ def start_up(
 class _Parts:
     """The parts of `start_up`. Binding requests kernels, which threads compile; running waits."""
 
-    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
+        self._model, self._cache, self._steps = model, cache, steps_of(model, cache)
         self._functions: set[Any] = set()
 
     def bind(self, kind: Kind) -> None:
-        programs = self._model.prefill_programs(self._cache, *kind)
+        programs = programs_of(self._model, self._cache, *kind)
         self._request(programs.recording(self._model, "last").launches)
 
     def bind_step(self, count: int) -> None:
         self._request(self._step(count).recording.launches)
 
-    def _step(self, count: int) -> Any:
-        return self._model.steps(self._cache).of(self._model, np.arange(count, dtype=np.int32))
+    def _step(self, count: int) -> DecodingStep:
+        return self._steps.of(self._model, np.arange(count, dtype=np.int32))
 
     def _request(self, launches: Any) -> None:
         self._functions.update(launch.function for launch in launches)
@@ -80,13 +80,13 @@ class _Parts:
     def record_step(self, count: int) -> None:
         """Run a step of no sequence, twice: the second time is captured as a graph."""
         step = self._step(count)
-        self._model.steps(self._cache).place(NOBODY, step)
+        self._steps.place(NOBODY, step)
         for _ in range(2):
             step.recording.repeat(self._model.stream)
 
     def record(self, kind: Kind) -> None:
         """Run the start of one token, twice; the other rows are padding."""
-        programs = self._model.prefill_programs(self._cache, *kind)
+        programs = programs_of(self._model, self._cache, *kind)
         for _ in range(2):
             programs.run(self._model, [np.zeros(1, np.int32)], [0], [0], "last")
 
@@ -95,10 +95,10 @@ class _Parts:
         for function in self._functions:
             _ = function.found
         self._model.stream.synchronize()
-        self._model.steps(self._cache).restart()
+        self._steps.restart()
 
 
-def _usual(model: CudaModel, cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
+def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
     """The sizes of up to TOGETHER prompts of PROMPTS tokens that start together."""
     least, most = (min(n, cache.n_ctx) for n in PROMPTS)
     found: set[Kind] = set()
@@ -106,12 +106,12 @@ def _usual(model: CudaModel, cache: CudaCache, counts: list[int]) -> Iterator[Ki
         for total in range(least * count, most * count + 1):
             mean, longest = -(-total // count), min(most, total - least * (count - 1))
             powers = range((mean - 1).bit_length(), (longest - 1).bit_length() + 1)
-            found |= {model.start_kind(cache, total, 1 << n, False, count) for n in powers}
+            found |= {start_kind(cache, total, 1 << n, False, count) for n in powers}
     yield from sorted(found)
 
 
-def _all_sizes(model: CudaModel, cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:
+def _all_sizes(cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:
     """Sizes that together need the kernels of all: one prompt of each length, and many."""
     for count in {1, counts[-1]}:
         totals = range(count, min(most, count * cache.n_ctx) + 1)
-        yield from {model.start_kind(cache, n, -(-n // count), False, count) for n in totals}
+        yield from {start_kind(cache, n, -(-n // count), False, count) for n in totals}

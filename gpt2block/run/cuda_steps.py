@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +18,18 @@ from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
 from gpt2block.ops.top_logprobs import bind as bind_top
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_model import CudaModel
 
 CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
 
 
 class DecodingSteps:
-    """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
+    """The buffers of a cache's decoding steps, and a step for each number of rows in use."""
 
-    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
+    def __init__(self, model: CudaPasses, cache: CudaCache, floats: bool = False) -> None:
         """floats: no step has terms in their place, so that all can be read; with the same bits."""
         B, config = cache.batch, model.config
         self.floats = floats
@@ -40,7 +38,7 @@ class DecodingSteps:
         self.logits = cupy.zeros((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self._steps: dict[tuple[int, int], Step] = {}  # by rows, and the most that any changes
+        self._steps: dict[tuple[int, int], DecodingStep] = {}  # by rows, and the most any changes
         self.changes: CudaArray = None  # of logits in the slots, once one has any
         self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
         self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
@@ -52,15 +50,15 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaModel, slots: Ids) -> Step:
+    def of(self, model: CudaPasses, slots: Ids) -> DecodingStep:
         """The step of as many rows as there are slots, or of a few more."""
         changed = int(self._changed[slots].max(initial=0))
         kind = min(rounded_up(len(slots), 2), self.batch), changed
         if kind not in self._steps:
-            self._steps[kind] = Step(model, self, *kind)
+            self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 
-    def place(self, slots: Ids, step: Step) -> None:
+    def place(self, slots: Ids, step: DecodingStep) -> None:
         """Let the first rows of a step be those of these slots, the others of none."""
         rows = step.rows
         if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
@@ -75,7 +73,9 @@ class DecodingSteps:
         self.row[:rows].set(row)
         self._placed = None
 
-    def next_token(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+    def next_token(
+        self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids
+    ) -> DecodingStep:
         """A step that computes a given token of each of these slots at this position."""
         step = self.of(model, slots)
         self._set_rows(slots, step.rows)
@@ -83,15 +83,15 @@ class DecodingSteps:
         self.positions[: len(slots)].set(positions)
         return step
 
-    def logits_of(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+    def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """The logits (N, V) after a token for each of these slots."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
 
     def begin(
-        self, model: CudaModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
-    ) -> Step:
+        self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
+    ) -> DecodingStep:
         """Place sequences with these logits after their last token; the step then samples."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
@@ -126,15 +126,23 @@ class DecodingSteps:
             self._changed[start.slot] = changed
 
 
+def steps_of(model: CudaPasses, cache: CudaCache) -> DecodingSteps:
+    """Those of a cache, made on first use."""
+    if cache.steps is None:
+        cache.steps = DecodingSteps(model, cache)
+    found: DecodingSteps = cache.steps
+    return found
+
+
 def _kind_of(sampling: Sampling) -> int:
     """0, CHANGED or COUNTED."""
     return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
 
 
-class Step:
+class DecodingStep:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int, changed: int) -> None:
+    def __init__(self, model: CudaPasses, of: DecodingSteps, rows: int, changed: int) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -161,9 +169,9 @@ class Step:
         """Let the next launch be the first one."""
         self._first = True
         self._launched = 0
-        self._results: list[Result | None] = [None, None]  # that may not have been read yet
+        self._results: list[InFlight | None] = [None, None]  # that may not have been read yet
 
-    def run(self, slots: Ids, alternatives: bool) -> Result:
+    def run(self, slots: Ids, alternatives: bool) -> InFlight:
         """Compute the placed rows, of these slots, and sample; a graph from the second run on.
 
         alternatives: whether the result has the most likely tokens, too.
@@ -172,7 +180,7 @@ class Step:
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
-    def sample(self, slots: Ids, alternatives: bool) -> Result:
+    def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample from `logits` alone."""
         half = self._free_half()
         self._sample.run()
@@ -192,13 +200,13 @@ class Step:
             earlier.read()
         return half
 
-    def _result(self, half: int, slots: Ids, alternatives: bool) -> Result:
+    def _result(self, half: int, slots: Ids, alternatives: bool) -> InFlight:
         if alternatives:
             self._top[half].launch.run()
         self._done[half].record(self._stream)
         self._launched += 1
         top = self._top[half].found if alternatives else None
-        result = Result(slots, self._done[half], self._sampled[half], top)
+        result = InFlight(slots, self._done[half], self._sampled[half], top)
         self._results[half] = result
         return result
 
@@ -219,7 +227,7 @@ class _Top:
         self.found = Alternatives(ids, bits.view(np.float32))
 
 
-class Result:
+class InFlight:
     """The tokens of a launch, read when they are needed or their memory is."""
 
     def __init__(self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from gpt2block.generation.rows import Row, Tops
 from gpt2block.serve.protocol import ApiError
-from gpt2block.serve.service import Failed, Full, Piece, Service
+from gpt2block.serve.service import EngineFailed, Full, Piece, Service
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
@@ -48,7 +48,7 @@ class Scored:
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One answer, as far as it came, or a part of it."""
 
     text: str = ""
@@ -61,7 +61,7 @@ class Choice:
         self.reason = REASONS.get(piece.finish_reason or "")
 
 
-class Offsets:
+class TextOffsets:
     """Where the tokens of an answer begin in its text, in characters, one after the other."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Answer:
         except Full:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
-        except Failed as error:
+        except EngineFailed as error:
             raise ApiError(500, str(error)) from None
 
     def _put(self, index: int, piece: Piece) -> None:
@@ -158,11 +158,13 @@ class Form(ABC):
         return {**head, "choices": choices, **more}
 
     @abstractmethod
-    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
         """A whole answer. logprobs: whether those of its tokens are wanted."""
 
     @abstractmethod
-    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
+    def delta(
+        self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
+    ) -> dict[str, Any]:
         """A part of an answer. offsets: after the parts before it."""
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -195,15 +197,17 @@ class TextForm(Form):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
-        return self.delta(index, choice, logprobs, Offsets())
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+        return self.delta(index, choice, logprobs, TextOffsets())
 
-    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
+    def delta(
+        self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
+    ) -> dict[str, Any]:
         found = self._logprobs(part.scored, offsets) if logprobs else None
         text, reason = part.text, part.reason
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
-    def _logprobs(self, scored: Scored, offsets: Offsets) -> dict[str, Any]:
+    def _logprobs(self, scored: Scored, offsets: TextOffsets) -> dict[str, Any]:
         """The token itself is always among its alternatives, where there are any."""
         texts = [self.token(token) for token in scored.tokens]
         found: list[dict[str, float] | None] = []
@@ -225,19 +229,21 @@ class ChatForm(Form):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return self._told({"index": index, "message": message}, choice, logprobs)
 
-    def delta(self, index: int, part: Choice, logprobs: bool, offsets: Offsets) -> dict[str, Any]:
+    def delta(
+        self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
+    ) -> dict[str, Any]:
         new = {"content": part.text} if part.text else {}
         return self._told({"index": index, "delta": new}, part, logprobs)
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return self._told({"index": index, "delta": delta}, Choice(), False)
+        return self._told({"index": index, "delta": delta}, AnswerChoice(), False)
 
-    def _told(self, said: dict[str, Any], choice: Choice, logprobs: bool) -> dict[str, Any]:
+    def _told(self, said: dict[str, Any], choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
         found = self._logprobs(choice.scored) if logprobs else None
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 
@@ -264,7 +270,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST)
 
 
-async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
+async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
     """Wait for all rows, each of which becomes a choice."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
@@ -275,7 +281,7 @@ async def whole(answer: Answer, choices: Sequence[Choice]) -> None:
 async def streamed(
     answer: Answer,
     form: Form,
-    echoes: Sequence[Choice],
+    echoes: Sequence[AnswerChoice],
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
@@ -298,13 +304,13 @@ async def streamed(
         form.with_prompts(found, {index: untold.pop(index) for index in first})
         return _event(json.dumps(found))
 
-    def delta(index: int, part: Choice, new: list[int]) -> dict[str, Any]:
+    def delta(index: int, part: AnswerChoice, new: list[int]) -> dict[str, Any]:
         found = form.delta(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
             found["seed"] = answer.rows[index].sampling.seed
         return found if prompts is None else {**found, "token_ids": new}
 
-    offsets, count, last = [Offsets() for _ in echoes], 0, 0.0
+    offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
     detailed = logprobs or prompts is not None  # whether tokens without a text are sent
     try:
         for index, echo in enumerate(echoes):
@@ -344,9 +350,9 @@ def _event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
 
 
-def _part(piece: Piece) -> Choice:
+def _part(piece: Piece) -> AnswerChoice:
     """What a piece adds to an answer."""
-    part = Choice()
+    part = AnswerChoice()
     part.add(piece)
     return part
 

@@ -38,8 +38,8 @@ from gpt2block.serve.access import Access
 from gpt2block.serve.answers import (
     RETRY_AFTER,
     Answer,
+    AnswerChoice,
     ChatForm,
-    Choice,
     Form,
     TextForm,
     late,
@@ -58,7 +58,7 @@ from gpt2block.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    Sampled,
+    SampledRequest,
     TokenizeRequest,
     check_length,
     check_only,
@@ -82,7 +82,7 @@ EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are sev
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """names: of the model, for clients; answers have the first. keys: of which clients must give
     one, by their names; none: clients are on this machine, or those of a proxy there, and told
     apart by their addresses.
@@ -111,10 +111,10 @@ class Settings:
 class Asked:
     """A request that is ready to run."""
 
-    given: Sampled
+    given: SampledRequest
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[Choice]  # of the rows: what their answers begin with
+    echoes: Sequence[AnswerChoice]  # of the rows: what their answers begin with
     form: Form
     logprobs: bool
 
@@ -133,7 +133,7 @@ class Server:
     on_failure: called in the event loop when the engine has failed and all requests are told so.
     """
 
-    def __init__(self, model: Any, encoding: Encoding, settings: Settings) -> None:
+    def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
@@ -283,7 +283,7 @@ class Server:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
-        echoes = [Choice() for _ in prompts]
+        echoes = [AnswerChoice() for _ in prompts]
         if given.echo:
             for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
                 data = bytes_of_ids(self.encoding, ids.tolist())
@@ -305,7 +305,7 @@ class Server:
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
-        return Asked(given, rows, [ids], [Choice()] * len(rows), form, logprobs)
+        return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
@@ -325,7 +325,7 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
-    def _rows(self, prompts: list[Ids], given: Sampled, most: int, top: int) -> list[Row]:
+    def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
         """The rows of a request. top: alternatives of each token."""
         options, most_rows = given.options(), self._batch.slots + self.settings.queue
         count = len(prompts) * options["samples"]
@@ -358,7 +358,7 @@ class Server:
                 self.metrics.between_pieces, partial(self._fault, request.url.path),
             )  # fmt: skip
             return _Streamed(events, answer)
-        choices = [Choice(echo.text) for echo in asked.echoes]
+        choices = [AnswerChoice(echo.text) for echo in asked.echoes]
         for choice, echo in zip(choices, asked.echoes, strict=True):
             choice.scored.add(echo.scored)
             choice.reason = None if asked.rows else "length"
@@ -368,11 +368,11 @@ class Server:
             answer.close()
         new = sum(len(row.tokens) for row in asked.rows)
         if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
-            return await self._in_thread(self._whole, asked, choices, new, _Patient)
+            return await self._in_thread(self._whole, asked, choices, new, _PatientResponse)
         return self._whole(asked, choices, new, JSONResponse)
 
     def _whole(
-        self, asked: Asked, choices: Sequence[Choice], new: int, kind: type[JSONResponse]
+        self, asked: Asked, choices: Sequence[AnswerChoice], new: int, kind: type[JSONResponse]
     ) -> Response:
         """The answer to a request with so many new tokens."""
         form, logprobs = asked.form, asked.logprobs
@@ -413,7 +413,7 @@ class Server:
         count = sum(map(len, ids))
         told = {"prompt_tokens": count, "total_tokens": count}
         found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
-        return await self._in_thread(_Patient, found)
+        return await self._in_thread(_PatientResponse, found)
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
@@ -430,7 +430,7 @@ class Server:
 
         tokens = await self._in_thread(ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
-        return await self._in_thread(_Patient, told)
+        return await self._in_thread(_PatientResponse, told)
 
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
         encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
@@ -475,7 +475,7 @@ class Server:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Patient(JSONResponse):
+class _PatientResponse(JSONResponse):
     """JSON of many values, written in Python, so that other threads run meanwhile."""
 
     def render(self, content: Any) -> bytes:

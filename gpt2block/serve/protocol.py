@@ -185,7 +185,7 @@ class Drawn(Body):
         }
 
 
-class Sampled(Drawn):
+class SampledRequest(Drawn):
     """What both kinds of completions have.
 
     repetition_penalty, and what follows return_token_ids, are additions. Source of these but the
@@ -246,7 +246,7 @@ class Sampled(Drawn):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SampledRequest):
     """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
 
     prompt: Texts = [""]
@@ -290,7 +290,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], BeforeValidator(_values)]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledRequest):
     """Of /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
@@ -320,7 +320,7 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
-class _Patient(json.JSONDecoder):
+class _PatientDecoder(json.JSONDecoder):
     """Reads JSON in Python, except for its texts, so that other threads run meanwhile."""
 
     def __init__(self, **options: Any) -> None:
@@ -343,7 +343,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     Raises ApiError, which names the first field that is wrong.
     """
     try:
-        reader = _Patient if data.count(b",") > MOST_VALUES else None
+        reader = _PatientDecoder if data.count(b",") > MOST_VALUES else None
         given = json.loads(data, cls=reader, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None

@@ -46,7 +46,7 @@ class Full(Exception):  # noqa: N818  (a reason, not a fault)
     """As many rows wait as may."""
 
 
-class Failed(Exception):  # noqa: N818
+class EngineFailed(Exception):  # noqa: N818
     """The engine raised an exception: no row can be computed any more."""
 
 
@@ -125,7 +125,7 @@ class Service:
         """
         with self._changed:
             if self.failure is not None:
-                raise Failed(self.failure)
+                raise EngineFailed(self.failure)
             most, count = self.slots + self._most_waiting, self.open + len(rows)
             own = self._open_of[client] + len(rows)
             share = most // len(self._open_of.keys() | {client})
