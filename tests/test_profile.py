@@ -553,7 +553,7 @@ def test_layers_of_steps(step: str, layer: int | None, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings.host_copy_gb_s, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(ceilings, "HOST_COPIED", 1 << 20)
     monkeypatch.setattr(ceilings, "COPIED", 1 << 20)
 
 
