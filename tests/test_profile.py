@@ -37,8 +37,8 @@ from gpt2block.cuda import cupy, timing
 from gpt2block.emulator import stand_in
 from gpt2block.model import Model
 from gpt2block.profiling import (
-    Pass,
     Profile,
+    TimedPass,
     kinds,
     of_block,
     of_generate,
@@ -63,7 +63,7 @@ START, BETWEEN, SAVED = 3.0, 0.5, 0.75  # µs of a graph, of a launch, and that 
 
 
 def profile_of(
-    model: Model[Any], of: Callable[..., list[Pass]], rows: int = ROWS, gb_s: float = 10.0
+    model: Model[Any], of: Callable[..., list[TimedPass]], rows: int = ROWS, gb_s: float = 10.0
 ) -> Profile:
     passes = of(model, rows, TOKENS, STEPS)
     return Profile("generate", "a model", model.device, model.dtypes, rows, TOKENS, gb_s, passes)
@@ -536,7 +536,7 @@ def test_a_kernel_that_takes_no_time_has_no_rate() -> None:
     found = profile_of(one, of_score)
     kind, timeline = found.passes[0]
     still = Timeline(tuple(ran._replace(own=0.0) for ran in timeline.ran), timeline.us)
-    none = Profile("score", "m", "d", "float32", 1, 9, 10.0, [Pass(kind, still)])
+    none = Profile("score", "m", "d", "float32", 1, 9, 10.0, [TimedPass(kind, still)])
     assert {(row.gb_s, row.of_floor) for row in operations(none, "score")} == {(None, None)}
     assert_valid(trace_of(none))
 
@@ -554,7 +554,7 @@ def test_layers_of_steps(step: str, layer: int | None, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings.host_copy_gb_s, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(ceilings, "HOST_COPIED", 1 << 20)
     monkeypatch.setattr(ceilings, "COPIED", 1 << 20)
 
 
@@ -575,10 +575,10 @@ def test_the_command_writes_a_trace_and_prints_a_table(tmp_path: Path, what: str
 def test_times_below_the_resolution_and_bytes_from_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def passes(*sizes: Any) -> list[Pass]:
+    def passes(*sizes: Any) -> list[TimedPass]:
         ((kind, timeline),) = of_score(*sizes)
         *first, last = timeline.ran
-        return [Pass(kind, Timeline((*first, last._replace(own=0.0)), timeline.us))]
+        return [TimedPass(kind, Timeline((*first, last._replace(own=0.0)), timeline.us))]
 
     monkeypatch.setattr("gpt2block.profiling.of_score", passes)
     arguments = ("profile", "score", "--steps", 1, "--device", "cpu", "-o", tmp_path / "t.json")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gpt2block.block import Block
     from gpt2block.llama_block import LlamaBlock
     from gpt2block.model import Model
-    from gpt2block.profiling import Operation, PassTimes, Profile
+    from gpt2block.profiling import PassTimes, Profile, TimedOperation
 
 WHAT = ("generate", "score", "block")
 FROM_CACHE = "% floor above 100: the bytes come from a cache, such as the L2, or stay in it"
@@ -159,7 +159,7 @@ def _facts(found: Profile, output: Path) -> dict[str, Any]:
     }
 
 
-def _with_bytes(row: PassTimes | Operation) -> dict[str, Any]:
+def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
     """A row as JSON, its bytes by what they belong to."""
     return {**asdict(row), "moved": row.moved._asdict()}
 
@@ -186,7 +186,7 @@ def _print(found: Profile, output: Path) -> None:
     out.print(f"{shown(str(output))}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
 
 
-def _print_operations(out: Console, rows: Sequence[Operation], times: PassTimes) -> None:
+def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassTimes) -> None:
     """The operations of the passes of a kind."""
     kind, count = times.kind, times.count
     title = f"{kind}, the mean of {count}" if count > 1 else kind
@@ -208,7 +208,7 @@ def _print_operations(out: Console, rows: Sequence[Operation], times: PassTimes)
     print_table(out, table)
 
 
-def _own_us(row: Operation) -> str:
+def _own_us(row: TimedOperation) -> str:
     from gpt2block.profiling import RESOLUTION_US  # noqa: PLC0415
 
     return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * RESOLUTION_US:,.1f}"

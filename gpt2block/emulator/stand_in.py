@@ -184,8 +184,8 @@ def full(shape: Any, value: Any, dtype: Any = "float64") -> ndarray:
     return made
 
 
-def empty_like(array: Any, dtype: Any = None) -> ndarray:
-    return empty(array.shape, dtype or array.dtype)
+def empty_like(array: Any) -> ndarray:
+    return empty(array.shape, array.dtype)
 
 
 def ascontiguousarray(array: Any) -> ndarray:
