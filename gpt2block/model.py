@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from gpt2block.config import GPT2Config, ModelConfig, check_count
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
 from gpt2block.inspect.lens import LogitLens
@@ -33,7 +34,7 @@ from gpt2block.run.model import (
     check_dtype,
     kv_cache_dtype,
 )
-from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, given, with_defaults
+from gpt2block.sampling import with_defaults
 from gpt2block.tokenizers.encoding import Encoding, as_array
 from gpt2block.tokenizers.lookup import Lookup, of_inputs
 
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
     from gpt2block.chat.template import ChatTemplate, Message
     from gpt2block.explain import Page
-    from gpt2block.generation.generate import Overflow, Prompt, Prompts
+    from gpt2block.generation.generate import Prompt, Prompts
+    from gpt2block.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.generation.rows import Generation
     from gpt2block.generation.scoring import Score
 
@@ -51,33 +53,6 @@ Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
-
-
-class StreamOptions(TypedDict, total=False):
-    """The keywords of `Model.stream`, for type checkers."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    logit_bias: LogitBias
-    min_new_tokens: int
-    sampling: Sampling | None
-    stop: str | Iterable[str]
-    stop_ids: Iterable[int] | None
-    top_logprobs: int
-    overflow: Overflow
-
-
-class GenerateOptions(StreamOptions, total=False):
-    """The keywords of `Model.generate` except `samples`, for type checkers."""
-
-    rows_at_once: int | None
 
 
 class Model(Generic[Weights]):
@@ -430,59 +405,16 @@ class Model(Generic[Weights]):
         self, prompts: Prompts, *, samples: int, **options: Unpack[GenerateOptions]
     ) -> list[list[Generation]]: ...
     @named_options()
+    @with_keywords()
     def generate(
-        self,
-        prompts: Prompt | Prompts,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        logit_bias: LogitBias = (),
-        min_new_tokens: int = 0,
-        sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        top_logprobs: int = 0,
-        samples: int = 1,
-        overflow: Overflow = "error",
-        rows_at_once: int | None = None,
+        self, prompts: Prompt | Prompts, **options: Any
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list.
 
         A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
         of prompts; with `samples` above 1 a list for each prompt.
 
-        max_new_tokens: the most tokens of a continuation.
-        temperature: divides the logits; 0 takes the most likely token, 1 samples from the model's
-            own distribution.
-        top_k: sample from the k most likely tokens only; 0 is off.
-        top_p: sample from the fewest tokens whose probabilities add up to top_p; 1 is off.
-        min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
-        repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
-        presence_penalty: subtracted from the logits of tokens that the continuation has already.
-        frequency_penalty: subtracted once for each time that it has the token.
-        seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
-            None draws a new one for each continuation, which its Generation.seed reports.
-        logit_bias: numbers by token id, added to the logits before anything else; at most 127
-            different ones.
-        min_new_tokens: before so many tokens, no stop token is drawn and no stop string ends the
-            text.
-        sampling: a Sampling, instead of the keywords from temperature to min_new_tokens.
-        stop: a string, or several; the text ends before the first occurrence.
-        stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
-        top_logprobs: for each token, report so many of the most likely ones, up to 20, in
-            Generation.top_logprobs.
-        samples: continuations of each prompt; prompts times samples is at most 2^20.
-        overflow: "error" refuses a prompt longer than the context, and ends a text where the
-            context is full; "truncate" drops the oldest tokens instead.
-        rows_at_once: continuations computed together; results do not depend on it. The next one
-            starts when one has ended. None: up to 512 on a GPU, as half of its free memory allows.
+        {options}
 
         Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
@@ -491,46 +423,14 @@ class Model(Generic[Weights]):
         from gpt2block.generation import generate  # noqa: PLC0415
 
         found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
-            self.engine,
-            self.lookup,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            **given(
-                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
-                min_new_tokens=min_new_tokens,
-            ),
-            stop=stop,
-            stop_ids=stop_ids,
-            top_logprobs=top_logprobs,
-            samples=samples,
-            overflow=overflow,
-            rows_at_once=rows_at_once,
-        )  # fmt: skip
+            self.engine, self.lookup, prompts, Options.of(options)
+        )
         return found
 
     @named_options(samples="expected one sample, got {}: use generate")
+    @with_keywords("samples", "rows_at_once")
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        logit_bias: LogitBias = (),
-        min_new_tokens: int = 0,
-        sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        top_logprobs: int = 0,
-        overflow: Overflow = "error",
+        self, prompt: Prompt, **options: Unpack[StreamOptions]
     ) -> Generator[str, None, Generation]:
         """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
 
@@ -539,22 +439,7 @@ class Model(Generic[Weights]):
         """
         from gpt2block.generation import generate  # noqa: PLC0415
 
-        return generate.stream(
-            self.engine,
-            self.lookup,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            **given(
-                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
-                min_new_tokens=min_new_tokens,
-            ),
-            stop=stop,
-            stop_ids=stop_ids,
-            top_logprobs=top_logprobs,
-            overflow=overflow,
-        )  # fmt: skip
+        return generate.stream(self.engine, self.lookup, prompt, Options.of(options))
 
     def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to a conversation.

@@ -217,20 +217,6 @@ def new_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def chosen(sampling: Sampling | None, **fields: Any) -> Sampling:
-    """`sampling` if given; else a Sampling of the fields."""
-    if sampling is None:
-        return Sampling(**fields)
-    if not isinstance(sampling, Sampling):
-        raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
-    return sampling
-
-
-def given(sampling: Sampling | None, **fields: Any) -> dict[str, Any]:
-    """The keywords of a call: the Sampling if there is one, else its fields."""
-    return fields if sampling is None else {"sampling": sampling}
-
-
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `generate`, with defaults of a Sampling's fields unless they have `sampling`."""
     return {**({} if options.get("sampling") else defaults), **options}

@@ -74,6 +74,7 @@ def generate(
     The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
     """
     from gpt2block.generation.generate import Run  # noqa: PLC0415
+    from gpt2block.generation.options import Options  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     clock = Clock(perf_counter())
@@ -87,7 +88,7 @@ def generate(
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
     keywords = asdict(options) | {"stop_ids": options.stop_ids or None}
-    run = Run(loaded.engine, encoding, start, **keywords)
+    run = Run(loaded.engine, encoding, start, Options.of(keywords))
     beginning = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)

@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
+from gpt2block.generation.options import Options
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids, in_groups
 from gpt2block.serve.access import Access
@@ -340,7 +341,7 @@ class Server:
             ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
             more_ends = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
             options["stop_ids"] = [*ends, *more_ends.tolist()]
-        rows = list(Run(self.model.engine, self.encoding, prompts, **options).rows)
+        rows = list(Run(self.model.engine, self.encoding, prompts, Options.of(options)).rows)
         for row in rows:
             row.held = not given.stream
         return rows
