@@ -130,7 +130,7 @@ class Sampling:
     def __post_init__(self) -> None:
         # Convert NumPy numbers to Python: -top_k of a uint8 is not negative. What needs neither
         # that nor an error stays: every call of generate makes a Sampling.
-        for name, (least, most, expected) in _NUMBERS.items():
+        for name, (least, most, expected) in _FLOATS.items():
             value = getattr(self, name)
             if type(value) is float and least <= value <= most:
                 continue
@@ -182,7 +182,9 @@ def _ranges(kind: str) -> dict[str, Range]:
     return {name: found for name, found in ranges.items() if found}
 
 
-_NUMBERS, _INTEGERS = _ranges("float"), _ranges("int")
+_FLOATS, _INTEGERS = _ranges("float"), _ranges("int")
+# The keywords of `generate` that are numbers, in their order.
+NUMBERS = tuple(name for name in SAMPLING_OPTIONS if name in {**_FLOATS, **_INTEGERS})
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
