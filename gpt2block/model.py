@@ -24,9 +24,9 @@ from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
 from gpt2block.inspect.lens import LogitLens
+from gpt2block.run import inputs
 from gpt2block.run.model import (
     Floats,
-    Ids,
     KVCache,
     Tensors,
     TracedEngine,
@@ -35,7 +35,7 @@ from gpt2block.run.model import (
     kv_cache_dtype,
 )
 from gpt2block.sampling import with_defaults
-from gpt2block.tokenizers.encoding import Encoding, as_array
+from gpt2block.tokenizers.encoding import Encoding
 from gpt2block.tokenizers.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class Model(Generic[Weights]):
         continues row b of the cache, and its keys and values are appended to it.
         """
         check_flag("last", last)
-        sequences, shape = self._sequences(ids, cache)
+        sequences, shape = inputs.sequences(self.engine, ids, cache)
         logits = self.engine.forward(sequences, "last" if last else "logits", cache)
         if shape is None:
             return np.stack(logits) if last else logits
@@ -308,7 +308,7 @@ class Model(Generic[Weights]):
 
         (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
         """
-        sequences, shape = self._sequences(ids, None)
+        sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
         if shape is None:
             return states
@@ -320,7 +320,7 @@ class Model(Generic[Weights]):
         Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
         cached: compute the last token only, after the others are in a kv_cache.
         """
-        return self.engine.trace(self._one(ids, cached), cached)
+        return self.engine.trace(inputs.one_sequence(self.engine, ids, cached), cached)
 
     def compare(self, ids: Row, cached: bool = False) -> Comparisons:
         """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
@@ -328,7 +328,7 @@ class Model(Generic[Weights]):
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
         as they are stored. A row's name is the step's, such as "h.3.gelu".
         """
-        return compare(self.engine, self._one(ids, cached), cached)
+        return compare(self.engine, inputs.one_sequence(self.engine, ids, cached), cached)
 
     @named_options()
     def attention(self, text: Prompt) -> Floats:
@@ -336,7 +336,7 @@ class Model(Generic[Weights]):
 
         weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
         """
-        return lens.attention_weights(self.engine, self._tokens(text))
+        return lens.attention_weights(self.engine, inputs.tokens(self.engine, self.lookup, text))
 
     @named_options()
     def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
@@ -347,7 +347,7 @@ class Model(Generic[Weights]):
         top = check_count("top", top)
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
-        ids = self._tokens(text)
+        ids = inputs.tokens(self.engine, self.lookup, text)
         return lens.logit_lens(self.engine, ids, top, partial(of_inputs, self.lookup, text))
 
     @named_options()
@@ -365,28 +365,6 @@ class Model(Generic[Weights]):
         encoding = of_inputs(self.lookup, text)
         ids = token_ids(encoding, text, self.config.vocab_size, "text")
         return Page(collect(self.engine, encoding, self.name, ids, layer))
-
-    def _tokens(self, text: Any) -> Ids:
-        """One text, or sequence of ids, as checked ids."""
-        if isinstance(text, str):
-            from gpt2block.tokenizers import tokenizer  # noqa: PLC0415
-
-            text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
-            if not len(text):
-                raise InputError("text: expected at least one token, got an empty text")
-        return self._one(text, cached=False)
-
-    def _one(self, ids: Any, cached: bool) -> Ids:
-        """One sequence of ids, checked."""
-        check_flag("cached", cached)
-        sequences, _ = self._sequences(ids, None)
-        least = 2 if cached else 1
-        if len(sequences) != 1 or len(sequences[0]) < least:
-            raise InputError(
-                f"ids: expected one sequence of at least {least} tokens, got "
-                f"{[len(sequence) for sequence in sequences]}"
-            )
-        return sequences[0]
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -538,28 +516,6 @@ class Model(Generic[Weights]):
 
         return scoring.embed(self.engine, self.lookup, texts, pooling, overflow=overflow)
 
-    def _sequences(
-        self, ids: Any, cache: KVCache | None
-    ) -> tuple[list[Ids], tuple[int, ...] | None]:
-        """Checked sequences, and the shape of `ids` if all have the same length, else None."""
-        sequences, shape = as_sequences(ids, self.config.vocab_size)
-        if cache is not None and getattr(cache, "kind", None) != self.engine.cache_kind:
-            raise InputError(
-                f"cache: expected one from this model's new_cache, {self.engine.cache_kind}, "
-                f"got {getattr(cache, 'kind', cache)!r}"
-            )
-        before = [0] * len(sequences) if cache is None else cache.lengths
-        if len(before) != len(sequences):
-            raise InputError(f"ids: {len(sequences)} sequences for a cache of {len(before)} rows")
-        most = self.config.n_ctx if cache is None else cache.n_ctx
-        for row, (start, new) in enumerate(zip(before, sequences, strict=True)):
-            if start + len(new) > most:
-                after = f" after the {start} in the cache" if start else ""
-                raise InputError(
-                    f"ids: row {row} has {len(new)} tokens{after}, the context is n_ctx = {most}"
-                )
-        return sequences, shape
-
 
 class GPT2(Model[GPT2Weights]):
     """A GPT-2 on a GPU, or with NumPy where there is none.
@@ -618,41 +574,3 @@ def from_pretrained(
         name, device, dtype, progress, allow_nonfinite, revision, kv_dtype, activations
     )
     return model
-
-
-def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Token ids as a list of int32 arrays, and their shape, or None if their lengths differ.
-
-    Raises InputError, for an id outside 0 … vocab_size - 1 with its position.
-    """
-    try:
-        ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
-        rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
-    except InputError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:  # lists of different depths; CuPy
-        raise InputError(f"ids: expected rows of integers: {error}") from error
-    shape: tuple[int, ...] | None = None
-    if ragged and len({row.shape for row in rows}) == 1:
-        shape = (len(rows), *rows[0].shape)
-    if not ragged and rows[0].ndim in (1, 2):
-        shape = rows[0].shape
-        rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
-    for b, row in enumerate(rows):
-        name = f"ids: row {b}" if len(rows) > 1 else "ids"
-        if row.dtype.kind in "US":
-            raise InputError(
-                f"{name}: expected token ids, got text: use model.tokenizer.encode_ordinary(text): "
-                "generate, score, embed, explain and logit_lens take text"
-            )
-        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
-            raise InputError(
-                f"{name}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
-                f"least one token each, got {row.dtype} {row.shape}"
-            )
-        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
-        if wrong.size:
-            raise InputError(
-                f"{name}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
-            )
-    return [row.astype(np.int32) for row in rows], shape
