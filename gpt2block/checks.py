@@ -51,7 +51,7 @@ def check_number(name: str, value: object, least: float, most: float, expected: 
     return number
 
 
-def check_integer(name: str, value: Any, least: int, most: float, expected: str) -> int:
+def check_integer(name: str, value: Any, least: float, most: float, expected: str) -> int:
     """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
     whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     number = int(value) if whole else None
@@ -108,6 +108,18 @@ def check_callable(name: str, value: object) -> None:
         raise InputError(f"{name}: expected a function, got {shown(value)}")
 
 
+def check_encodable(name: str, text: str) -> None:
+    """Raise InputError for a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
+            "expected text that UTF-8 can encode: decode it again from its bytes, with "
+            "replacements of invalid ones"
+        ) from error
+
+
 def several(given: Any) -> list[Any]:
     """The elements of an iterable, or a list of the single object."""
     try:
@@ -155,8 +167,7 @@ def of_bfloat16(array: Any) -> str:
 def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: an unknown keyword raises UnknownOption, which names the nearest known one.
 
-    rejected: keyword → message, for keywords that need an explanation; {} stands for the value. If
-    `sampling` is given, InputError for the keywords that are fields of a Sampling.
+    rejected: keyword → message, for keywords that need an explanation; {} stands for the value.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -167,31 +178,15 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if not known.issuperset(kwargs):
                 name, value = next(each for each in kwargs.items() if each[0] not in known)
-                names = list(parameters)
-                raise _unknown(_name_of(function, args), name, names, rejected, value)
-            if kwargs.get("sampling") is not None:
-                both = [name for name in SAMPLING_OPTIONS if name in kwargs]
-                if both:
-                    raise InputError(f"sampling: holds {both[0]} already: give one of the two")
+                callee = _name_of(function, args)
+                if name in rejected:
+                    raise UnknownOption(f"{callee}: {rejected[name].format(shown(value))}")
+                raise unknown_option(callee, name, parameters)
             return function(*args, **kwargs)
 
         return checked
 
     return decorated
-
-
-SAMPLING_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logit_bias",
-    "min_new_tokens",
-)
 
 
 def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -202,14 +197,11 @@ def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return f"{owner}{dot}{name}".removesuffix(".__init__")
 
 
-def _unknown(
-    callee: str, name: str, known: list[str], rejected: dict[str, str], value: Any
-) -> UnknownOption:
-    if name in rejected:
-        return UnknownOption(f"{callee}: {rejected[name].format(shown(value))}")
+def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOption:
+    """The error for a keyword that a function does not have, with the nearest that it has."""
     from difflib import get_close_matches  # noqa: PLC0415
 
-    nearest = get_close_matches(name, known, 1)
+    nearest = get_close_matches(name, list(known), 1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"see help({callee})"
     return UnknownOption(f"{callee}: unknown keyword {name!r}: {hint}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,13 @@ from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
 from gpt2block.inspect.lens import LogitLens
+from gpt2block.run import inputs
 from gpt2block.run.model import (
     Floats,
-    Ids,
     KVCache,
     Tensors,
     TracedEngine,
@@ -33,8 +34,8 @@ from gpt2block.run.model import (
     check_dtype,
     kv_cache_dtype,
 )
-from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, given, with_defaults
-from gpt2block.tokenizers.encoding import Encoding, as_array
+from gpt2block.sampling import with_defaults
+from gpt2block.tokenizers.encoding import Encoding
 from gpt2block.tokenizers.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
     from gpt2block.chat.template import ChatTemplate, Message
     from gpt2block.explain import Page
-    from gpt2block.generation.generate import Overflow, Prompt, Prompts
+    from gpt2block.generation.generate import Prompt, Prompts
+    from gpt2block.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.generation.rows import Generation
     from gpt2block.generation.scoring import Score
 
@@ -51,33 +53,6 @@ Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
-
-
-class StreamOptions(TypedDict, total=False):
-    """The keywords of `Model.stream`, for type checkers."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    logit_bias: LogitBias
-    min_new_tokens: int
-    sampling: Sampling | None
-    stop: str | Iterable[str]
-    stop_ids: Iterable[int] | None
-    top_logprobs: int
-    overflow: Overflow
-
-
-class GenerateOptions(StreamOptions, total=False):
-    """The keywords of `Model.generate` except `samples`, for type checkers."""
-
-    rows_at_once: int | None
 
 
 class Model(Generic[Weights]):
@@ -317,7 +292,7 @@ class Model(Generic[Weights]):
         continues row b of the cache, and its keys and values are appended to it.
         """
         check_flag("last", last)
-        sequences, shape = self._sequences(ids, cache)
+        sequences, shape = inputs.sequences(self.engine, ids, cache)
         logits = self.engine.forward(sequences, "last" if last else "logits", cache)
         if shape is None:
             return np.stack(logits) if last else logits
@@ -333,7 +308,7 @@ class Model(Generic[Weights]):
 
         (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
         """
-        sequences, shape = self._sequences(ids, None)
+        sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
         if shape is None:
             return states
@@ -345,7 +320,7 @@ class Model(Generic[Weights]):
         Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
         cached: compute the last token only, after the others are in a kv_cache.
         """
-        return self.engine.trace(self._one(ids, cached), cached)
+        return self.engine.trace(inputs.one_sequence(self.engine, ids, cached), cached)
 
     def compare(self, ids: Row, cached: bool = False) -> Comparisons:
         """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
@@ -353,7 +328,7 @@ class Model(Generic[Weights]):
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
         as they are stored. A row's name is the step's, such as "h.3.gelu".
         """
-        return compare(self.engine, self._one(ids, cached), cached)
+        return compare(self.engine, inputs.one_sequence(self.engine, ids, cached), cached)
 
     @named_options()
     def attention(self, text: Prompt) -> Floats:
@@ -361,7 +336,7 @@ class Model(Generic[Weights]):
 
         weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
         """
-        return lens.attention_weights(self.engine, self._tokens(text))
+        return lens.attention_weights(self.engine, inputs.tokens(self.engine, self.lookup, text))
 
     @named_options()
     def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
@@ -372,7 +347,7 @@ class Model(Generic[Weights]):
         top = check_count("top", top)
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
-        ids = self._tokens(text)
+        ids = inputs.tokens(self.engine, self.lookup, text)
         return lens.logit_lens(self.engine, ids, top, partial(of_inputs, self.lookup, text))
 
     @named_options()
@@ -391,28 +366,6 @@ class Model(Generic[Weights]):
         ids = token_ids(encoding, text, self.config.vocab_size, "text")
         return Page(collect(self.engine, encoding, self.name, ids, layer))
 
-    def _tokens(self, text: Any) -> Ids:
-        """One text, or sequence of ids, as checked ids."""
-        if isinstance(text, str):
-            from gpt2block.tokenizers import tokenizer  # noqa: PLC0415
-
-            text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
-            if not len(text):
-                raise InputError("text: expected at least one token, got an empty text")
-        return self._one(text, cached=False)
-
-    def _one(self, ids: Any, cached: bool) -> Ids:
-        """One sequence of ids, checked."""
-        check_flag("cached", cached)
-        sequences, _ = self._sequences(ids, None)
-        least = 2 if cached else 1
-        if len(sequences) != 1 or len(sequences[0]) < least:
-            raise InputError(
-                f"ids: expected one sequence of at least {least} tokens, got "
-                f"{[len(sequence) for sequence in sequences]}"
-            )
-        return sequences[0]
-
     @overload
     def generate(  # type: ignore[overload-overlap]
         self, prompts: Prompt, *, samples: Literal[1] = 1, **options: Unpack[GenerateOptions]
@@ -430,59 +383,16 @@ class Model(Generic[Weights]):
         self, prompts: Prompts, *, samples: int, **options: Unpack[GenerateOptions]
     ) -> list[list[Generation]]: ...
     @named_options()
+    @with_keywords()
     def generate(
-        self,
-        prompts: Prompt | Prompts,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        logit_bias: LogitBias = (),
-        min_new_tokens: int = 0,
-        sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        top_logprobs: int = 0,
-        samples: int = 1,
-        overflow: Overflow = "error",
-        rows_at_once: int | None = None,
+        self, prompts: Prompt | Prompts, **options: Any
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list.
 
         A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
         of prompts; with `samples` above 1 a list for each prompt.
 
-        max_new_tokens: the most tokens of a continuation.
-        temperature: divides the logits; 0 takes the most likely token, 1 samples from the model's
-            own distribution.
-        top_k: sample from the k most likely tokens only; 0 is off.
-        top_p: sample from the fewest tokens whose probabilities add up to top_p; 1 is off.
-        min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
-        repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
-        presence_penalty: subtracted from the logits of tokens that the continuation has already.
-        frequency_penalty: subtracted once for each time that it has the token.
-        seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
-            None draws a new one for each continuation, which its Generation.seed reports.
-        logit_bias: numbers by token id, added to the logits before anything else; at most 127
-            different ones.
-        min_new_tokens: before so many tokens, no stop token is drawn and no stop string ends the
-            text.
-        sampling: a Sampling, instead of the keywords from temperature to min_new_tokens.
-        stop: a string, or several; the text ends before the first occurrence.
-        stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
-        top_logprobs: for each token, report so many of the most likely ones, up to 20, in
-            Generation.top_logprobs.
-        samples: continuations of each prompt; prompts times samples is at most 2^20.
-        overflow: "error" refuses a prompt longer than the context, and ends a text where the
-            context is full; "truncate" drops the oldest tokens instead.
-        rows_at_once: continuations computed together; results do not depend on it. The next one
-            starts when one has ended. None: up to 512 on a GPU, as half of its free memory allows.
+        {options}
 
         Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
@@ -491,46 +401,14 @@ class Model(Generic[Weights]):
         from gpt2block.generation import generate  # noqa: PLC0415
 
         found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
-            self.engine,
-            self.lookup,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            **given(
-                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
-                min_new_tokens=min_new_tokens,
-            ),
-            stop=stop,
-            stop_ids=stop_ids,
-            top_logprobs=top_logprobs,
-            samples=samples,
-            overflow=overflow,
-            rows_at_once=rows_at_once,
-        )  # fmt: skip
+            self.engine, self.lookup, prompts, Options.of(options)
+        )
         return found
 
     @named_options(samples="expected one sample, got {}: use generate")
+    @with_keywords("samples", "rows_at_once")
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        logit_bias: LogitBias = (),
-        min_new_tokens: int = 0,
-        sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        top_logprobs: int = 0,
-        overflow: Overflow = "error",
+        self, prompt: Prompt, **options: Unpack[StreamOptions]
     ) -> Generator[str, None, Generation]:
         """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
 
@@ -539,22 +417,7 @@ class Model(Generic[Weights]):
         """
         from gpt2block.generation import generate  # noqa: PLC0415
 
-        return generate.stream(
-            self.engine,
-            self.lookup,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            **given(
-                sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
-                min_new_tokens=min_new_tokens,
-            ),
-            stop=stop,
-            stop_ids=stop_ids,
-            top_logprobs=top_logprobs,
-            overflow=overflow,
-        )  # fmt: skip
+        return generate.stream(self.engine, self.lookup, prompt, Options.of(options))
 
     def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to a conversation.
@@ -653,28 +516,6 @@ class Model(Generic[Weights]):
 
         return scoring.embed(self.engine, self.lookup, texts, pooling, overflow=overflow)
 
-    def _sequences(
-        self, ids: Any, cache: KVCache | None
-    ) -> tuple[list[Ids], tuple[int, ...] | None]:
-        """Checked sequences, and the shape of `ids` if all have the same length, else None."""
-        sequences, shape = as_sequences(ids, self.config.vocab_size)
-        if cache is not None and getattr(cache, "kind", None) != self.engine.cache_kind:
-            raise InputError(
-                f"cache: expected one from this model's new_cache, {self.engine.cache_kind}, "
-                f"got {getattr(cache, 'kind', cache)!r}"
-            )
-        before = [0] * len(sequences) if cache is None else cache.lengths
-        if len(before) != len(sequences):
-            raise InputError(f"ids: {len(sequences)} sequences for a cache of {len(before)} rows")
-        most = self.config.n_ctx if cache is None else cache.n_ctx
-        for row, (start, new) in enumerate(zip(before, sequences, strict=True)):
-            if start + len(new) > most:
-                after = f" after the {start} in the cache" if start else ""
-                raise InputError(
-                    f"ids: row {row} has {len(new)} tokens{after}, the context is n_ctx = {most}"
-                )
-        return sequences, shape
-
 
 class GPT2(Model[GPT2Weights]):
     """A GPT-2 on a GPU, or with NumPy where there is none.
@@ -733,41 +574,3 @@ def from_pretrained(
         name, device, dtype, progress, allow_nonfinite, revision, kv_dtype, activations
     )
     return model
-
-
-def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Token ids as a list of int32 arrays, and their shape, or None if their lengths differ.
-
-    Raises InputError, for an id outside 0 … vocab_size - 1 with its position.
-    """
-    try:
-        ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
-        rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
-    except InputError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:  # lists of different depths; CuPy
-        raise InputError(f"ids: expected rows of integers: {error}") from error
-    shape: tuple[int, ...] | None = None
-    if ragged and len({row.shape for row in rows}) == 1:
-        shape = (len(rows), *rows[0].shape)
-    if not ragged and rows[0].ndim in (1, 2):
-        shape = rows[0].shape
-        rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
-    for b, row in enumerate(rows):
-        name = f"ids: row {b}" if len(rows) > 1 else "ids"
-        if row.dtype.kind in "US":
-            raise InputError(
-                f"{name}: expected token ids, got text: use model.tokenizer.encode_ordinary(text): "
-                "generate, score, embed, explain and logit_lens take text"
-            )
-        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
-            raise InputError(
-                f"{name}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
-                f"least one token each, got {row.dtype} {row.shape}"
-            )
-        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
-        if wrong.size:
-            raise InputError(
-                f"{name}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
-            )
-    return [row.astype(np.int32) for row in rows], shape

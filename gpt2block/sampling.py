@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checks import check_integer, check_number, real
+from gpt2block.config.options import Range, documented, meaning_of, option
 from gpt2block.errors import InputError, shown
 
 DEFAULT_TEMPERATURE = 0.8  # of `generate`, from Python and from the command line
@@ -29,31 +30,36 @@ MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-# The smallest and the largest value of an option, and what an error says of them.
-_NUMBERS = {
-    "temperature": (SMALLEST, LARGEST, f"0 (greedy), or {_USUAL}"),
-    "top_p": (0, 1, "a probability from 0 to 1, 1 to keep all"),
-    "min_p": (0, 1, "a fraction from 0 to 1, 0 to keep all"),
-    "repetition_penalty": (SMALLEST, LARGEST, _USUAL),
-    **dict.fromkeys(
-        ("presence_penalty", "frequency_penalty"),
-        (-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none"),
-    ),
-}
-_INTEGERS = {
-    "top_k": (0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
-    "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
-    "sample": (0, 2**31 - 1, "the number of a sample from 0"),
-    "min_new_tokens": (0, 2**31 - 1, "a number of tokens, 0 for none"),
-}
+_PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none")
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
 
 
+class SamplingKeywords(TypedDict, total=False):
+    """The keywords of `generate` that are options of a Sampling, in their order."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: LogitBias
+    min_new_tokens: int
+
+
+SAMPLING_OPTIONS = tuple(SamplingKeywords.__annotations__)
+
+
+@documented
 @dataclass(frozen=True)
 class Sampling:
     """The sampling options of one row.
+
+    {options}
 
     logit_bias, min_new_tokens and the penalties are applied first, then the other options in the
     order of the fields. Drawn tokens are those that the row has sampled, without its prompt. A
@@ -62,23 +68,69 @@ class Sampling:
     Raises InputError for values out of range.
     """
 
-    temperature: float = DEFAULT_TEMPERATURE  # divides the logits; 0: the most likely token
-    top_k: int = 0  # keep the k most likely tokens; 0: off
-    top_p: float = 1.0  # keep the fewest tokens with this total probability; 1: off
-    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely; 0: off
-    repetition_penalty: float = 1.0  # seen tokens: divides logits > 0, multiplies the others
-    seed: int = 0  # 64 bits
-    sample: int = 0  # index among the samples of one prompt
-    logit_bias: LogitBias = ()  # token → number added to its logit; here as sorted pairs
-    frequency_penalty: float = 0.0  # subtracted once for each time that a token was drawn
-    presence_penalty: float = 0.0  # subtracted from tokens that were drawn
-    min_new_tokens: int = 0  # until so many are drawn, none of end_ids is
-    end_ids: Iterable[int] = ()  # with min_new_tokens; `generate` puts the stop tokens here
+    temperature: float = option(
+        DEFAULT_TEMPERATURE,
+        "0: the most likely token; 1: the model's own distribution.",
+        Range(SMALLEST, LARGEST, f"0 (greedy), or {_USUAL}"),
+        more="The logits are divided by it.",
+    )
+    top_k: int = option(
+        0,
+        "Keep the k most likely tokens; 0: off.",
+        Range(0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
+    )
+    top_p: float = option(
+        1.0,
+        "Keep the fewest tokens with this total probability; 1: off.",
+        Range(0, 1, "a probability from 0 to 1, 1 to keep all"),
+    )
+    min_p: float = option(
+        0.0,
+        "Keep tokens at least this fraction as likely as the most likely one; 0: off.",
+        Range(0, 1, "a fraction from 0 to 1, 0 to keep all"),
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1: tokens already in the text become less likely.",
+        Range(SMALLEST, LARGEST, _USUAL),
+        more="It divides their logits above 0, and multiplies the others; 1: off.",
+    )
+    seed: int = option(
+        0,
+        "The same seed, prompt and options give the same text.",
+        Range(0, 2**64 - 1, "an unsigned integer of 64 bits"),
+        more="An integer of up to 64 bits.",
+    )
+    sample: int = option(
+        0,
+        "The index among the samples of one prompt.",
+        Range(0, 2**31 - 1, "the number of a sample from 0"),
+    )
+    logit_bias: LogitBias = option(
+        (),
+        "Numbers by token id, added to the logits before anything else.",
+        more="At most 127 different ones.",
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtracted once for each time a token was drawn.", _PENALTY
+    )
+    presence_penalty: float = option(
+        0.0, "Subtracted from logits of tokens already drawn.", _PENALTY
+    )
+    min_new_tokens: int = option(
+        0,
+        "No stop ends the text before so many tokens.",
+        Range(0, 2**31 - 1, "a number of tokens, 0 for none"),
+        more="The tokens that end a text are not drawn before.",
+    )
+    end_ids: Iterable[int] = option(
+        (), "With min_new_tokens: tokens that are not drawn before; those that end the text."
+    )
 
     def __post_init__(self) -> None:
         # Convert NumPy numbers to Python: -top_k of a uint8 is not negative. What needs neither
         # that nor an error stays: every call of generate makes a Sampling.
-        for name, (least, most, expected) in _NUMBERS.items():
+        for name, (least, most, expected) in _FLOATS.items():
             value = getattr(self, name)
             if type(value) is float and least <= value <= most:
                 continue
@@ -124,6 +176,17 @@ class Sampling:
             raise InputError(f"logit_bias: expected at most {most} different numbers{twice}")
 
 
+def _ranges(kind: str) -> dict[str, Range]:
+    """The ranges of a Sampling's numbers of this type."""
+    ranges = {each.name: meaning_of(each).range for each in fields(Sampling) if each.type == kind}
+    return {name: found for name, found in ranges.items() if found}
+
+
+_FLOATS, _INTEGERS = _ranges("float"), _ranges("int")
+# The keywords of `generate` that are numbers, in their order.
+NUMBERS = tuple(name for name in SAMPLING_OPTIONS if name in {**_FLOATS, **_INTEGERS})
+
+
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
     """Tokens and biases, sorted; InputError unless they are that, each token once."""
     pairs = given.items() if isinstance(given, Mapping) else given
@@ -154,20 +217,6 @@ def new_seed() -> int:
     import secrets  # noqa: PLC0415  (slow to import)
 
     return secrets.randbits(SEED_BITS)
-
-
-def chosen(sampling: Sampling | None, **fields: Any) -> Sampling:
-    """`sampling` if given; else a Sampling of the fields."""
-    if sampling is None:
-        return Sampling(**fields)
-    if not isinstance(sampling, Sampling):
-        raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
-    return sampling
-
-
-def given(sampling: Sampling | None, **fields: Any) -> dict[str, Any]:
-    """The keywords of a call: the Sampling if there is one, else its fields."""
-    return fields if sampling is None else {"sampling": sampling}
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

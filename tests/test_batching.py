@@ -13,12 +13,12 @@ import pytest
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.generation.batching import TURN, Batch
-from gpt2block.generation.generate import Run, generate
 from gpt2block.generation.rows import Row
 from gpt2block.generation.scheduling import PIECE
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
 from tests.devices import SOMEWHERE, running_on
+from tests.generating import Run, generate
 from tests.markov import MarkovEngine, byte_encoding, cycle
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.generation import generate
 from gpt2block.generation.rows import Generation
 from gpt2block.run import cuda_steps
 from gpt2block.run.model import DTYPES, Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, SOMEWHERE, running_on
+from tests.generating import Run, generate
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
@@ -189,7 +189,7 @@ def test_a_consumer_that_stops_or_fails(device: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1}
     expected = m.generate(prompts, **options)
     for taken in (0, 1, 5):
-        run = generate.Run(m.engine, None, prompts, rows_at_once=2, **options)
+        run = Run(m.engine, None, prompts, rows_at_once=2, **options)
         rows = iter(run)
         for _ in range(taken):
             next(rows)
@@ -198,7 +198,7 @@ def test_a_consumer_that_stops_or_fails(device: str) -> None:
     next(pieces, None)
     pieces.close()
     with pytest.raises(ZeroDivisionError):
-        [1 // (len(row.tokens) - 4) for row in generate.Run(m.engine, None, prompts, **options)]
+        [1 // (len(row.tokens) - 4) for row in Run(m.engine, None, prompts, **options)]
     assert m.generate(prompts, **options) == expected
 
 
@@ -249,11 +249,11 @@ def test_ten_thousand_prompts() -> None:
     prompts = [rng.integers(256, size=n) for n in rng.integers(1, 9, 10_000)]
     options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "stop_ids": range(40)}
     options["seed"] = 1
-    found = generate.generate(engine, byte_encoding(), prompts, rows_at_once=200, **options)
+    found = generate(engine, byte_encoding(), prompts, rows_at_once=200, **options)
     assert len(found) == 10_000
     assert max(map(len, engine.batches)) <= 200
     for index in rng.integers(10_000, size=50):
-        assert found[index] == generate.generate(engine, byte_encoding(), prompts[index], **options)
+        assert found[index] == generate(engine, byte_encoding(), prompts[index], **options)
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, cupy: Any, most: int) -> list[int]:
@@ -324,7 +324,7 @@ def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_context_and_a_long_prompt() -> None:
     engine = MarkovEngine(cycle(256), n_ctx=6)
     prompts: list[NDArray[Any]] = [np.arange(n) for n in (1, 6, 3)]
-    found = generate.generate(engine, None, prompts, temperature=0, rows_at_once=2)
+    found = generate(engine, None, prompts, temperature=0, rows_at_once=2)
     assert [len(one.tokens) for one in found] == [6, 1, 4]
     with pytest.raises(InputError, match="prompt 1: 7 tokens, the model's context is 6"):
-        generate.generate(engine, None, [[1], list(range(7))])
+        generate(engine, None, [[1], list(range(7))])

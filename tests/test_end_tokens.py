@@ -13,10 +13,10 @@ from gpt2block import GPT2, CheckpointError, GPT2Weights
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config import GPT2Config
-from gpt2block.generation.generate import generate
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, TokenizersEncoding
 from tests.command_line import gpt2block, printed
+from tests.generating import generate
 from tests.markov import MarkovEngine, cycle
 from tests.refusals import refused
 from tests.tokenizer_files import small_json, small_pair

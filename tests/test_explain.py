@@ -35,12 +35,17 @@ from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
 from gpt2block.passes import model_steps
+from gpt2block.run import inputs
 from tests.markov import byte_encoding
 from tests.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
 
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ctx=16, vocab_size=61, n_ff=40)
 TEXT = "To be, or not to be"
 EVIL = "</script><script>alert(1)</script><!-- <b>&amp;\u2028\u202e"
+
+
+def tokens_of(model: Any, text: Any) -> Any:
+    return inputs.tokens(model.engine, model.lookup, text)
 
 
 def model() -> GPT2:
@@ -135,7 +140,7 @@ def test_references_are_those_of_the_module() -> None:
 
 def test_attention_lens_surprisal_and_logits_are_the_models() -> None:
     made = model()
-    ids = made._tokens(TEXT)
+    ids = tokens_of(made, TEXT)
     data = made.explain(TEXT).data
     T = len(ids)
     assert [token["text"] for token in data["tokens"]] == list(TEXT)
@@ -212,7 +217,7 @@ def attention_agrees(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -
 @pytest.mark.parametrize("name", ["shakespeare", "shakespeare-llama"])
 def test_the_opened_block_has_the_numbers_of_the_trace(name: str) -> None:
     made = from_pretrained(name, device="cpu")
-    ids = made._tokens(TEXT)
+    ids = tokens_of(made, TEXT)
     data = made.explain(TEXT, layer=2).data
     assert data["opened"]["attention"]["tokens"] == len(TEXT)
     assert data["opened"]["products"]["qkv"]["rows"] == list(range(len(TEXT)))
@@ -331,7 +336,7 @@ def test_encoded_numbers_survive() -> None:
 def test_texts_cannot_become_elements() -> None:
     encoding = byte_encoding(EVIL.encode(), end=False)
     made = GPT2(GPT2Weights.random(0, GPT2Config(1, 1, 8, 64, 257)), "cpu")
-    ids = made._tokens([256, 60])
+    ids = tokens_of(made, [256, 60])
     page = Page(collect(made.engine, encoding, f"m{EVIL}", ids, 0))
     assert page.data["tokens"][0]["text"] == EVIL
     html = page.html

@@ -18,7 +18,7 @@ from gpt2block.explain import Page, collect
 from gpt2block.passes import architecture_of
 from gpt2block.sampling import Sampling, masses
 from tests.markov import byte_encoding
-from tests.test_explain import EVIL, LLAMA
+from tests.test_explain import EVIL, LLAMA, tokens_of
 from tests.test_explain import model as bundled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser test needs selenium")
@@ -171,7 +171,7 @@ def test_sliders_give_the_distribution_of_the_sampler(
     page: Any, model: GPT2, options: dict[str, Any]
 ) -> None:
     slide(page, **options)
-    expected = masses(model(model._tokens(TEXT))[-1], Sampling(**options)).astype(np.float64)
+    expected = masses(model(tokens_of(model, TEXT))[-1], Sampling(**options)).astype(np.float64)
     expected /= expected.sum()
     found = np.array(page.execute_script(
         "return Array.from(distribution(...['temperature', 'top-k', 'top-p']"
@@ -185,7 +185,7 @@ def test_sliders_give_the_distribution_of_the_sampler(
     kept = int((expected > 0).sum())
     assert find(page, "#next-readout").text.startswith(f"{kept} of 256 tokens can be drawn")
     unfiltered = replace(Sampling(**options), top_p=1.0)
-    logits = model(model._tokens(TEXT))[-1]
+    logits = model(tokens_of(model, TEXT))[-1]
     possible, after_k = (
         int((masses(logits, each) > 0).sum()) for each in (replace(unfiltered, top_k=0), unfiltered)
     )
@@ -198,7 +198,7 @@ def test_sliders_give_the_distribution_of_the_sampler(
 
 def test_temperature_zero_is_greedy(page: Any, model: GPT2) -> None:
     slide(page, temperature=0)
-    best = model(model._tokens(TEXT))[-1].argmax()
+    best = model(tokens_of(model, TEXT))[-1].argmax()
     row = find(page, "#next-rows tr")
     assert (int(row.get_attribute("data-id")), row.get_attribute("data-p")) == (best, "1")
 
@@ -228,7 +228,7 @@ def test_every_step_is_reached_by_keyboard(page: Any) -> None:
 def test_arrow_keys_read_the_heatmaps(page: Any, model: GPT2) -> None:
     from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
 
-    ids = model._tokens(TEXT)
+    ids = tokens_of(model, TEXT)
     page.execute_script("selectStep('ln1'); document.querySelector('#detail canvas').focus()")
     press(page, *[Keys.ARROW_DOWN] * 3, *[Keys.ARROW_RIGHT] * 7)
     name, _, value = find(page, "#detail .readout").text.partition(": ")
@@ -281,7 +281,7 @@ def test_a_row_of_attention_agrees_with_numpy(
     load(browser, path)
     browser.execute_script("selectPosition(arguments[0])", position)
     find(browser, f"[data-head='{head}']").click()
-    expected = row_of_attention(made, made._tokens(TEXT), position, head)
+    expected = row_of_attention(made, tokens_of(made, TEXT), position, head)
     found = browser.execute_script(
         "const row = attentionRow(...arguments); return Object.fromEntries(Object.entries(row)"
         ".map(([name, of]) => [name, of.map ? Array.from(of, each => `${each}`) : of]))",
@@ -334,7 +334,7 @@ def test_a_row_of_attention_is_read_by_keyboard(page: Any, model: GPT2) -> None:
     press(page, Keys.ENTER)
     page.execute_script("document.querySelector('#opened-panel canvas').focus()")
     press(page, Keys.HOME, *[Keys.ARROW_RIGHT] * 5)
-    expected = row_of_attention(model, model._tokens(TEXT), 9, 0)["output"][5]
+    expected = row_of_attention(model, tokens_of(model, TEXT), 9, 0)["output"][5]
     assert texts(page, "#opened-panel thead th")[-1] == "× v[5]"
     assert number(texts(page, "#opened-panel tfoot td")[-1]) == pytest.approx(expected, rel=1e-3)
     page.execute_script("document.querySelector('[data-part=\"4\"]').click()")
@@ -346,7 +346,7 @@ def test_a_row_of_attention_is_read_by_keyboard(page: Any, model: GPT2) -> None:
 
 def product_shown(page: Any, made: Any, step: str) -> tuple[int, int]:
     """Check the sum that the page shows for one number of a product. Returns row and column."""
-    ids = made._tokens(TEXT)
+    ids = tokens_of(made, TEXT)
     trace = made.trace(ids)
     found = re.match(rf"{step}\[(\d+), (\d+)\] = (\w+)\[\d+, :\] · (\w+)",
                      find(page, "#product .equation").text)  # fmt: skip

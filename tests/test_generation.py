@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import InputError
-from gpt2block.generation.generate import Run, generate, stream
 from gpt2block.generation.rows import Generation, Text
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
+from tests.generating import Run, generate, stream
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 BYTES = byte_encoding(end=False)
@@ -342,7 +342,7 @@ def test_text_without_a_tokenizer() -> None:
 def test_a_stream_takes_one_prompt_and_says_so_at_once() -> None:
     engine = MarkovEngine(cycle(256))
     with pytest.raises(InputError, match="stream: expected one prompt, got a list"):
-        stream(engine, BYTES, ["a", "b"])  # type: ignore[list-item]
+        stream(engine, BYTES, ["a", "b"])
     with pytest.raises(InputError, match="stream: expected one sample, got 2: use generate"):
         stream(engine, BYTES, "a", samples=2)
     with pytest.raises(TypeError, match="temprature"):
@@ -398,11 +398,11 @@ def test_the_default_temperature() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("max_tokens", "did you mean 'max_new_tokens'?"), ("zzz", "see help(Run)")],
+    [("max_tokens", "did you mean 'max_new_tokens'?"), ("zzz", "see help(GPT2.generate)")],
 )
 def test_an_unknown_keyword_names_the_nearest(name: str, hint: str) -> None:
     options: dict[str, Any] = {name: 3}
-    message = re.escape(f"Run: unknown keyword {name!r}: {hint}")
+    message = re.escape(f"GPT2.generate: unknown keyword {name!r}: {hint}")
     with pytest.raises(TypeError, match=message) as error:
         generate(MarkovEngine(cycle(256)), BYTES, "a", **options)
     assert isinstance(error.value, InputError)

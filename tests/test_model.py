@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.checks import SAMPLING_OPTIONS
-from gpt2block.cli.model import GenerateOptions
+from gpt2block.cli.model import TextOptions
 from gpt2block.cuda.kernels import FP8
-from gpt2block.generation.generate import Run
+from gpt2block.generation.options import Options
 from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
-from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
+from gpt2block.sampling import DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, Sampling, penalized
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import running_on
 from tests.plain import rounding
@@ -396,7 +395,7 @@ def test_help_shows_the_keywords(method: str) -> None:
 def test_the_keywords_have_the_same_defaults_everywhere() -> None:
     documented = inspect.signature(GPT2.generate).parameters
     assert documented["temperature"].default == DEFAULT_TEMPERATURE == 0.8
-    functions: list[Any] = [GPT2.stream, Run, GenerateOptions, Sampling]
+    functions: list[Any] = [GPT2.stream, Options, TextOptions, Sampling]
     for function in functions:
         shared = {*inspect.signature(function).parameters} & {*documented} - {
             "self",

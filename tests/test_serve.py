@@ -36,12 +36,12 @@ import load  # noqa: E402
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.errors import InputError  # noqa: E402
-from gpt2block.generation.generate import Run, generate  # noqa: E402
 from gpt2block.sampling import Sampling  # noqa: E402
 from gpt2block.serve import answers, app, listening, metrics, protocol, service  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
+from tests.generating import Run, generate  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
     BYTES,

@@ -13,10 +13,10 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import GPT2
-from gpt2block.generation.generate import generate
 from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Full
 from tests import test_explain_page as explain_page
+from tests.generating import generate
 from tests.markov import LINES
 from tests.serving import SAMPLING, Running, eventually, model_of, post, serving
 from tests.test_explain import model as bundled

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from gpt2block.generation.generate import generate
+from tests.generating import generate
 from tests.serving import BYTES, Slow, clients_of, eventually, exchanged, model_of, serving, small
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "haproxy.cfg"

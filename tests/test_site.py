@@ -126,7 +126,7 @@ def test_the_reference_has_every_public_name_and_tables_of_parameters(site: Path
     assert {name.rpartition(".")[2] for name in ids} >= {*gpt2block.__all__} - {"reference"}
     assert "model.GPT2.__call__" in ids
     rows = [re.sub(r"<[^>]+>|\s+", " ", row) for row in re.findall(r"<tr.*?</tr>", page, re.S)]
-    assert any(row.split()[:3] == ["top_k", "int", "sample"] for row in rows)
+    assert any(row.split()[:3] == ["top_k", "int", "keep"] for row in rows)
     assert any(row.split()[:2] == ["allow_nonfinite", "bool"] for row in rows)
     assert any(row.split()[:2] == ["finish_reason", "FinishReason"] for row in rows)
     assert page.count("<table") > 30

@@ -13,10 +13,10 @@ from launch_recorder import recording
 from gpt2block import GPT2Config, Sampling
 from gpt2block.cuda import requests
 from gpt2block.generation.batching import Batch
-from gpt2block.generation.generate import Run
 from gpt2block.run.cuda_start_up import PROMPTS, TOGETHER
 from gpt2block.run.model import Start
 from tests.devices import SOMEWHERE, running_on
+from tests.generating import Run
 from tests.test_decoding import TINY, model, random_prompts
 
 LARGE = GPT2Config(n_layer=1, n_head=12, n_embd=768, n_ctx=1024, vocab_size=50257)

@@ -27,7 +27,7 @@ from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.generation.rows import Text
-from gpt2block.model import as_sequences
+from gpt2block.run.inputs import as_sequences
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import (
     TokenizersEncoding,

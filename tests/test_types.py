@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import gpt2block
-from gpt2block.model import GenerateOptions, Model
+from gpt2block.generation.options import GenerateOptions
+from gpt2block.model import Model
 
 ROOT = Path(__file__).parent.parent
 BEGIN = """\

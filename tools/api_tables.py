@@ -3,15 +3,23 @@
 A docstring describes a parameter in a sentence that begins with its name and a colon, or with
 several names: "top: tokens for each layer. ids, mask: as in a call." Such sentences become a
 section of NumPy's style, which mkdocstrings shows as a table with types and defaults.
+
+Where a docstring has the place of options, it is the one that `help` shows, and the parameters are
+those of the signature there: griffe reads sources, where options are fields of dataclasses.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import griffe
+
+from gpt2block.config.options import PLACE
 
 _OTHER = re.compile(r"(?<=\.)\s(?=Raises |Returns )")  # begins text that describes no parameter
 
@@ -26,10 +34,36 @@ def _add_sections(parent: griffe.Object) -> None:
         if isinstance(child, (griffe.Module, griffe.Class)):
             _add_sections(child)
         if isinstance(child, (griffe.Function, griffe.Class)) and child.docstring is not None:
+            if PLACE in child.docstring.value or _takes_options(child):
+                _as_imported(child)
             attributes = "dataclass" in child.labels
             names = child.attributes if attributes else [each.name for each in child.parameters]
             title = "Attributes" if attributes else "Parameters"
             child.docstring.value = with_section(child.docstring.value, names, title)
+
+
+def _takes_options(child: griffe.Object) -> bool:
+    return any("with_keywords" in str(each.value) for each in getattr(child, "decorators", ()))
+
+
+def _as_imported(child: griffe.Function | griffe.Class) -> None:
+    """Take docstring, parameters and defaults from the object, as Python knows it."""
+    module = child.module.path
+    found = attrgetter(child.path.removeprefix(f"{module}."))(importlib.import_module(module))
+    assert child.docstring is not None
+    child.docstring.value = inspect.getdoc(found) or ""
+    known = inspect.signature(found).parameters
+    if isinstance(child, griffe.Class):
+        for name, each in known.items():
+            child.attributes[name].value = repr(each.default)
+        return
+    del child.parameters["options"]
+    for name, each in known.items():
+        if name not in child.parameters:
+            kind, default = griffe.ParameterKind.keyword_only, repr(each.default)
+            child.parameters.add(
+                griffe.Parameter(name, annotation=each.annotation, kind=kind, default=default)
+            )
 
 
 def with_section(text: str, names: Iterable[str], title: str) -> str:

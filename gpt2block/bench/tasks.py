@@ -190,11 +190,12 @@ class Continuations:
 
     def generated(self, device: int, rounds: int) -> Captured:
         from gpt2block.generation.generate import generate  # noqa: PLC0415  (tiktoken imports slowly)
+        from gpt2block.generation.options import Options  # noqa: PLC0415
 
         engine = self.model.on(device).engine
-        options: dict[str, Any] = {"max_new_tokens": self.new, "temperature": 0, "stop_ids": ()}
+        options = Options(max_new_tokens=self.new, sampling=Sampling(temperature=0), stop_ids=())
 
         def tokens() -> list[Sequence[int]]:
-            return [each.tokens for each in generate(engine, None, self.prompts, **options)]
+            return [each.tokens for each in generate(engine, None, self.prompts, options)]
 
         return self.run(tokens, rounds)

@@ -14,7 +14,8 @@ from gpt2block.checks import check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.generation import scoring
-from gpt2block.generation.generate import Overflow, Run
+from gpt2block.generation.generate import Run
+from gpt2block.generation.options import Options, Overflow
 from gpt2block.generation.rows import BAD_WEIGHTS
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
@@ -113,7 +114,7 @@ class Scoring(Task):
 class Generating(Task):
     """A continuation of each record, or `samples` of them.
 
-    options: those of `generation.generate`. logprobs: also return the tokens and their
+    options: the keywords of `GPT2.generate`. logprobs: also return the tokens and their
     log-probabilities. A batch has any number of records: the engine computes `rows_at_once` of them
     together.
     """
@@ -131,9 +132,9 @@ class Generating(Task):
         **options: Any,
     ) -> None:
         Sampling(seed=seed)  # checks it
-        self._config, self._encoding, self._samples = config, encoding, samples
-        self._options = options
-        self._start([[0]])  # checks the options
+        self._config, self._encoding = config, encoding
+        self._options = Options.of({**options, "samples": samples, "seed": 0})
+        self._start([[0]])  # checks what depends on the model
         text: Kind = "texts" if samples > 1 else "text"
         self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
         # With several samples these are lists of lists.
@@ -145,10 +146,7 @@ class Generating(Task):
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
         """Check the prompts; nothing is computed yet, so that an engine is not needed."""
         config: Any = SimpleNamespace(config=self._config)
-        return Run(
-            engine or config, self._encoding, prompts, samples=self._samples, seed=0,
-            **self._options,
-        )  # fmt: skip
+        return Run(engine or config, self._encoding, prompts, self._options)
 
     def problem(self, ids: Ids) -> str | None:
         try:
@@ -158,7 +156,7 @@ class Generating(Task):
         return None
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        run, samples = self._start(list(records), engine), self._samples
+        run, samples = self._start(list(records), engine), self._options.samples
         for index, one in enumerate(run.rows):
             one.sampling = replace(one.sampling, seed=seeds[index // samples])
         run.finish()

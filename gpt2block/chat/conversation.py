@@ -8,17 +8,16 @@ from typing import Any
 from weakref import ref
 
 from gpt2block.chat.template import ChatTemplate, Message, checked
-from gpt2block.checks import check_count
 from gpt2block.errors import InputError, shown
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.generate import Run
+from gpt2block.generation.options import Options
 from gpt2block.generation.rows import Generation, Row
 from gpt2block.run.model import ModelEngine
 from gpt2block.sampling import with_defaults
 from gpt2block.tokenizers.encoding import Encoding
 
 LEAST = 1024  # tokens that a batch has room for
-ANSWER = 200  # tokens of an answer by default, as of `generate`
 SYSTEM = "system"  # the role of messages at the beginning that are never left out
 
 
@@ -137,12 +136,12 @@ class Conversation:
 
     def _run(self, messages: Sequence[Message], options: dict[str, Any]) -> Run:
         """The run of an answer to messages, in the batch of the last one where that has room."""
-        options = with_defaults(options, self._sampling)
-        new = check_count("max_new_tokens", options.get("max_new_tokens", ANSWER))
+        chosen = Options.of(with_defaults(options, self._sampling), "Conversation.stream")
+        if chosen.samples != 1:
+            raise InputError(f"samples: expected one answer, got {chosen.samples}: use chat")
+        new = chosen.max_new_tokens
         ids = self._fitting(messages, new)
-        run = Run(self._engine, self._encoding, ids, **options)  # checks the options
-        if len(run.rows) != 1:
-            raise InputError(f"samples: expected one answer, got {len(run.rows)}: use chat")
+        run = Run(self._engine, self._encoding, ids, chosen)
         needed = min(self.n_ctx, len(ids) + new - 1)
         if self._batch is None or self._batch.n_ctx < needed:
             self._batch = None  # so that its memory is free

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt2block.checks import check_encodable
 from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, Spans
@@ -174,4 +175,4 @@ def checked(messages: Any) -> None:
         if not isinstance(message.get("content"), str):
             problem = f"expected a text as content, got {shown(message.get('content'))}"
             raise InputError(f"messages: {problem} at {index}")
-        tokenizer.check_encodable(f"messages: content at {index}", message["content"])
+        check_encodable(f"messages: content at {index}", message["content"])

@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from gpt2block.checkpoints.chat_files import OPTIONS
 from gpt2block.cli.display import compiling, print_json, printable_lines, shown
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
     load_model,
     model_option,
+    with_numbers,
 )
 from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, PrintableError, require
+from gpt2block.generation.options import KEYWORDS, Options
 
 if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
@@ -54,22 +57,11 @@ class ChatModelOptions(ModelOptions):
     model: str = model_option("smollm2")
 
 
-def _usual(name: str) -> Any:
-    """An option of sampling whose default is the model's setting."""
-    (own,) = (each for each in fields(SamplingOptions) if each.name == name)
-    said = own.metadata["info"].help.removesuffix(".")
-    return option(f"{said}; by default the model's setting.", None)
-
-
+@with_numbers(*OPTIONS, optional="{}; by default the model's setting")
 @dataclass(frozen=True)
 class ChatOptions(SamplingOptions):
     """The keywords of `Conversation.stream`; None: as the model's settings have it."""
 
-    temperature: float | None = _usual("temperature")  # type: ignore[assignment]
-    top_k: int | None = _usual("top_k")  # type: ignore[assignment]
-    top_p: float | None = _usual("top_p")  # type: ignore[assignment]
-    min_p: float | None = _usual("min_p")  # type: ignore[assignment]
-    repetition_penalty: float | None = _usual("repetition_penalty")  # type: ignore[assignment]
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
 
@@ -316,10 +308,7 @@ class Session:
 
     def _set(self, name: str, text: str) -> None:
         """Change an option; it is checked at once, as an answer would check it."""
-        from gpt2block.checks import check_count  # noqa: PLC0415
-        from gpt2block.sampling import Sampling  # noqa: PLC0415
-
-        whole = name in ("top_k", "max_new_tokens", "seed")
+        whole = "int" in str(KEYWORDS[name].type)
         value: Any = None
         if (name, text) != ("seed", "-"):
             try:
@@ -327,10 +316,7 @@ class Session:
             except ValueError:
                 kind = "an integer" if whole else "a number"
                 raise InputError(f"{name}: expected {kind}, got {text!r}") from None
-            if name == "max_new_tokens":
-                check_count(name, value)
-            else:
-                Sampling(**{name: value})
+            Options.of({name: value})
         self.options = replace(self.options, **{name: value})
 
 

@@ -21,8 +21,8 @@ from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import compiling, print_json, shown
 from gpt2block.cli.model import (
-    GenerateOptions,
     ModelOptions,
+    TextOptions,
     json_option,
     load_model,
     model_facts,
@@ -32,6 +32,7 @@ from gpt2block.cli.options import argument, option
 from gpt2block.cli.texts import read_text
 from gpt2block.cli.writer import Writer
 from gpt2block.errors import InputError
+from gpt2block.generation.options import Options
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +46,7 @@ MOST_PROMPT = 2**24  # bytes: 16 MiB
 
 
 @dataclass(frozen=True)
-class RunOptions(GenerateOptions):
+class RunOptions(TextOptions):
     stop_ids: list[int] = option(
         "Stop at this token id, may be given several times; by default the end tokens of the "
         "model, such as <|endoftext|>.",
@@ -79,6 +80,7 @@ def generate(
     clock = Stopwatch(perf_counter())
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
+    asked = Options.of(asdict(options) | {"stop_ids": options.stop_ids or None})
     default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
     text = _prompt(prompt, default)
     start: Any = _read_ids(text) if ids else text
@@ -86,8 +88,7 @@ def generate(
     loaded, encoding = load_model(model, hint)
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
-    keywords = asdict(options) | {"stop_ids": options.stop_ids or None}
-    run = Run(loaded.engine, encoding, start, **keywords)
+    run = Run(loaded.engine, encoding, start, asked)
     beginning = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)

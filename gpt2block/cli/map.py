@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.cli.codes import FAILED, INTERRUPTED
-from gpt2block.cli.model import GenerateOptions, ModelOptions, stride_option
+from gpt2block.cli.model import ModelOptions, TextOptions, stride_option
 from gpt2block.cli.options import add_command, argument, option
 from gpt2block.errors import printable, require
 
@@ -74,7 +74,7 @@ class ScoreTask:
 
 
 @dataclass(frozen=True)
-class GenerateTask(GenerateOptions):
+class GenerateTask(TextOptions):
     seed: int = option("Base of each record's own seed.", 0)
     samples: int = option("Continuations per record.", 1)
     overflow: str = option("error or truncate, as in generate.", "error")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import option, path_option
+from gpt2block.config.options import meaning_of
 from gpt2block.errors import CheckpointError
-from gpt2block.sampling import DEFAULT_TEMPERATURE
+from gpt2block.generation.options import KEYWORDS
+from gpt2block.sampling import NUMBERS
 
 if TYPE_CHECKING:
     from gpt2block.model import Model
     from gpt2block.tokenizers.encoding import Encoding
 
+Group = TypeVar("Group")
 
 # Options that several commands have, each a function that returns one
 model_option = partial(
@@ -75,38 +78,50 @@ class ModelOptions:
     )
 
 
+def keyword(name: str, sentence: str = "{}", **default: Any) -> Any:
+    """An option that is a keyword of `GPT2.generate`, with its meaning and, if not given, default.
+
+    sentence: in which {} stands for the meaning, without its full stop.
+    """
+    known = KEYWORDS[name]
+    text = sentence.format(meaning_of(known).text.removesuffix("."))
+    return option(f"{text}.", **{"default": known.default, **default})
+
+
+def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
+    """Class decorator: a dataclass of options also has these keywords of `GPT2.generate`, numbers.
+
+    optional: says, in the place of a default, what they are by default, as for `keyword`.
+    """
+
+    def decorated(kind: type[Group]) -> type[Group]:
+        found: list[tuple[str, Any, Any]] = []
+        for name in names:
+            number: Any = {"float": float, "int": int}[str(KEYWORDS[name].type)]
+            if optional:
+                found.append((name, number | None, keyword(name, optional, default=None)))
+            else:
+                found.append((name, number, keyword(name)))
+        return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True)
+
+    return decorated
+
+
+# Of the numbers, min_new_tokens and the seed have their place after the others.
+@with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are sampled, and how many."""
 
-    max_new_tokens: int = option("Largest number of new tokens.", 200)
-    temperature: float = option(
-        "0: the most likely token; 1: the model's own distribution.", DEFAULT_TEMPERATURE
-    )
-    top_k: int = option("Keep the k most likely tokens; 0: off.", 0)
-    top_p: float = option("Keep the fewest tokens with this total probability; 1: off.", 1.0)
-    min_p: float = option(
-        "Keep tokens at least this fraction as likely as the most likely one; 0: off.", 0.0
-    )
-    repetition_penalty: float = option(
-        "Above 1: tokens already in the text become less likely.", 1.0
-    )
-    presence_penalty: float = option("Subtracted from logits of tokens already drawn.", 0.0)
-    frequency_penalty: float = option("Subtracted once for each time a token was drawn.", 0.0)
-
 
 @dataclass(frozen=True)
-class GenerateOptions(SamplingOptions):
+class TextOptions(SamplingOptions):
     """The keywords of `GPT2.generate` that `generate` and `map generate` have."""
 
-    min_new_tokens: int = option("No stop ends the text before so many tokens.", 0)
+    min_new_tokens: int = keyword("min_new_tokens")
     seed: int = option("The same seed gives the same text.", 0)
-    samples: int = option("Number of continuations.", 1)
-    overflow: str = option(
-        "When the context is full: error ends the text and rejects longer prompts; truncate drops "
-        "the oldest tokens.",
-        "error",
-    )
+    samples: int = keyword("samples")
+    overflow: str = keyword("overflow")
     stop: list[str] = option("Stop before this text; may be given several times.", ())
 
 

@@ -6,51 +6,43 @@ not depend on the other rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args, overload
+from typing import Any, overload
 
 import numpy as np
 
-from gpt2block.checks import check_choice, check_count, named_options, several
-from gpt2block.errors import Argument, InputError, shown
+from gpt2block.config import ModelConfig
+from gpt2block.errors import Argument, InputError
 from gpt2block.generation.batching import Batch
+from gpt2block.generation.options import Options
 from gpt2block.generation.rows import Ends, Generation, Row
 from gpt2block.run.model import Ids, ModelEngine
-from gpt2block.sampling import (
-    DEFAULT_TEMPERATURE,
-    LogitBias,
-    Sampling,
-    check_alternatives,
-    check_biased,
-    chosen,
-    new_seed,
-)
+from gpt2block.sampling import check_biased, new_seed
 from gpt2block.tokenizers import tokenizer
+from gpt2block.tokenizers.encoding import Encoding
 from gpt2block.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 
-Overflow = Literal["error", "truncate"]
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
 MOST_ROWS = 2**20  # prompts times samples of a call
 
 
-def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, **options: Any) -> Any:
+def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1 a list of
-    Generations for each prompt. options: the keywords of Run. If prompts are ids, the encoding may
-    be None; the text is then empty. With a Lookup, nothing is searched for ids until their text is
-    read. An empty prompt starts from <|endoftext|> if the tokenizer has it.
+    Generations for each prompt. If prompts are ids, the encoding may be None; the text is then
+    empty. With a Lookup, nothing is searched for ids until their text is read. An empty prompt
+    starts from <|endoftext|> if the tokenizer has it.
 
     overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
     context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
     overflow="error", and for logits that are NaN or infinite.
     """
-    run = Run(engine, encoding, prompts, **options)
+    run = Run(engine, encoding, prompts, options)
     run.finish()
-    written = [row.result() for row in run.rows]
-    samples = len(run.rows) // len(run.prompts)  # `samples` as a Python integer
+    written, samples = [row.result() for row in run.rows], options.samples
     if samples == 1:
         return written[0] if run.single else written
     groups = [written[first : first + samples] for first in range(0, len(written), samples)]
@@ -58,7 +50,7 @@ def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, **options: 
 
 
 def stream(
-    engine: ModelEngine, encoding: Tokenizer, prompt: Prompt, **options: Any
+    engine: ModelEngine, encoding: Tokenizer, prompt: Prompt, options: Options
 ) -> Generator[str, None, Generation]:
     """Yield the text of `generate` for one prompt in pieces.
 
@@ -66,7 +58,7 @@ def stream(
     tokenizer, or with a Lookup that has none at hand for ids, there are none. The generator returns
     the Generation. Raises as `generate` does; wrong arguments raise at the call.
     """
-    run = Run(engine, of_inputs(encoding, prompt), prompt, **options)
+    run = Run(engine, of_inputs(encoding, prompt), prompt, options)
     if not run.single:
         raise InputError("stream: expected one prompt, got a list")
     if len(run.rows) > 1:
@@ -86,45 +78,15 @@ class Run:
     """The rows of one call: one for each sample of each prompt.
 
     Iterating generates the tokens, and yields the row of each new token until all rows have ended.
-    The keywords are those of `GPT2.generate`. batch: an empty one to run in, in place of its own.
+    batch: an empty one to run in, in place of its own.
     """
 
-    @named_options()
     def __init__(
-        self,
-        engine: ModelEngine,
-        encoding: Tokenizer,
-        prompts: Any,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        logit_bias: LogitBias = (),
-        min_new_tokens: int = 0,
-        sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        top_logprobs: int = 0,
-        samples: int = 1,
-        overflow: Overflow = "error",
-        rows_at_once: int | None = None,
+        self, engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options
     ) -> None:
-        max_new_tokens = check_count("max_new_tokens", max_new_tokens)
-        top_logprobs = check_alternatives("top_logprobs", top_logprobs)
-        samples = check_count("samples", samples)
-        if rows_at_once is not None:
-            rows_at_once = check_count("rows_at_once", rows_at_once)
-        check_choice("overflow", overflow, get_args(Overflow))
-        strings = _stop_strings(stop)
         reader = encoding  # which may wait until a text is read
         encoding = of_inputs(reader, prompts)
-        if encoding is None and strings:
+        if encoding is None and options.strings:
             encoding = of_outputs(reader)
             if encoding is None:
                 raise InputError(
@@ -132,23 +94,12 @@ class Run:
                     Argument("stop_ids"),
                 )
         config, V = engine.config, engine.config.vocab_size
-        if stop_ids is None:
-            ids = tokenizer.end_tokens(config, encoding)
-        else:
-            found = tokenizer.token_ids(None, several(stop_ids), V, "stop_ids")
-            ids = frozenset(found.tolist())
-        ends = Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, ids, encoding)
-        unseeded = sampling is None and seed is None
-        sampling = chosen(
-            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, seed=0 if seed is None else seed,
-            logit_bias=logit_bias, min_new_tokens=min_new_tokens,
-        )  # fmt: skip
-        if sampling.min_new_tokens:
-            sampling = _with_ends(sampling, ends)
+        ends = _ends(options, config, encoding)
+        sampling, samples = options.sampling, options.samples
+        if sampling.min_new_tokens:  # draws none of the stop tokens before
+            sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
-        self._engine, self._rows_at_once = engine, rows_at_once
+        self._engine, self._rows_at_once = engine, options.rows_at_once
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
@@ -162,12 +113,12 @@ class Run:
 
         def row(index: int) -> Row:
             start, more = starts[index // samples], index % samples
-            options = sampling
-            if unseeded:
-                options = replace(sampling, seed=new_seed())
+            own = sampling
+            if options.seed is None:
+                own = replace(sampling, seed=new_seed())
             elif more:
-                options = replace(sampling, sample=sampling.sample + more)
-            return Row(start, options, reader, ends, top_logprobs)
+                own = replace(sampling, sample=sampling.sample + more)
+            return Row(start, own, reader, ends, options.top_logprobs)
 
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
@@ -239,25 +190,14 @@ def _check_rows(prompts: int, samples: int) -> None:
         )
 
 
-def _with_ends(sampling: Sampling, ends: Ends) -> Sampling:
-    """Sampling that draws none of the stop tokens among the first min_new_tokens."""
-    if sampling.min_new_tokens > ends.max_new_tokens:
-        raise InputError(
-            Argument("min_new_tokens"),
-            f": expected at most the {ends.max_new_tokens} of ",
-            Argument("max_new_tokens"),
-            f", got {sampling.min_new_tokens}",
-        )
-    return replace(sampling, end_ids=ends.stop_ids)
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
-    if not all(isinstance(string, str) and string for string in strings):
-        raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")
-    for string in strings:
-        tokenizer.check_encodable("stop", string)
-    return strings
+def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> Ends:
+    if options.stop_ids is None:
+        ids = tokenizer.end_tokens(config, encoding)
+    else:
+        given = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
+        ids = frozenset(given.tolist())
+    truncate = options.overflow == "truncate"
+    return Ends(options.max_new_tokens, config.n_ctx, truncate, options.strings, ids, encoding)
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:

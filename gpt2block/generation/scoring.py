@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpt2block import notebook
 from gpt2block.checks import check_callable, check_choice, check_count, is_plain
 from gpt2block.errors import InputError
-from gpt2block.generation.generate import Overflow
+from gpt2block.generation.options import Overflow
 from gpt2block.generation.rows import BAD_WEIGHTS
 from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.tokenizers import tokenizer

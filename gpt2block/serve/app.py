@@ -327,23 +327,27 @@ class Server:
 
     def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
         """The rows of a request. top: alternatives of each token."""
-        options, most_rows = given.options(), self._batch.slots + self.settings.queue
-        count = len(prompts) * options["samples"]
+        count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
-        if options["min_new_tokens"] > most:
+        if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
-        options |= {"max_new_tokens": most, "top_logprobs": top}
-        if given.stop_token_ids or given.ignore_eos:
-            config, V = self.model.config, self.model.config.vocab_size
-            ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
-            more_ends = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
-            options["stop_ids"] = [*ends, *more_ends.tolist()]
-        rows = list(Run(self.model.engine, self.encoding, prompts, **options).rows)
+        ids = self._stop_ids(given)
+        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids)
+        rows = list(Run(self.model.engine, self.encoding, prompts, options).rows)
         for row in rows:
             row.held = not given.stream
         return rows
+
+    def _stop_ids(self, given: SampledRequest) -> list[int] | None:
+        """The tokens that end the answers to a request; None: the model's end tokens."""
+        if not given.stop_token_ids and not given.ignore_eos:
+            return None
+        config, V = self.model.config, self.model.config.vocab_size
+        ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
+        more = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
+        return [*ends, *more.tolist()]
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         assert self.service is not None

@@ -19,11 +19,14 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
     model_validator,
 )
 
+from gpt2block.config.options import meaning_of
 from gpt2block.errors import shown
-from gpt2block.sampling import MOST_ALTERNATIVES, LogitBias
+from gpt2block.generation.options import KEYWORDS, Options
+from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 
 MOST_PROMPTS = 256  # of a request
 MOST_SAMPLES = 128
@@ -32,6 +35,7 @@ MOST_STOP = 256  # characters of each
 MOST_VALUES = 2**14  # biases; messages, parts and fields; values of a body that is read in C
 PART = 2**13  # entries of a list that are looked at, or written, at a time
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a text
+KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # of `generate`, whose name is not that of the field
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
 # Fields that are not supported, with the values at which they would not change the result.
@@ -160,11 +164,26 @@ def _as_n(given: int | None, info: ValidationInfo) -> int | None:
     return given
 
 
-class StreamOptions(BaseModel):
+class StreamFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+def _with_further_numbers(kind: type[Request]) -> type[Request]:
+    """Class decorator: numbers of a Sampling that no field gives become fields."""
+    given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
+    found: dict[str, Any] = {}
+    for name in NUMBERS:
+        if name not in given:
+            default, meaning = KEYWORDS[name].default, meaning_of(KEYWORDS[name])
+            least, most = (meaning.range or (None, None))[:2]
+            found[name] = (type(default) | None, Field(default, ge=least, le=most))
+    made: type[Request] = create_model(
+        kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **found
+    )
+    return made
 
 
 class Drawn(Body):
@@ -176,15 +195,16 @@ class Drawn(Body):
     min_p: float | None = Field(0.0, ge=0, le=1)
 
     def drawing(self) -> dict[str, Any]:
-        """The keywords of a Sampling for these."""
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "min_p": self.min_p or 0.0,
-            "top_k": max(0, self.top_k or 0),
-        }
+        """The numbers of a Sampling but the seed, as keywords; null stands for a default."""
+        found: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
+                value = getattr(self, name)
+                found[keyword] = field.default if value is None else value
+        return {**found, "top_k": max(0, found["top_k"])}
 
 
+@_with_further_numbers
 class SampledRequest(Drawn):
     """What both kinds of completions have.
 
@@ -198,7 +218,7 @@ class SampledRequest(Drawn):
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamFields | None = None
     repetition_penalty: float | None = Field(1.0, gt=0)
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
@@ -211,24 +231,23 @@ class SampledRequest(Drawn):
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(0, ge=0)
 
-    def options(self) -> dict[str, Any]:
-        """The keywords of `GPT2.generate` for these."""
-        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
-        if any(len(text) > MOST_STOP for text in stop):
-            raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
+    def options(self, **more: Any) -> Options:
+        """The options of a generation for these. more: further keywords of `GPT2.generate`."""
         found: dict[str, Any] = {
             **self.drawing(),
-            "repetition_penalty": self.repetition_penalty or 1.0,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "min_new_tokens": self.min_tokens or 0,
             "samples": self.n or 1,
-            "stop": stop,
+            "stop": self._stops(),
             "logit_bias": self._biases(),
         }
         if self.seed is not None:
             found["seed"] = self.seed % 2**64
-        return found
+        return Options.of({**found, **more})
+
+    def _stops(self) -> list[str]:
+        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        if any(len(text) > MOST_STOP for text in stop):
+            raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
+        return stop
 
     def _biases(self) -> LogitBias:
         """By token; JSON has their ids as texts."""

@@ -30,6 +30,7 @@ from gpt2block.checkpoints.tokenizer_files import (
     SPECIAL,
     TOKENIZER,
 )
+from gpt2block.checks import check_encodable
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.tokenizers import tokenizer_json
@@ -332,18 +333,6 @@ def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
     given: the characters that do not come from the template: a name with one is ordinary text.
     """
     return _encode_text(encoding, text, True, "messages", given)
-
-
-def check_encodable(name: str, text: str) -> None:
-    """Raise InputError for a lone surrogate, which UTF-8 cannot encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
-            "expected text that UTF-8 can encode: decode it again from its bytes, with "
-            "replacements of invalid ones"
-        ) from error
 
 
 def _encode_text(

@@ -18,6 +18,7 @@ from gpt2block import GPT2, GPT2Config, GPT2Weights
 from gpt2block.chat.conversation import Conversation
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.generation.generate import generate
+from gpt2block.generation.options import Options
 
 _N_CTX = 56
 _SOURCE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}>"
@@ -138,7 +139,7 @@ class _Talk:
         kept = [*head, *answer.read[len(head) + left_out :]]
         check_equal("prompt", ids, _ids(kept))
         check(len(head) + left_out in turns, f"{left_out} messages left out")
-        answer.whole = generate(self.engine, _ENCODING, ids, **answer.options)
+        answer.whole = generate(self.engine, _ENCODING, ids, Options.of(answer.options))
 
     def close(self, answer: _Answer, drop: bool = False) -> None:
         """Close the generator, or abandon it."""

@@ -1,0 +1,178 @@
+"""The options of a generation: the keywords of `GPT2.generate`, and one object of their values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from gpt2block.checks import check_choice, check_count, check_encodable, several, unknown_option
+from gpt2block.config.options import document, option, options_of
+from gpt2block.errors import Argument, InputError, shown
+from gpt2block.sampling import (
+    SAMPLING_OPTIONS,
+    Sampling,
+    SamplingKeywords,
+    check_alternatives,
+)
+
+Overflow = Literal["error", "truncate"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class StreamOptions(SamplingKeywords, total=False):
+    """The keywords of `Model.stream`, for type checkers."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    stop: str | Iterable[str]
+    stop_ids: Iterable[int] | None
+    top_logprobs: int
+    overflow: Overflow
+
+
+class GenerateOptions(StreamOptions, total=False):
+    """The keywords of `Model.generate` except `samples`, for type checkers."""
+
+    rows_at_once: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a call generates: the values of the keywords of `GPT2.generate`, checked.
+
+    `of` makes them of the keywords. Raises InputError for wrong values.
+    """
+
+    max_new_tokens: int = option(200, "Largest number of new tokens.")
+    sampling: Sampling = option(
+        None, "A Sampling, instead of the keywords from temperature to min_new_tokens."
+    )
+    seed: int | None = option(
+        None,
+        "The same seed, prompt and options give the same text.",
+        more="An integer of up to 64 bits. None draws a new one for each continuation, which its "
+        "Generation.seed reports.",
+    )
+    stop: str | Iterable[str] = option(
+        (), "A string, or several: the text ends before the first occurrence."
+    )
+    stop_ids: Iterable[int] | None = option(
+        None, "Tokens that end the text; None: the model's end tokens, such as <|endoftext|>."
+    )
+    top_logprobs: int = option(
+        0,
+        "For each token, report so many of the most likely ones, up to 20, in "
+        "Generation.top_logprobs.",
+    )
+    samples: int = option(
+        1, "Number of continuations.", more="Prompts times samples is at most 2^20."
+    )
+    overflow: Overflow = option(
+        "error",
+        "When the context is full: error ends the text and rejects longer prompts; truncate drops "
+        "the oldest tokens.",
+    )
+    rows_at_once: int | None = option(
+        None,
+        "Continuations computed together; results do not depend on it.",
+        more="The next one starts when one has ended. None: up to 512 on a GPU, as half of its "
+        "free memory allows.",
+    )
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "max_new_tokens": check_count("max_new_tokens", self.max_new_tokens),
+            "top_logprobs": check_alternatives("top_logprobs", self.top_logprobs),
+            "samples": check_count("samples", self.samples),
+        }
+        if self.rows_at_once is not None:
+            checked["rows_at_once"] = check_count("rows_at_once", self.rows_at_once)
+        check_choice("overflow", self.overflow, get_args(Overflow))
+        checked["stop"] = _strings(self.stop)
+        if self.stop_ids is not None:
+            checked["stop_ids"] = several(self.stop_ids)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.sampling.min_new_tokens > self.max_new_tokens:
+            raise InputError(
+                Argument("min_new_tokens"),
+                f": expected at most the {self.max_new_tokens} of ",
+                Argument("max_new_tokens"),
+                f", got {self.sampling.min_new_tokens}",
+            )
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """`stop` as it is stored."""
+        found: Any = self.stop
+        return tuple(found)
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], caller: str = "GPT2.generate") -> Options:
+        """The options that keywords give. caller: that an error about an unknown one names."""
+        for name in keywords:
+            if name not in KEYWORDS:
+                raise unknown_option(caller, name, KEYWORDS)
+        drawn = {name: keywords[name] for name in SAMPLING_OPTIONS if name in keywords}
+        own = {name: value for name, value in keywords.items() if name not in drawn}
+        sampling = own.pop("sampling", None)
+        if sampling is None:
+            seed = drawn.pop("seed", None)
+            sampling = Sampling(**drawn, seed=0 if seed is None else seed)
+            return cls(**own, seed=seed, sampling=sampling)
+        if drawn:
+            raise InputError(f"sampling: holds {next(iter(drawn))} already: give one of the two")
+        if not isinstance(sampling, Sampling):
+            raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
+        return cls(**own, seed=sampling.seed, sampling=sampling)
+
+
+def _strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
+    if not all(isinstance(string, str) and string for string in strings):
+        raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")
+    for string in strings:
+        check_encodable("stop", string)
+    return strings
+
+
+def _keywords() -> dict[str, Field[Any]]:
+    """The keywords of `generate` in the order of its documentation."""
+    drawn, found = options_of(Sampling), dict[str, Field[Any]]()
+    for name, each in options_of(Options).items():
+        if name == "sampling":
+            found |= {name: drawn[name] for name in SAMPLING_OPTIONS}
+        found[name] = each  # the seed of Options in the place of that of a Sampling
+    return found
+
+
+KEYWORDS = _keywords()
+
+
+def with_keywords(*without: str) -> Callable[[Function], Function]:
+    """Decorator: `**options` are the keywords of `generate`, which signature and help then show.
+
+    without: those that the function does not take.
+    """
+    types = {**GenerateOptions.__annotations__, "samples": "int"}
+
+    def decorated(function: Any) -> Any:
+        options = {name: each for name, each in KEYWORDS.items() if name not in without}
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=each.default,
+                annotation=getattr(types[name], "__forward_arg__", types[name]),
+            )
+            for name, each in options.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *added])
+        document(function, options)
+        return function
+
+    return decorated

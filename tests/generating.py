@@ -1,0 +1,26 @@
+"""`generate`, `stream` and `Run` with keywords, as tests write them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from gpt2block.generation import generate as generation
+from gpt2block.generation.options import Options
+from gpt2block.generation.rows import Generation
+from gpt2block.run.model import ModelEngine
+
+
+class Run(generation.Run):
+    def __init__(self, engine: ModelEngine, encoding: Any, prompts: Any, **keywords: Any) -> None:
+        super().__init__(engine, encoding, prompts, Options.of(keywords))
+
+
+def generate(engine: ModelEngine, encoding: Any, prompts: Any, **keywords: Any) -> Any:
+    return generation.generate(engine, encoding, prompts, Options.of(keywords))
+
+
+def stream(
+    engine: ModelEngine, encoding: Any, prompt: Any, **keywords: Any
+) -> Generator[str, None, Generation]:
+    return generation.stream(engine, encoding, prompt, Options.of(keywords))
