@@ -199,7 +199,6 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
         ({"dtype": "int8"}, "dtype: expected one of float32, "),
         ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
-        ({"activations": "float16"}, "activations 'float16': expected weights of float16, "),
     ],
 )
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:

@@ -166,7 +166,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _made(self, device: str) -> Llama:
         with cupy.cuda.Device(self.device):
             tensors = random_tensors(self.config, self.dtype)
-            stored = self.dtype, self.kv_dtype, self.activations
+            stored = self.dtype, self.kv_dtype
             return Llama.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
@@ -231,15 +231,13 @@ def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
 
 
 def llama_decode(model: RandomLlama, rows: int, position: int = 512) -> Work:
-    """A step of decoding, and its stages, which have no FP8 kv_cache and round no activations."""
+    """A step of decoding, and its stages, which have no FP8 kv_cache and round nothing."""
     steps = Steps(model, rows, position)
 
     def ours(device: int) -> Captures:
         step = partial(steps.decoded, device, GREEDY)
         if model.kv_dtype in FP8:
             return {FP8_CACHE: step}
-        if model.activations is not None:  # the stages do not round
-            return {NAME: step}
         shared: list[Any] = []
         stages = stages_of(model.dtype).items()
         captures = {name: partial(_stage, steps, device, of, shared) for name, of in stages}
@@ -324,13 +322,12 @@ def llama_works(
     rows: str | None = None,
     name: str | None = None,
     kv_dtype: str | None = None,
-    activations: str | None = None,
 ) -> list[Work]:
     """The works in the order they are timed. Raises InputError.
 
     dtype: of the weights; by default those of the checkpoints of this size, then NARROW, and then
     NARROW with a kv_cache of NARROW, too. rows: as `parse_rows` takes them; by default ROWS. name:
-    one of SHAPES, by default "7b". kv_dtype, activations: as in `RandomModel`, of all works.
+    one of SHAPES, by default "7b". kv_dtype: as in `RandomModel`, of all works.
     """
     name = name or "7b"
     if name not in SHAPES:
@@ -344,7 +341,7 @@ def llama_works(
         dtypes.append((NARROW, NARROW))
     works: list[Work] = []
     for stored, kv in dtypes:
-        model = RandomLlama(SHAPES[name], stored, kv, activations)
+        model = RandomLlama(SHAPES[name], stored, kv)
         works += [llama_decode(model, count) for count in counts]
         if stored in SIXTEEN_BITS:  # else the exact logits would be those that are timed
             works.append(llama_prompt(model))

@@ -31,7 +31,6 @@ from gpt2block.run.model import (
     Floats,
     Ids,
     Sampled,
-    check_activations,
     itemsize,
     kv_cache_dtype,
     start_all,
@@ -69,12 +68,9 @@ class RandomModel(ABC, Generic[Config]):
         config: Config,
         dtype: str,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> None:
-        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
-        check_activations(dtype, activations)
+        """kv_dtype: as in `kv_cache_dtype`."""
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
-        self.activations = activations
         self.device = 0  # that of the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
@@ -149,7 +145,7 @@ class RandomGPT2(RandomModel[GPT2Config]):
         return self._made("cpu")
 
     def _made(self, device: str) -> GPT2:
-        stored = self.dtype, False, self.kv_dtype, self.activations
+        stored = self.dtype, False, self.kv_dtype
         return GPT2(self.weights, device, *stored)
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
@@ -178,7 +174,6 @@ def model_work(
     fp8 = model.kv_dtype in FP8
     config = vars(model.config)
     stored = [f"kv_cache {model.kv_dtype}"] if fp8 else []
-    stored += [f"activations {model.activations}"] if model.activations else []
     shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
     def contenders(captures: Captures, peer: bool) -> Iterator[Contender]:
@@ -436,16 +431,15 @@ def decode_works(
     rows: str | None = None,
     name: str | None = None,
     kv_dtype: str | None = None,
-    activations: str | None = None,
 ) -> list[Work]:
     """The works in the order they are timed. Raises InputError.
 
     rows: as `parse_rows` takes them; by default ROWS, of which PyTorch takes part in PEER_ROWS.
-    name: the size of the model, such as "gpt2". kv_dtype, activations: as in `RandomModel`.
+    name: the size of the model, such as "gpt2". kv_dtype: as in `RandomModel`.
     """
     dtype = dtype or "bfloat16"
     check_choice("--dtype", dtype, DTYPES)
-    model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype, activations)
+    model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype)
     counts = ROWS if rows is None else parse_rows(rows)
     steps = [decode(model, n, rows is not None or n in PEER_ROWS) for n in counts]
     firsts = [first_token(model, T) for T in FIRST_PROMPTS]

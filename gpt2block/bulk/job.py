@@ -22,7 +22,7 @@ from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.checks import check_choice
 from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
-from gpt2block.run.model import check_activations, check_dtype, kv_cache_dtype
+from gpt2block.run.model import check_dtype, kv_cache_dtype
 from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # of the manifest
@@ -64,7 +64,6 @@ class Job(Arguments):
         check_count("shard_size", self.shard_size)
         check_dtype(self.dtype)
         kv_cache_dtype(self.dtype, self.kv_dtype)
-        check_activations(self.dtype, self.activations)
         if self.device not in (None, "cuda", "cpu"):
             raise InputError(
                 f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
@@ -102,6 +101,7 @@ class Job(Arguments):
         return {
             "gpt2block map": FORMAT,
             **json.loads(json.dumps(given)),
+            "activations": None,  # an option that there was
             "engine": engine,
             "inputs": inputs,
             "lines": lines,

@@ -17,6 +17,7 @@ from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, prob
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.checks import check_choice, check_integer
 from gpt2block.config import ModelConfig, check_count
+from gpt2block.config.formats import REMOVED, refuse_removed
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids
@@ -48,7 +49,11 @@ class Arguments:
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     batch_tokens: int = 16384
     kv_dtype: str | None = None
-    activations: str | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a pickle from when there were other options."""
+        refuse_removed(name for name in state if state[name] is not None)
+        vars(self).update({name: each for name, each in state.items() if name not in REMOVED})
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
         """Return the task for a model. Raises InputError for an unknown one and wrong options."""
@@ -64,10 +69,10 @@ class Predictor:
     """Scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, activations,
-    revision: as in `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`.
-    batch_tokens: the maximum number of tokens scored or embedded together; `rows_at_once` is the
-    number of rows generated together.
+    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, revision: as in
+    `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
+    maximum number of tokens scored or embedded together; `rows_at_once` is the number of rows
+    generated together.
 
     For token ids a tokenizer is used only if its files are next to the weights, or named here.
 
@@ -91,10 +96,10 @@ class Predictor:
         tokenizer: str | Path | None = None,
         revision: str | None = None,
         kv_dtype: str | None = None,
-        activations: str | None = None,
         batch_tokens: int = 16384,
         **options: Any,
     ) -> None:
+        refuse_removed(options, "Predictor: ")
         self.arguments = Arguments(
             task,
             model,
@@ -105,7 +110,6 @@ class Predictor:
             options,
             batch_tokens,
             kv_dtype,
-            activations,
         )
         self._task  # noqa: B018  (loads the model and checks the options)
 
@@ -129,7 +133,6 @@ class Predictor:
             given.dtype,
             revision=given.revision,
             kv_dtype=given.kv_dtype,
-            activations=given.activations,
         )
 
     @cached_property

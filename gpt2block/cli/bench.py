@@ -41,8 +41,7 @@ def run(options: BenchOptions) -> bool:
     """Time what the options choose, and print it; False if a result of gpt2block is wrong."""
     if options.decode or options.llama:
         works_of = bench.llama_works if options.llama else bench.decode_works
-        stored = options.kv_dtype, options.activations
-        works = works_of(options.dtype, options.rows, options.size, *stored)
+        works = works_of(options.dtype, options.rows, options.size, options.kv_dtype)
         return _race(works, options)
     chosen = options.what, options.dtype, options.only, options.peer, options.plot
     if chosen != (None,) * len(chosen):

@@ -41,12 +41,6 @@ kv_dtype_option = partial(
     "default that of the weights, float16 with FP8.",
     complete=complete.dtypes,
 )
-activations_option = partial(
-    option,
-    "float16: round what decoding multiplies with weights of float16 or FP8, which is faster for "
-    "many rows on Hopper GPUs; by default 22 bits are kept.",
-    complete=complete.one_of("float16"),
-)
 device_option = partial(
     option,
     "cuda, cuda:N or cpu; by default the GPU if there is one.",
@@ -68,7 +62,6 @@ class ModelOptions:
     revision: str | None = revision_option()
     dtype: str = dtype_option()
     kv_dtype: str | None = kv_dtype_option()
-    activations: str | None = activations_option()
     device: str | None = device_option()
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
@@ -139,7 +132,6 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         dtype=options.dtype,
         progress=progress,
         kv_dtype=options.kv_dtype,
-        activations=options.activations,
     )
     return loaded, encoding
 
@@ -151,5 +143,4 @@ def model_facts(loaded: Model[Any]) -> dict[str, Any]:
         "device": loaded.device,
         "dtype": loaded.dtype,
         "kv_dtype": loaded.kv_dtype,
-        "activations": loaded.activations,
     }

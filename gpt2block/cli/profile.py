@@ -24,7 +24,6 @@ from gpt2block.cli.display import (
 )
 from gpt2block.cli.model import (
     ModelOptions,
-    activations_option,
     device_option,
     dtype_option,
     json_option,
@@ -56,7 +55,6 @@ class ProfileOptions:
     )
     dtype: str = dtype_option()
     kv_dtype: str | None = kv_dtype_option()
-    activations: str | None = activations_option()
     device: str | None = device_option()
     rows: int = option("Sequences that are computed together.", 1)
     tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
@@ -85,8 +83,6 @@ def profile(
         raise InputError("--size uses random weights: leave out --model and --revision")
     if what == "block" and options.kv_dtype is not None:
         raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
-    if what != "generate" and options.activations is not None:
-        raise InputError(f"--activations: {what} does not decode: use it with generate")
     sizes = options.rows, options.tokens, options.steps
     profiling.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock
@@ -110,7 +106,7 @@ def profile(
 def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     """The model, its name and its dtypes."""
     if options.size is None:
-        stored = options.dtype, options.kv_dtype, options.activations, options.device
+        stored = options.dtype, options.kv_dtype, options.device
         loaded, _ = load_model(ModelOptions(options.model, options.revision, *stored), None)
         return loaded, loaded.name, loaded.dtypes
     from gpt2block.architectures.gpt2_weights import GPT2Weights  # noqa: PLC0415
@@ -118,8 +114,7 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     from gpt2block.model import GPT2  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
-    beside = options.kv_dtype, options.activations
-    made = GPT2(weights, options.device, options.dtype, False, *beside)
+    made = GPT2(weights, options.device, options.dtype, False, options.kv_dtype)
     return made, f"random weights, the shape of {options.size}", made.dtypes
 
 

@@ -27,7 +27,7 @@ from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
-from gpt2block.ops._terms import Terms
+from gpt2block.ops._terms import ROUNDED, Terms
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
@@ -68,7 +68,7 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except for what decoding's products multiply, with `activations`, and
+    Activations are float32, except for what decoding's products multiply, where they round it, and
     in prefill on a GPU with tensor cores, with heads of a size that the architecture names
     (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8 matrices float16,
     and with float32 matrices operands are two-part. FP8 matrices are widened by each product or
@@ -86,13 +86,11 @@ class CudaModel(StoredModel):
         device: int,
         allow_nonfinite: bool = False,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> None:
-        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
+        """kv_dtype: as in `kv_cache_dtype`."""
         super().__init__(config, dtype, kv_dtype, f"cuda:{device}")
         self.device = device
         self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
-        self._activations = activations  # what x is rounded to, where products can
         self._architecture, self._settings = architecture_of(config), Settings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
@@ -178,7 +176,7 @@ class CudaModel(StoredModel):
     def _x_dtype(self) -> str | None:
         """What the x of decoding's products is rounded to."""
         inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
-        return self._activations if can_round(self.dtype, inputs) else None
+        return ROUNDED if can_round(self.dtype, inputs) else None
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.

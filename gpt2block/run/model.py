@@ -14,7 +14,6 @@ from gpt2block.checks import FLOATS, check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.ops._terms import ROUNDED, ROUNDING
 from gpt2block.passes import architecture_of
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
@@ -51,20 +50,6 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
             ", or another one of them",
         )
     return kv_dtype
-
-
-def check_activations(dtype: str, activations: str | None) -> None:
-    """InputError unless decoding can round the x of products with weights in `dtype` to it."""
-    if activations is None:
-        return
-    check_choice("activations", activations, (ROUNDED,))
-    if dtype not in ROUNDING:
-        raise InputError(
-            Argument("activations"),
-            f" {activations!r}: expected weights of {', '.join(ROUNDING)}, got {dtype}: use ",
-            Argument("dtype", "float16"),
-            ", or another one of them",
-        )
 
 
 def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
