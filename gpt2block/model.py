@@ -17,6 +17,7 @@ from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
+from gpt2block.config.formats import REMOVED, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
@@ -30,9 +31,6 @@ from gpt2block.run.model import (
     KVCache,
     Tensors,
     TracedEngine,
-    check_activations,
-    check_dtype,
-    kv_cache_dtype,
 )
 from gpt2block.sampling import with_defaults
 from gpt2block.tokenizers.encoding import Encoding
@@ -65,7 +63,7 @@ class Model(Generic[Weights]):
     CONFIG: ClassVar[type[ModelConfig]]
     WEIGHTS: ClassVar[type[ModelArrays[Any]]]
 
-    @named_options()
+    @named_options(**REMOVED)
     def __init__(
         self,
         weights: Weights,
@@ -73,18 +71,17 @@ class Model(Generic[Weights]):
         dtype: str = "float32",
         allow_nonfinite: bool = False,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> None:
         if not isinstance(weights, self.WEIGHTS):
             raise InputError(
                 f"weights: expected a {self.WEIGHTS.__name__}, got {type(weights).__name__}: see "
                 f"{type(self).__name__}.from_pretrained"
             )
-        given = device, dtype, allow_nonfinite, kv_dtype, activations
-        self._set_up(weights.config, weights.tensors(), *given)
+        formats = Formats(dtype, kv_dtype, allow_nonfinite)
+        self._set_up(weights.config, weights.tensors(), device, formats)
 
     @classmethod
-    @named_options()
+    @named_options(**REMOVED)
     def from_pretrained(
         cls: type[Loaded],
         name: str | Path | Checkpoint = BUNDLED,
@@ -94,20 +91,27 @@ class Model(Generic[Weights]):
         allow_nonfinite: bool = False,
         revision: str | None = None,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> Loaded:
         """Load a checkpoint, one tensor at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
         "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
-        read. device, dtype, allow_nonfinite, kv_dtype, activations: as in GPT2. revision: of a hub
-        id, a branch, tag or commit. Raises CheckpointError, and InputError for weights that are not
-        finite.
+        read. device, dtype, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a branch,
+        tag or commit. Raises CheckpointError, and InputError for weights that are not finite.
         """
-        check_dtype(dtype)
-        kv_cache_dtype(dtype, kv_dtype)
-        check_activations(dtype, activations)
+        formats = Formats(dtype, kv_dtype, allow_nonfinite)
+        return cls._loaded(name, device, formats, progress, revision)
+
+    @classmethod
+    def _loaded(
+        cls: type[Loaded],
+        name: str | Path | Checkpoint,
+        device: str | None,
+        formats: Formats,
+        progress: Progress,
+        revision: str | None,
+    ) -> Loaded:
         check_callable("progress", progress)
         begin(device)
         checkpoint = Checkpoint.open(name, revision)
@@ -120,9 +124,7 @@ class Model(Generic[Weights]):
             )
         model: Loaded = kind.__new__(kind)
         model._checkpoint = checkpoint
-        tensors = progress(checkpoint.tensors())
-        given = device, dtype, allow_nonfinite, kv_dtype, activations
-        model._set_up(checkpoint.config, tensors, *given)
+        model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, formats)
         return model
 
     @classmethod
@@ -133,7 +135,6 @@ class Model(Generic[Weights]):
         device: str,
         dtype: str,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> Loaded:
         """A model of tensors as `Checkpoint.tensors` yields them.
 
@@ -145,7 +146,7 @@ class Model(Generic[Weights]):
                 f"config: expected a {cls.CONFIG.__name__}, got {type(config).__name__}"
             )
         model: Loaded = cls.__new__(cls)
-        model._set_up(config, tensors, device, dtype, False, kv_dtype, activations)
+        model._set_up(config, tensors, device, Formats(dtype, kv_dtype))
         return model
 
     _checkpoint: Checkpoint | None = None
@@ -155,45 +156,42 @@ class Model(Generic[Weights]):
         config: ModelConfig,
         tensors: Tensors,
         device: str | None,
-        dtype: str,
-        allow_nonfinite: bool,
-        kv_dtype: str | None,
-        activations: str | None,
+        formats: Formats,
     ) -> None:
-        check_dtype(dtype)
-        check_flag("allow_nonfinite", allow_nonfinite)
-        self.config, self.dtype = config, dtype
-        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
-        check_activations(dtype, activations)
-        self.activations = activations
+        self.config, self.formats = config, formats
         index = resolve_device(device)
         self.engine: TracedEngine
         if index is None:
             from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
-            self.engine = NumpyModel(config, tensors, dtype, allow_nonfinite, kv_dtype)
+            self.engine = NumpyModel(config, tensors, formats)
         else:
             from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
-            given = dtype, index, allow_nonfinite, kv_dtype, activations
-            self.engine = CudaModel(config, tensors, *given)
+            self.engine = CudaModel(config, tensors, formats, index)
 
     def __repr__(self) -> str:
         c = self.config
         sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
         return (
             f"{type(self).__name__}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
-            f"{self.dtypes}, {self.device}, {self.nbytes:,} bytes)"
+            f"{self.formats}, {self.device}, {self.nbytes:,} bytes)"
         )
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the weights' matrices."""
+        return self.formats.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of keys and values in the kv_cache."""
+        return self.formats.cache_dtype
+
+    @property
     def dtypes(self) -> str:
-        """The dtype of the weights, of another kv_cache than usual, and of rounded activations."""
-        own = kv_cache_dtype(self.dtype)
-        beside = {"kv_cache": self.kv_dtype if self.kv_dtype != own else None}
-        beside["activations"] = self.activations
-        given = (f"{name} {dtype}" for name, dtype in beside.items() if dtype)
-        return ", ".join([self.dtype, *given])
+        """The dtype of the weights, and of another kv_cache than usual."""
+        return str(self.formats)
 
     @property
     def device(self) -> str:
@@ -525,12 +523,10 @@ class GPT2(Model[GPT2Weights]):
     "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
     tensor cores have 16 bits (docs/dtypes.md). kv_dtype: of keys and values, "float8_e5m2" or
     "float8_e4m3fn" with weights of 16 bits or FP8, to which they are rounded when they are
-    computed; None for the dtype of the weights, float16 with FP8 weights. activations: "float16"
-    rounds the inputs of decoding's products on tensor cores to it, with weights of float16 or FP8,
-    which is faster for many rows on Hopper GPUs; None keeps 22 bits (docs/dtypes.md).
-    allow_nonfinite: accept weights that are infinite or NaN, or so large that LayerNorm may
-    overflow float32 and return wrong numbers; by default they raise InputError. FP8 cannot hold
-    infinity or NaN. `generate` and `score` still refuse logits that are NaN.
+    computed; None for the dtype of the weights, float16 with FP8 weights. allow_nonfinite: accept
+    weights that are infinite or NaN, or so large that LayerNorm may overflow float32 and return
+    wrong numbers; by default they raise InputError. FP8 cannot hold infinity or NaN. `generate` and
+    `score` still refuse logits that are NaN.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -545,9 +541,9 @@ class Llama(Model[LlamaWeights]):
     """A Llama on a GPU, or with NumPy where there is none.
 
     weights: a LlamaWeights; see `from_pretrained` for checkpoints. device, dtype, allow_nonfinite,
-    kv_dtype, activations, token ids: as in GPT2. Raises InputError for wrong arguments, DeviceError
-    when the device cannot be used, MemoryError before the weights are loaded when the GPU has no
-    room for them.
+    kv_dtype, token ids: as in GPT2. Raises InputError for wrong arguments, DeviceError when the
+    device cannot be used, MemoryError before the weights are loaded when the GPU has no room for
+    them.
     """
 
     CONFIG = LlamaConfig
@@ -555,7 +551,7 @@ class Llama(Model[LlamaWeights]):
     config: LlamaConfig
 
 
-@named_options()
+@named_options(**REMOVED)
 def from_pretrained(
     name: str | Path | Checkpoint = BUNDLED,
     device: str | None = None,
@@ -564,13 +560,22 @@ def from_pretrained(
     allow_nonfinite: bool = False,
     revision: str | None = None,
     kv_dtype: str | None = None,
-    activations: str | None = None,
 ) -> Model[Any]:
     """Load a checkpoint as the class of its architecture, GPT2 or Llama.
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """
-    model: Model[Any] = Model.from_pretrained(
-        name, device, dtype, progress, allow_nonfinite, revision, kv_dtype, activations
-    )
+    formats = Formats(dtype, kv_dtype, allow_nonfinite)
+    return load(name, device, formats, progress, revision)
+
+
+def load(
+    name: str | Path | Checkpoint,
+    device: str | None,
+    formats: Formats,
+    progress: Progress = iter,
+    revision: str | None = None,
+) -> Model[Any]:
+    """`from_pretrained`, in these formats."""
+    model: Model[Any] = Model._loaded(name, device, formats, progress, revision)
     return model

@@ -505,7 +505,7 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--llama --peer jax", "--peer: expected torch, got 'jax'"),
         ("--rows 8", "--rows is an option of --decode and --llama: add one"),
         ("--size gpt2", "--size is an option of --decode and --llama: add one"),
-        ("--activations float16", "--activations is an option of --decode and --llama: add one"),
+        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode and --llama: add one"),
         ("--what block", f"the bench cannot be used: {NO_GPU}"),
         ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
     ],

@@ -294,11 +294,10 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench, "model_works", works)
     ended = gpt2block(
-        *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--activations", "float16"),
-        "--json",
+        *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json"),
     )
     assert ended.code == 0
-    assert requested == [("gpt2", "float32", "1,4", None, None, "float16")]
+    assert requested == [("gpt2", "float32", "1,4", None, None)]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["skipped"] == []

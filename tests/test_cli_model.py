@@ -20,6 +20,7 @@ from gpt2block.cli import generate as cli_generate
 from gpt2block.cli import score as cli_score
 from gpt2block.cli.info import _print_info
 from gpt2block.cli.model import ModelOptions, load_model
+from gpt2block.config.formats import USUAL, Formats
 from gpt2block.errors import CheckpointError
 from gpt2block.run.model import weight_bytes
 from gpt2block.sampling import DEFAULT_TEMPERATURE
@@ -37,9 +38,7 @@ def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
         config=engine.config,
         tokenizer=byte_encoding(end=end),
         name="a table",
-        dtype="float32",
-        kv_dtype="float32",
-        activations=None,
+        formats=USUAL,
         dtypes="float32",
         device="no device",
     )
@@ -105,13 +104,13 @@ def test_generate(command: Command, arguments: list[str], out: str, ended: str) 
 def test_options_arrive(command: Command) -> None:
     command.model = stand_in(MarkovEngine(random_table(0, 256)))
     options = (
-        "--model=m --revision=v1 --dtype=float16 --kv-dtype=float8_e5m2 --activations=float16 "
+        "--model=m --revision=v1 --dtype=float16 --kv-dtype=float8_e5m2 "
         "--device=cpu --max-new-tokens=9 --temperature=0.7 --top-k=4 --top-p=0.9 --min-p=0.1 "
         "--repetition-penalty=1.5 --presence-penalty=0.5 --frequency-penalty=0.25 --seed=3 "
         "--min-new-tokens=2 --samples=2 --json"
     )
     ran = command("generate", "abc", *options.split())
-    assert command.asked == [ModelOptions("m", "v1", "float16", "float8_e5m2", "float16", "cpu")]
+    assert command.asked == [ModelOptions("m", "v1", Formats("float16", "float8_e5m2"), "cpu")]
     command("generate", "abc", "--max-new-tokens=1")
     decoding, default = command.model.engine.decodings
     assert default.sampling[0].temperature == DEFAULT_TEMPERATURE
@@ -132,7 +131,7 @@ def test_generate_as_json(command: Command) -> None:
         "generate", "abc", "--json", "--stop", "nothing", "--stop", "fg", "--temperature", "0"
     ).json
     assert list(found) == [
-        "model", "device", "dtype", "kv_dtype", "activations", "prompt", "seed", "samples",
+        "model", "device", "dtype", "kv_dtype", "prompt", "seed", "samples",
         "seconds_to_first_token", "tokens_per_second",
     ]  # fmt: skip
     assert found["prompt"] == "abc"
@@ -312,7 +311,7 @@ def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
     assert "64 tokens, stride 32: each token predicted from at least 32 before it" in ran.out
     found = command("score", tmp_path / "a.txt", "--json", "--stride=3").json
     assert list(found) == [
-        "file", "model", "device", "dtype", "kv_dtype", "activations", "log_likelihood",
+        "file", "model", "device", "dtype", "kv_dtype", "log_likelihood",
         "nats_per_token", "perplexity", "bits_per_byte", "tokens", "bytes", "n_ctx", "stride",
         "seconds",
     ]  # fmt: skip
@@ -391,13 +390,13 @@ def test_memory_of_each_dtype() -> None:
     checkpoint = Checkpoint.open("shakespeare")
     matrices = 6 * 12 * 256 * 256 + 256 * 256
     rest = 4 * (4_870_144 - matrices)
-    assert weight_bytes(checkpoint.config, "bfloat16") == 2 * matrices + rest
-    assert weight_bytes(checkpoint.config, "float8_e5m2") == matrices + rest
+    assert weight_bytes(checkpoint.config, Formats("bfloat16")) == 2 * matrices + rest
+    assert weight_bytes(checkpoint.config, Formats("float8_e5m2")) == matrices + rest
     scales = 4 * (6 * (768 + 256 + 1024 + 256) + 256)
-    assert weight_bytes(checkpoint.config, "float8_e4m3fn") == matrices + rest + scales
+    assert weight_bytes(checkpoint.config, Formats("float8_e4m3fn")) == matrices + rest + scales
     more_tokens = replace(checkpoint.config, vocab_size=300)  # more than channels
     added = 44 * (256 + 4)  # rows of wte, and their scales
-    assert weight_bytes(more_tokens, "float8_e4m3fn") == matrices + rest + scales + added
+    assert weight_bytes(more_tokens, Formats("float8_e4m3fn")) == matrices + rest + scales + added
 
 
 def test_help_imports_nothing_slow() -> None:

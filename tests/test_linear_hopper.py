@@ -263,35 +263,26 @@ def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "activations"), [("bfloat16", None), ("float8_e5m2", None), ("float16", "float16")]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16"])
 @on_gpu
-def test_a_llama_has_the_same_bits_alone_and_in_any_batch(
-    device: Any, dtype: str, activations: str | None
-) -> None:
+def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
     """Matrices large enough for wgmma in every decoding of 4 rows or more; not for one row."""
     gpus.cupy_with(90)
     config = LlamaConfig(
         n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
     )
     weights = LlamaWeights.random(0, config)
-    model = Llama(weights, "cuda:0", dtype, activations=activations)
+    model = Llama(weights, "cuda:0", dtype)
     assert_same_bits_in_any_batch(model, (4, 17, 70))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "activations"),
-    [("bfloat16", None), ("float8_e4m3fn", None), ("float8_e4m3fn", "float16")],
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @on_gpu
-def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(
-    device: Any, dtype: str, activations: str | None
-) -> None:
+def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
     """Products by wgmma from 33 rows on."""
     gpus.cupy_with(90)
     config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
-    model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype, activations=activations)
+    model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype)
     assert_same_bits_in_any_batch(model, (33, 64, 130))
 
 

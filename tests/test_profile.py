@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,10 @@ def test_kernels_of_a_gpu_move_the_same(
 def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products by wgmma take them; the residual and the sum are floats."""
     weights, rows = GPT2Weights.random(0, GPT2Config(1, 12, 768, 16, 53)), 48
-    for activations, arrays in ((None, 3), ("float16", 2.5)):
+    for rounding, arrays in (((), 3), (("float16",), 2.5)):
+        monkeypatch.setattr(import_module("gpt2block.ops.linear"), "ROUNDING", rounding)
         with gpu_with_known_times(monkeypatch):
-            model = GPT2(weights, "cuda:0", "float16", activations=activations)
+            model = GPT2(weights, "cuda:0", "float16")
             token = profile_of(model, of_generate, rows=rows).passes[1].timeline
         moved = {ran.step: ran.moved for ran in token.ran}
         assert moved["h.0.x1"].activations == arrays * 4 * rows * 768
@@ -627,8 +629,7 @@ def test_json_has_what_the_table_has(tmp_path: Path, what: str) -> None:
         (["--rows", "4096", "--tokens", "64"], "expected at most 131,072 tokens in all rows"),
         (["--tokens", "255"], "--tokens 255 and --steps 3: expected at most 256 together"),
         (["score", "--tokens", "1"], "--tokens: expected 2 to 256, the context of the model"),
-        (["block", "--kv-dtype", "float8_e5m2"], "--kv-dtype: a block has no kv_cache"),
-        (["score", "--activations", "float16"], "--activations: score does not decode: use it"),
+        (["block", "--dtype=float16", "--kv-dtype=float8_e5m2"], "--kv-dtype: a block has no kv"),
         (["block", "--dtype", "float8_e5m2"], "--dtype"),
         (["--size", "gpt2", "--model", "gpt2"], "--size uses random weights: leave out --model"),
         (["--size", "gpt9"], "gpt9"),

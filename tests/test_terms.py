@@ -5,7 +5,10 @@ What a step hands over, and what a product computes from it, has the bits of flo
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import ml_dtypes
@@ -13,13 +16,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import gpt2block.config
 from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
 from gpt2block.bulk import Predictor
-from gpt2block.cli.model import ModelOptions, load_model
-from gpt2block.cli.profile import ProfileOptions
-from gpt2block.cli.profile import _model as of_profile
+from gpt2block.bulk.predictor import Arguments
 from gpt2block.config import GPT2Config
+from gpt2block.config.formats import DTYPES as WEIGHTS_DTYPES
+from gpt2block.config.formats import Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
@@ -30,11 +32,13 @@ from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.run import cuda_model
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_steps import DecodingSteps
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
+from tests.command_line import gpt2block
 from tests.devices import assert_same_bits, one_order
 from tests.outlines import decode, decode_sums
 
@@ -287,45 +291,65 @@ def test_a_product_without_terms_gives_none(device: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 @one_order
-def test_rounded_activations(device: Any, dtype: str) -> None:
+def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other bits than with two terms, the same ones alone, in any batch and of floats."""
-    model = GPT2(WEIGHTS, "cuda", dtype, activations="float16")
+    _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
+    monkeypatch.setattr(cuda_model, "can_round", lambda dtype, inputs: True)
+    model = GPT2(WEIGHTS, "cuda", dtype)
     (with_terms, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
     assert (with_terms, without) == (5, 0)
     assert_same_bits(of_floats, got)
     assert_same_bits(step_of(model, 1)[1], got[:1])
-    _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
     assert 0 < np.abs(got - exact).max() <= 2e-3 * np.abs(exact).max()
 
 
-def test_what_activations_can_be() -> None:
-    model = GPT2(WEIGHTS, "cpu", "float16", activations="float16")
-    assert (model.activations, GPT2(WEIGHTS, "cpu", "float16").activations) == ("float16", None)
-    assert "float16, activations float16, " in repr(model)
-    for dtype in ("float32", "bfloat16"):
+def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
+    linear = import_module(bind_linear.__module__)
+    monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
+    for capability in (75, 80, 89, 90, 100):
+        monkeypatch.setattr(linear, "compute_capability", lambda found=capability: found)
+        for dtype in WEIGHTS_DTYPES:
+            expected = capability == 90 and dtype in linear.ROUNDING
+            assert linear.can_round(dtype, (64, 768)) == expected
+            assert not linear.can_round(dtype, (64, 36))
+
+
+def test_the_option_activations_is_gone() -> None:
+    old: Any = {"activations": "float16"}
+    calls: list[Callable[[], Any]] = [
+        lambda: GPT2(WEIGHTS, "cpu", **old),
+        lambda: from_pretrained(device="cpu", **old),
+        lambda: GPT2.from_pretrained(device="cpu", **old),
+        lambda: Predictor("score", device="cpu", **old),
+    ]
+    for call in calls:
         with pytest.raises(
-            InputError, match=f"float8_e4m3fn, got {dtype}: use dtype='float16', or"
+            InputError, match=r"activations is no option any more: decoding rounds .*: leave it out"
         ):
-            GPT2(WEIGHTS, "cpu", dtype, activations="float16")
-    for wrong in ("bfloat16", "fp16", 16, True):
-        with pytest.raises(InputError, match="activations: expected 'float16', got "):
-            GPT2(WEIGHTS, "cpu", "float16", activations=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="activations 'float16': expected weights of float16, "):
-        from_pretrained(device="cpu", activations="float16")
+            call()
+    for command in ("generate", "bench", "profile"):
+        assert "--activations is no option any more" in gpt2block(command, "--activations=a").error
 
 
-def test_what_loads_a_model_passes_activations_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: Any = {"device": "cpu", "dtype": "float16", "activations": "float16"}
-    assert from_pretrained(**stored).activations == "float16"
-    assert Predictor("score", **stored).model.activations == "float16"
-    assert load_model(ModelOptions(**stored), None)[0].activations == "float16"
-    monkeypatch.setattr(gpt2block.config, "size", lambda _: WEIGHTS.config)
-    made, _, dtypes = of_profile(ProfileOptions(size="gpt2", **stored))
-    assert (made.activations, dtypes) == ("float16", "float16, activations float16")
+def test_a_predictor_pickled_by_version_0_2() -> None:
+    """It had dtypes one by one, and the option activations; what that asks for is refused."""
+    expected = Arguments("score", device="cpu", formats=Formats("float16", "float8_e5m2"))
+    for activations in (None, "float16"):
+        old = object.__new__(Arguments)
+        state = {name: each for name, each in vars(expected).items() if name != "formats"}
+        state |= {"dtype": "float16", "kv_dtype": "float8_e5m2", "activations": activations}
+        vars(old).update(state)
+        pickled = pickle.dumps(Predictor.later(old))
+        if activations is None:
+            assert pickle.loads(pickled).arguments == expected
+            continue
+        with pytest.raises(InputError, match="activations is no option any more"):
+            pickle.loads(pickled)
 
 
 def test_the_products_that_round() -> None:
-    """All of those without terms, where it was asked for."""
+    """All of those without terms."""
     gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     llama = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
     known = {"w_fc": (Terms("float16", rounded=True),)}

@@ -33,7 +33,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gpt2block"
-OPTIONS = ("activations", "kv_dtype", "repetition_penalty", "frequency_penalty", "overflow")
+OPTIONS = ("kv_dtype", "repetition_penalty", "frequency_penalty", "overflow")
 FOLDERS = ("gpt2block", "tests", "tools")
 USER = "kernel of a user"
 PROMPTS = [1, 2, 3], [4, 5], [6]

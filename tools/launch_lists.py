@@ -41,10 +41,11 @@ from gpt2block.bench.models import RandomLlama
 from gpt2block.bench.token_works import decode
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config.formats import DTYPES
 from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.run.model import DTYPES, start_all
+from gpt2block.run.model import start_all
 
 Program = Callable[[Recorder], None]
 PAIRS = (  # dtypes of weights and of the kv_cache
@@ -118,13 +119,6 @@ def model(config: ModelConfig, dtype: str, kv_dtype: str | None, to: Recorder) -
     steps(engine, to)
 
 
-def rounding(config: ModelConfig, dtype: str, to: Recorder) -> None:
-    """Steps of decoding whose products round what they multiply."""
-    engine = to.call("load", _engine, config, dtype, None, "float16")
-    if engine is not None:
-        steps(engine, to)
-
-
 def steps(engine: Any, to: Recorder) -> None:
     """Steps of decoding; the engine's arrays, which are large, are then freed."""
     for rows in ROWS:
@@ -137,9 +131,7 @@ def _ids(lengths: tuple[int, ...]) -> list[Any]:
     return [np.zeros(length, np.int32) for length in lengths]
 
 
-def _engine(
-    config: ModelConfig, dtype: str, kv_dtype: str | None, activations: str | None = None
-) -> Any:
+def _engine(config: ModelConfig, dtype: str, kv_dtype: str | None) -> Any:
     """An engine of zeros, with layout KN for GPT-2; FP8 divides what has large biases."""
     gpt2 = isinstance(config, GPT2Config)
 
@@ -154,7 +146,7 @@ def _engine(
                 yield name, cupy.empty(rows, "float32"), "NK"
 
     kind: Any = GPT2 if gpt2 else Llama
-    return kind.from_tensors(config, tensors(), "cuda", dtype, kv_dtype, activations).engine
+    return kind.from_tensors(config, tensors(), "cuda", dtype, kv_dtype).engine
 
 
 def _decode(engine: Any, rows: int) -> None:
@@ -200,8 +192,6 @@ def programs() -> Iterator[tuple[str, Program]]:
                 yield f"block {kind} {name}", partial(block, config, dtype, kernels)
     for (name, each), (dtype, kv_dtype) in itertools.product(MODELS.items(), PAIRS):
         yield f"model {name} {dtype} {kv_dtype or 'own'}", partial(model, each, dtype, kv_dtype)
-    for (name, each), dtype in itertools.product(MODELS.items(), ("float16", "float8_e4m3fn")):
-        yield f"rounding {name} {dtype}", partial(rounding, each, dtype)
     for dtype in DTYPES:
         yield f"stages {dtype}", partial(stages, dtype)
         yield f"products linear {dtype}", partial(product, "linear", dtype)

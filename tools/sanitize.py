@@ -41,13 +41,14 @@ from gpt2block import (
 )
 from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
+from gpt2block.config.formats import DTYPES
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
-from gpt2block.run.model import DTYPES, Ids, start_all
+from gpt2block.run.model import Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}
@@ -324,10 +325,9 @@ def large_matrices() -> None:
     llama = LlamaWeights.random(0, config)
     prompts = [np.array([row, 3], np.int32) for row in range(5)]
     with patch.multiple(bind_linear.__module__, **limits):
-        kinds = ("bfloat16", None), ("float8_e4m3fn", None), ("float16", "float16")
-        for weights, (dtype, activations) in product((gpt2, llama), kinds):
+        for weights, dtype in product((gpt2, llama), ("bfloat16", "float8_e4m3fn", "float16")):
             kind: Any = GPT2 if weights is gpt2 else Llama
-            ours = kind(weights, "cuda", dtype, activations=activations)
+            ours = kind(weights, "cuda", dtype)
             for rows in (1, 7, 66):
                 greedy(ours, prompts, rows, 3)
             print(f"checked decoding of large matrices {kind.__name__} {ours.dtypes}")
@@ -339,8 +339,8 @@ def few_rows() -> None:
         n_layer=2, n_head=4, n_kv_head=2, n_embd=128, n_ff=256, vocab_size=101, n_ctx=40
     )
     prompts = [np.array([row, 3], np.int32) for row in range(4)]
-    for dtype, activations in (("bfloat16", None), ("float8_e4m3fn", "float16")):
-        ours = Llama(LlamaWeights.random(0, config), "cuda", dtype, activations=activations)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        ours = Llama(LlamaWeights.random(0, config), "cuda", dtype)
         for rows in (1, 2, 4):
             greedy(ours, prompts, rows, 3)
         print(f"checked decoding of few rows Llama {ours.dtypes}")

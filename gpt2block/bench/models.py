@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checks import FLOATS
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes
+from gpt2block.config.formats import Formats, itemsize
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
@@ -22,7 +23,7 @@ from gpt2block.model import GPT2, Llama, Model
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import Ids, Tensors, check_activations, itemsize, kv_cache_dtype
+from gpt2block.run.model import Ids, Tensors
 from gpt2block.weights.matrix import WeightMatrix
 
 SHAPES: Mapping[str, LlamaConfig] = {
@@ -49,12 +50,9 @@ class RandomModel(ABC, Generic[Config]):
         config: Config,
         dtype: str,
         kv_dtype: str | None = None,
-        activations: str | None = None,
     ) -> None:
-        """kv_dtype, activations: as in `kv_cache_dtype` and `check_activations`."""
-        check_activations(dtype, activations)
-        self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
-        self.activations = activations
+        self.config, self.formats = config, Formats(dtype, kv_dtype)
+        self.dtype, self.kv_dtype = dtype, self.formats.cache_dtype
         self.device = 0  # that of the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
@@ -134,7 +132,7 @@ class RandomGPT2(RandomModel[GPT2Config]):
         return self._made("cpu")
 
     def _made(self, device: str) -> GPT2:
-        stored = self.dtype, False, self.kv_dtype, self.activations
+        stored = self.dtype, False, self.kv_dtype
         return GPT2(self.weights, device, *stored)
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
@@ -158,7 +156,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _made(self, device: str) -> Llama:
         with cupy.cuda.Device(self.device):
             tensors = random_tensors(self.config, self.dtype)
-            stored = self.dtype, self.kv_dtype, self.activations
+            stored = self.dtype, self.kv_dtype
             return Llama.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
@@ -177,9 +175,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
             if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
-                engine = _Float32Activations(
-                    self.config, tensors, self.dtype, self.device, kv_dtype=self.kv_dtype
-                )
+                engine = _Float32Activations(self.config, tensors, self.formats, self.device)
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
 

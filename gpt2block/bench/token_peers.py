@@ -31,10 +31,10 @@ from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.bench.works import Written
 from gpt2block.checkpoints.naming import GPT2_NAMING
+from gpt2block.config.formats import own_cache_dtype
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.run.model import kv_cache_dtype
 
 CACHE_STEP = 64  # the length of a static kv_cache is a multiple of it
 NOTES = {
@@ -58,7 +58,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
         captures = dict.fromkeys(captures, partial(refuse, why))
     for name, capture in captures.items():
         note = partial(str, NOTES.get(name, ""))
-        yield Contender(name, True, capture, kv_cache_dtype(model.dtype), note)
+        yield Contender(name, True, capture, own_cache_dtype(model.dtype), note)
 
 
 def _captures(

@@ -21,9 +21,9 @@ from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
 from gpt2block.checks import check_choice
 from gpt2block.config import ModelConfig, size
+from gpt2block.config.formats import DTYPES, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.run.model import DTYPES, kv_cache_dtype
 from gpt2block.sampling import Sampling
 
 MOST_ROWS = 4096
@@ -96,13 +96,12 @@ def model_works(
     rows: str | None = None,
     name: str | None = None,
     kv_dtype: str | None = None,
-    activations: str | None = None,
 ) -> list[Work]:
     """The works of one of MODELS, in the order they are timed. Raises InputError.
 
     dtype: of the weights; by default that of the checkpoints of this size, then those `further`.
-    rows: as `parse_rows` takes them, with PyTorch at all of them. name: of the size. kv_dtype,
-    activations: as in `RandomModel`, of all works.
+    rows: as `parse_rows` takes them, with PyTorch at all of them. name: of the size. kv_dtype:
+    as in `RandomModel`, of all works.
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
@@ -117,7 +116,7 @@ def model_works(
         stored = [(weights, kv_dtype) for weights, kv in stored if kv is None]
     works: list[Work] = []
     for weights, kv in stored:
-        model = timed.model(config, weights, kv, activations)
+        model = timed.model(config, weights, kv)
         works += [decode(model, n, peers=n in raced) for n in counts]
         works += [prompt(model, timed.prompt)] if model.checks_prompts else []
         works += [first_token(model, T) for T in timed.firsts]
@@ -152,11 +151,10 @@ def model_work(
     fp8 = model.kv_dtype in FP8
     config = vars(model.config)
     stored = [f"kv_cache {model.kv_dtype}"] if fp8 else []
-    stored += [f"activations {model.activations}"] if model.activations else []
     shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
     def contenders(sets: Any, device: int) -> Iterator[Contender]:
-        arithmetic = kv_cache_dtype(model.dtype)
+        arithmetic = own_cache_dtype(model.dtype)
         for by, capture in ours(device).items():
             yield Contender(by, False, capture, arithmetic, partial(str, NOTES.get(by, "")))
 
@@ -201,12 +199,10 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
-    """With all fusions, then the stages, which have no FP8 kv_cache and round no activations."""
+    """With all fusions, then the stages, which have no FP8 kv_cache and round nothing."""
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.kv_dtype in FP8:
         return {FP8_CACHE: step}
-    if model.activations is not None:
-        return {NAME: step}
     shared: list[Any] = []
     stages = stages_of(model.dtype).items()
     return {NAME: step, **{by: partial(steps.staged, device, of, shared) for by, of in stages}}

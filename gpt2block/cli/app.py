@@ -26,6 +26,7 @@ from gpt2block.cli.options import add_command
 from gpt2block.cli.profile import profile
 from gpt2block.cli.score import score
 from gpt2block.cli.serve import serve
+from gpt2block.config.formats import refuse_removed
 from gpt2block.errors import InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # Click's, or Typer's own copy of it
@@ -81,5 +82,6 @@ def run(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty
             print(message, end="")
             return WRONG
+        refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")
         more = f" (see {context.command_path} --help)" if context else ""
         raise InputError(f"{message.rstrip('.')}{more}") from None

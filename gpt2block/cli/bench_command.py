@@ -44,10 +44,6 @@ class BenchOptions:
         "With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",
         complete=complete.dtypes,
     )
-    activations: str | None = option(
-        "With --decode or --llama: float16 rounds what decoding multiplies.",
-        complete=complete.one_of("float16"),
-    )
     only: str | None = option("Only work with this text in its name, such as 8x1024 or M=128.")
     peer: str | None = peer_option()
     plot: Path | None = path_option(
@@ -81,8 +77,8 @@ def _works(options: BenchOptions) -> list[Work] | None:
 
     if options.decode or options.llama:
         architecture = "llama" if options.llama else "gpt2"
-        stored = options.kv_dtype, options.activations
-        return model_works(architecture, options.dtype, options.rows, options.size, *stored)
+        stored = options.dtype, options.rows, options.size, options.kv_dtype
+        return model_works(architecture, *stored)
     chosen = options.what, options.dtype, options.only, options.peer, options.plot
     if chosen == (None,) * len(chosen):
         return None
@@ -100,7 +96,6 @@ def _check_together(options: BenchOptions) -> None:
             "--rows": options.rows,
             "--size": options.size,
             "--kv-dtype": options.kv_dtype,
-            "--activations": options.activations,
         }
     )
     if whole and of_kernels:

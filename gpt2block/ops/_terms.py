@@ -10,7 +10,7 @@ from gpt2block.errors import InputError
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
 LINE = 64  # channels in a line of terms in the order of wgmma
 ROUNDED = "float16"  # what x can be rounded to
-ROUNDING = (ROUNDED, *FP8)  # dtypes of the weights for which it can
+ROUNDABLE = (ROUNDED, *FP8)  # dtypes of the weights for which it can
 
 
 class Terms(NamedTuple):
@@ -54,10 +54,10 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
     """Whether x is rounded to x_dtype for weights of a dtype. Raises InputError."""
     if x_dtype is None:
         return False
-    if x_dtype != ROUNDED or dtype not in ROUNDING:
+    if x_dtype != ROUNDED or dtype not in ROUNDABLE:
         raise InputError(
             f"x_dtype {x_dtype!r}, weights of {dtype}: expected {ROUNDED}, and weights of "
-            f"{', '.join(ROUNDING)}"
+            f"{', '.join(ROUNDABLE)}"
         )
     return True
 

@@ -99,13 +99,20 @@ def terms_of(
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
 
 
-def can_round(dtype: str, inputs: Iterable[int]) -> bool:
-    """Whether all products of decoding with so many inputs can round x: those on tensor cores.
+ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn")  # weights with which decoding rounds x
 
-    dtype: of the weights, one for which `rounds` permits it.
+
+def can_round(dtype: str, inputs: Iterable[int]) -> bool:
+    """Whether decoding rounds x, of products with so many inputs, to ROUNDED.
+
+    It does where that is faster and costs next to nothing: on Hopper GPUs, with weights of a dtype
+    in ROUNDING, where all products are those on tensor cores; with any number of rows, so that a
+    row has the same bits alone and in any batch. Else x has two terms, or is not rounded.
     """
+    if dtype not in ROUNDING or compute_capability() != HOPPER_CAPABILITY:
+        return False
     multiple = mma.LOADED // itemsize_of(dtype)
-    return compute_capability() >= MMA_CAPABILITY and all(K % multiple == 0 for K in inputs)
+    return all(K % multiple == 0 for K in inputs)
 
 
 def itemsize_of(dtype: str) -> int:

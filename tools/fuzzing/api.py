@@ -133,8 +133,6 @@ def _model_weights(rng: Rng, folder: Path) -> None:
     arguments = {name: getattr(weights, name) for name in names}
     options: dict[str, Any] = {"device": "cpu", "dtype": rng.pick(*DTYPES)}
     options["kv_dtype"] = None if options["dtype"] == "float32" else rng.pick(None, *FP8)
-    rounds = options["dtype"] in ("float16", *FP8)
-    options["activations"] = rng.pick(None, "float16") if rounds else None
     changed = rng.chance(0.8)
     if changed:
         spoil(rng, options if rng.chance(0.2) else arguments)

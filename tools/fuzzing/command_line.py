@@ -138,13 +138,12 @@ def _generate(rng: Rng, folder: Path) -> None:
             "--samples": ("1", "2", "10000000"), "--overflow": ("error", "truncate"),
             "--stop": ("e", "xyz"), "--stop-id": ("3",), "--dtype": ("float32", "float16"),
             "--device": ("cpu",), "--kv-dtype": ("float8_e5m2", "float8_e4m3fn"),
-            "--activations": ("float16",),
         },
     )  # fmt: skip
     name, prompt = _model(rng, folder), (odd_text(rng) or "a").replace("\0", "").lstrip("-") or "a"
     right = right and name == str(model_folder()) and len(prompt.encode()) <= 20
     right = right and "--samples=10000000" not in options
-    narrow = any(option.startswith(("--kv-dtype", "--activations")) for option in options)
+    narrow = any(option.startswith("--kv-dtype") for option in options)
     right = right and (not narrow or "--dtype=float16" in options)
     arguments = ["generate", "--model", name, "--max-new-tokens=3", *options]
     from_stdin = rng.chance(0.3)
@@ -262,7 +261,6 @@ def _profile(rng: Rng, folder: Path) -> None:
         {
             "--rows": ("1", "3"), "--tokens": ("2", "4"), "--steps": ("1", "2"),
             "--dtype": ("float32", "float16"), "--kv-dtype": ("float8_e5m2",), "--size": ("gpt9",),
-            "--activations": ("float16",),
         },
     )  # fmt: skip
     what, trace = rng.pick("generate", "score", "block", "train"), folder / "trace.json"
