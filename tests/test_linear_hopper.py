@@ -98,7 +98,7 @@ def test_the_bits_are_those_of_mma(
     bias, before = on_device(2, N), on_device(3, M, N)
     expected = bind((cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles")
     truth = expected.run().get()
-    rows = max(8 if rounded else 4, 1 << (min(M, 64) - 1).bit_length())
+    rows = max(4, 1 << (min(M, 64) - 1).bit_length())
     given = (handed(x, dtype, rounded), w, bias, None, None, before)
     tried = 0
     for groups, parts, shares, blocks in TILES:
@@ -335,7 +335,7 @@ def test_a_chosen_tile_can_run(
     most = gpus.H200["most_shared"]
     tile = hopper.choose(M, N, K, dtype, gated, sms, most, rounded)
     assert hopper.shared_bytes(tile, K, dtype, rounded) <= most
-    assert tile.rows >= (8 if rounded else 4)
+    assert tile.rows >= 4
     assert tile.splits * tile.shares <= 8
     assert splits(K)[0] % tile.splits == 0
     assert tile.splits <= tile.groups * tile.rows

@@ -78,7 +78,8 @@ def _static(tile: HopperLinearTile) -> int:
 
 def _stage(tile: HopperLinearTile, dtype: str, rounded: bool) -> int:
     """Bytes of a slice of K: of W, and of x, which has one term where rounded, else two."""
-    of_x = (2 if rounded else 4) * tile.rows * (LINE // BYTES.get(dtype, 1))
+    columns = max(FEWEST_COLUMNS, (1 if rounded else 2) * tile.rows)
+    of_x = 2 * columns * (LINE // BYTES.get(dtype, 1))
     return LINE * GROUP_COLUMNS * tile.groups + of_x
 
 
@@ -179,7 +180,7 @@ def choose(
     gated: of two matrices, with N outputs. rounded: x, to one term. Where received sums leave few
     stages, K is not split.
     """
-    rows = max(FEWEST_COLUMNS if rounded else FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
+    rows = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
     if rows < TERM_ROWS:
         tiles = _few_rows(rows, M, N, K, dtype, gated, sms)
     else:

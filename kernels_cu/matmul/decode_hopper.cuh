@@ -4,7 +4,7 @@
 #include "lib/sm90_wgmma.cuh"
 #include "matmul/decode_order.cuh"
 
-#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64); not 4 with TERM_COUNT 1
+#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
 #define DH_ROWS 8
 #endif
 #ifndef DH_GROUPS
@@ -35,7 +35,7 @@ constexpr int WARPS = 4 * DH_GROUPS;  // that multiply
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
 constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
 constexpr int THREADS = 32 * WARPS + (MOVES_REGISTERS ? 128 : 32);
-constexpr int TERMS = TERM_COUNT * DH_ROWS;                  // columns of B
+constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; with 4 of one term, half are of no row
 constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
 constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
@@ -45,7 +45,6 @@ constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS, STAGE
 constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // of x: K, and bytes in shared memory
 constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
 static_assert(!order::FLOATS, "terms are of 16 bits");
-static_assert(TERMS % 8 == 0, "B has whole eights of columns");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
 // The first row of W of column n; of a pair, the second one is HALF_HEAD further.

@@ -14,6 +14,10 @@ constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that 
 constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // and a warp of it, at most
 constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // at a time
 constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;                    // of 32 rows
+// With TERM_COUNT 1, columns of B are rows, and a lane has sums of rows 2t and 2t + 1 of each eight. It writes them to
+// the places of two lanes, 16 bytes, unless these are in tiles for different blocks.
+constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
+constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in the order in which it writes them
 
 static_assert(DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "the rows of W of a warp have room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
@@ -32,23 +36,46 @@ struct Totals {
     static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // of the warp in W, and of a tile
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
 
-    __device__ __forceinline__ float2* kept(int tile) const {
+    __device__ __forceinline__ float2* kept(int tile, int lane) const {
         const int at = tile % IN_STAGE * BYTES;
         char* const of_warp = ring.stage(tile / IN_STAGE) + HALF * warp;
-        return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + threadIdx.x % 32;
+        return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    __device__ __forceinline__ void send(int split, int tile, float a, float b) const {
-        const int i = warp * TILES + tile;
-        float2* to = pairs + (split * OWN + i / DH_SPLITS) * 32 + threadIdx.x % 32;
-        store_at(i % DH_SPLITS * DH_SHARES + part, to, arrived, a, b);
+    // Keeps the sums of all splits.
+    __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
+        const int lane = threadIdx.x % 32, t = lane % 4;
+        if constexpr (IN_PAIRS) {
+#pragma unroll
+            for (int i = 0; i < FOUND; i += 4) {
+                const int tile = i / 2 + t / 2;
+                const float4 two = {found[i], found[i + 1], found[i + 2], found[i + 3]};
+                if (tile < TILES) *reinterpret_cast<float4*>(kept(tile, lane - t + t % 2 * 2)) = two;
+            }
+            __syncwarp();
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) *kept(tile, lane) = {found[2 * tile], found[2 * tile + 1]};
+        }
+    }
+
+    // Sends those of a split.
+    __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
+        const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const int i = warp * TILES + tile, block = i % DH_SPLITS * DH_SHARES + part;
+            float2* to = pairs + (split * OWN + i / DH_SPLITS) * 32 + lane;
+            if constexpr (!IN_PAIRS) store_at(block, to, arrived, found[2 * tile], found[2 * tile + 1]);
+            else if (t < 2) store_at(block, to + t, arrived, found[0], found[1], found[2], found[3]);
+        }
     }
 
     // Those of tiles first, first + DH_SPLITS, ...
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         if (DH_SPLITS == 1) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i);
+            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i, threadIdx.x % 32);
             return;
         }
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
@@ -72,23 +99,23 @@ __device__ __forceinline__ void swap(float& first, float& second) {
     (further ? first : second) = received;
 }
 
-// A lane's sums of rows g and g + 8 of A, and of row t of x of each tile of 4. With TERM_COUNT 1 it has those of rows
-// 2t and 2t + 1 of two tiles, as columns of B are rows, and exchanges them: were it to send what it has, 8 bytes of a
-// lane to one of two blocks would be 32 messages for a warp, and qkv of GPT-2 small take 12.3 us with 64 rows, not 5.4.
-__device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[TILES][2]) {
+// A lane's sums of rows g and g + 8 of A: of row t of x of each tile of 4 or, IN_PAIRS, of two neighbouring rows. With
+// TERM_COUNT 1 and tiles for different blocks, lanes exchange them: were one to send what it has, 8 bytes of a lane to
+// one of two blocks would be 32 messages for a warp, and qkv of GPT-2 small take 12.3 us with 64 rows, not 5.4.
+__device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[FOUND]) {
     if constexpr (TERM_COUNT == 2) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            found[tile][0] = sums[4 * tile] + sums[4 * tile + 1];
-            found[tile][1] = sums[4 * tile + 2] + sums[4 * tile + 3];
-        }
+        for (int i = 0; i < FOUND; ++i) found[i] = sums[2 * i] + sums[2 * i + 1];
+    } else if constexpr (IN_PAIRS) {
+#pragma unroll
+        for (int i = 0; i < FOUND; ++i) found[i] = sums[i / 4 * 4 + i % 2 * 2 + i % 4 / 2];
     } else {
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {  // of rows g of two tiles, then of rows g + 8
             float first = sums[2 * i], second = sums[2 * i + 1];
             swap<1>(first, second);
             swap<2>(first, second);
-            found[i / 2 * 2][i % 2] = first, found[i / 2 * 2 + 1][i % 2] = second;
+            found[i / 2 * 4 + i % 2] = first, found[i / 2 * 4 + 2 + i % 2] = second;
         }
     }
 }
@@ -196,7 +223,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int each = order::split_length(K) / SLICE;
     __shared__ float4 constants[8 * WARPS];
     load_constants(constants + 8 * warp, corner.own_column(), N, scales);
-    float totals[TILES][2] = {};
+    float totals[FOUND] = {};
     Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
@@ -207,19 +234,13 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     for (int left = share.slices; left > 0; left -= each, ++split) {
         float sums[TERMS / 2];
         consumer.multiply_split(sums, min(each, left) * SLICE / order::UNIT);
-        float found[TILES][2];
+        float found[FOUND];
         by_tile(sums, found);
+        if (DH_SPLITS > 1) all.send(split, found);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const float a = found[tile][0], b = found[tile][1];
-            if (DH_SPLITS > 1) all.send(split, tile, a, b);
-            else totals[tile][0] += a, totals[tile][1] += b;
-        }
+        for (int i = 0; DH_SPLITS == 1 && i < FOUND; ++i) totals[i] += found[i];
     }
-#pragma unroll
-    for (int tile = 0; DH_SPLITS == 1 && tile < TILES; ++tile) {
-        *all.kept(tile) = {totals[tile][0], totals[tile][1]};
-    }
+    if (DH_SPLITS == 1) all.keep(totals);
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
