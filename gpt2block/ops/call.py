@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
@@ -34,11 +34,16 @@ class Call(SimpleNamespace):
 
     A size has its letter; `leading` are the axes of `...`, `rows` is their product. `storage` is
     the dtype of arrays of kind "any" or "mixed", `kv_storage` that of a kv_cache. An output that is
-    not given is allocated when it is first used, after all checks. The operation's `bind` may add
-    what follows from these; `kept` are arrays that launches need and that nothing else keeps alive.
+    not given is allocated when it is first used, after all checks. The operation's `prepare` may
+    add what follows from these; `kept` are arrays that launches need and that nothing else keeps
+    alive. Of the variants, those in `order` are preferred: all, the last one first, where there are
+    none. Launches `before` and `after` those of the variant are part of the call.
     """
 
     contract: Contract
+    order: tuple[Any, ...] = ()  # of variants, or of their names
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """A required output that is not given, newly allocated."""
@@ -74,6 +79,23 @@ class Call(SimpleNamespace):
         """The outputs besides the first one, and the arrays of launches before the last one."""
         found = (getattr(self, entry.name) for entry in self.contract.outputs[1:])
         return (*(array for array in found if array is not None), *vars(self).get("kept", ()))
+
+
+class Asked(NamedTuple):
+    """A call before its checks. options: all of the operation's, by name."""
+
+    contract: Contract
+    inputs: tuple[Any, ...]
+    out: Any
+    options: Mapping[str, Any]
+
+    def checked(self, contract: Contract | None = None, **more: Any) -> Call:
+        """The checked call, by the operation's contract or another one. Raises InputError.
+
+        more: further options, or others in the place of those given.
+        """
+        options = {**self.options, **more}
+        return checked(contract or self.contract, self.inputs, self.out, **options)
 
 
 def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
