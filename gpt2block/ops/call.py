@@ -44,6 +44,7 @@ class Call(SimpleNamespace):
     order: tuple[Any, ...] = ()  # of variants, or of their names
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
+    kept: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """A required output that is not given, newly allocated."""
@@ -63,22 +64,6 @@ class Call(SimpleNamespace):
                 else:
                     made = cupy.empty(shape, _dtype(entry, None, self))
                 setattr(self, entry.name, made)
-
-    def take(self, sizes: Sizes, written: Mapping[str, Any]) -> None:
-        """Add sizes by their letters, and outputs; one that is required and missing is made."""
-        for letter, size in sizes.items():
-            setattr(self, "leading" if letter == "..." else letter, size)
-        if "..." in sizes:
-            self.rows = prod(sizes["..."])
-        for entry in self.contract.outputs:
-            if written[entry.name] is not None or entry.optional:
-                setattr(self, entry.name, written[entry.name])
-
-    @property
-    def extra(self) -> tuple[Any, ...]:
-        """The outputs besides the first one, and the arrays of launches before the last one."""
-        found = (getattr(self, entry.name) for entry in self.contract.outputs[1:])
-        return (*(array for array in found if array is not None), *vars(self).get("kept", ()))
 
 
 class Asked(NamedTuple):
@@ -138,10 +123,16 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
             written[entry.name] = value
     apart = [_apart(entry, written, given) for entry in contract.outputs]
     check_each(arrays)
+    check_shapes(shapes, sizes)
     for name, value, others, itself in apart:
         check_apart(name, value, others, itself)
-    check_shapes(shapes, sizes)
-    call.take(sizes, written)
+    if "..." in sizes:
+        call.leading = sizes.pop("...")
+        call.rows = prod(call.leading)
+    vars(call).update(sizes)
+    for entry in contract.outputs:
+        if written[entry.name] is not None or entry.optional:
+            setattr(call, entry.name, written[entry.name])
     return call
 
 

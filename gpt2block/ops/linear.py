@@ -158,11 +158,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise Unfit where a product cannot have the order of additions of decoding on them."""
-    unfit(
-        compute_capability() < MMA_CAPABILITY,
-        "needs a GPU of compute capability 8.0 or newer: use variant matvec",
-    )
-    multiple = mma.LOADED // itemsize_of(c.w.dtype)
+    old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
+    unfit(old, "needs a GPU of compute capability 8.0 or newer: use variant matvec")
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
     unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
 

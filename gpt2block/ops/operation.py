@@ -257,9 +257,10 @@ class Operation:
             if requested is not None:
                 check_block(self.name, chosen, requested)
             launches = launches if isinstance(launches, tuple) else (launches,)
-            first = call.contract.outputs[0].name
             launches = (*call.before, *launches, *call.after)
-            return Bound(getattr(call, first), launches, call.extra)
+            out, *further = (getattr(call, entry.name) for entry in call.contract.outputs)
+            others = (array for array in further if array is not None)
+            return Bound(out, launches, (*others, *call.kept))
         raise InputError(self.name + why)
 
 
