@@ -18,7 +18,6 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound
 from gpt2block.cuda.kernels import FP8, TWO_PART, cache_dtype
 from gpt2block.ops import _linear_matvec, _linear_mma, _linear_mma_tiles, _linear_tiles
-from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import STEPS
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -154,7 +153,9 @@ def run_linear(
             out = residual if in_place else cupy.full(residual.shape, np.nan, "float32")
             before = residual if case.residual else None
             inputs = (x, w, bias if case.bias else None, *norm, before)
-            bound: Bound = bind_linear(inputs, out, gelu=case.gelu, eps=EPS, variant=variant)
+            bound: Bound = LINEAR.OPERATION.bind(
+                inputs, out, gelu=case.gelu, eps=EPS, variant=variant
+            )
             results.append(bound.run().get())
     assert_same_bits(results[0], results[-1])
     return results[0]

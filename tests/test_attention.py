@@ -16,7 +16,6 @@ from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.emulator import emulated, loader
 from gpt2block.ops._attention_tiles import online_geometry
 from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
-from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
@@ -68,7 +67,7 @@ def evaluate(
         array = device.asarray(qkv)
         out = device.full((*qkv.shape[:-1], width), np.nan, "float32")
         options: dict[str, Any] = {**heads, "variant": variant, "block": block}
-        bound = bind_attention((array,), out, causal=causal, **options)
+        bound = OPERATION.bind((array,), out, causal=causal, **options)
         for scores in bound.extra:
             scores.fill(np.nan)
         results.append(bound.run().get())
@@ -284,8 +283,8 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
     with emulated():
         qkv = cupy.empty((5, 3 * 257), "float32")
         with pytest.raises(InputError, match="variant online: head size 257: expected at most 256"):
-            bind_attention((qkv,), **options, variant="online")
-        assert len(bind_attention((qkv,), **options, variant="naive").launches) == 3
+            OPERATION.bind((qkv,), **options, variant="online")
+        assert len(OPERATION.bind((qkv,), **options, variant="naive").launches) == 3
 
 
 def test_every_head_stays_in_registers() -> None:
@@ -396,6 +395,6 @@ def test_bad_input(device: Any) -> None:
     assert ops.attention(wide, 1, variant="naive").shape == (5, 300)
     flat = device.zeros(5 * 16 + 1, "float32")
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        bind_attention((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
+        OPERATION.bind((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
     with pytest.raises(InputError, match=r"out: expected shape \(5, 16\)"):
-        bind_attention((x,), x, n_head=2, causal=False, variant="online")
+        OPERATION.bind((x,), x, n_head=2, causal=False, variant="online")

@@ -22,7 +22,8 @@ from gpt2block.ops._attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY
-from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART, VARLEN, bind
+from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART, VARLEN
+from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
@@ -72,7 +73,7 @@ def evaluate(
             starts = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
             bound = VARLEN.bind((matrix, starts), to, **heads, max_seqlen=max(lengths))
         else:
-            bound = bind((matrix,), to, **heads)
+            bound = ATTENTION.bind((matrix,), to, **heads)
         bound.run()
         results.append(joined(out[0].get(), out[1].get()))
     np.testing.assert_array_equal(results[0], results[-1])

@@ -41,7 +41,7 @@ from gpt2block.ops._attention_tiles import (
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
-from gpt2block.ops.attention import bind as bind_attention
+from gpt2block.ops.attention import OPERATION as ATTENTION
 from tests import plain
 from tests.caches import Heads, repeated, row_width
 from tests.compiling import Job, assert_clean
@@ -130,7 +130,7 @@ def evaluate(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "alternates", lambda *_: WAYS[variant])
             return evaluate(cp, qkv, n_head, causal, lengths, "hopper", n_kv_head)
-    bind: Callable[..., Bound] = partial(bind_attention, (qkv,))
+    bind: Callable[..., Bound] = partial(ATTENTION.bind, (qkv,))
     if lengths:
         starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
         bind = partial(VARLEN.bind, (qkv, starts), max_seqlen=max(lengths))
@@ -441,7 +441,7 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         with running_on("forward") as device:
             for B, T, best in ((1, 5, few), (200, 500, many)):
                 qkv = device.zeros((B, T, 192), "float16")
-                launches: tuple[Any, ...] = bind_attention((qkv,), n_head=1, causal=False).launches
+                launches: tuple[Any, ...] = ATTENTION.bind((qkv,), n_head=1, causal=False).launches
                 assert launches == (best,)
 
 

@@ -6,6 +6,7 @@ That `decode` has the bits of the LayerNorm in `linear` is tested in test_linear
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +33,7 @@ from gpt2block.ops.layernorm import (
     narrow_geometry,
     row_shape,
 )
-from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices, plain
 from tests.compiling import Job, assert_clean
@@ -242,8 +243,8 @@ def evaluate(
         options["block"] = block or (None if where == "gpu" else 64)
     with pytest.MonkeyPatch.context() as patch:
         if shape:
-            patch.setitem(bind_layernorm.__globals__, "row_shape", lambda *_: shape)
-        return outputs(where, bind_layernorm, arrays, out, **options)
+            patch.setattr(sys.modules["gpt2block.ops.layernorm"], "row_shape", lambda *_: shape)
+        return outputs(where, LAYERNORM.bind, arrays, out, **options)
 
 
 @on_every_device
@@ -311,7 +312,7 @@ def test_another_block_size(variant: str) -> None:
 def test_null_pointers_skip_the_statistics() -> None:
     arrays = inputs(5, 768)
     options: dict[str, Any] = {"eps": EPS, "variant": 6, "block": 128}
-    got = outputs("forward", bind_layernorm, arrays, poisoned(5, 768), stats=False, **options)
+    got = outputs("forward", LAYERNORM.bind, arrays, poisoned(5, 768), stats=False, **options)
     assert len(got) == 1
     assert_same_bits(got[0], evaluate("forward", "6", arrays, block=128)[0])
 
@@ -657,7 +658,7 @@ def test_many_rows_of_narrow(x: str, out: str) -> None:
     many = cp.asarray(np.repeat(row, 65537, axis=0))
     to = cp.empty(many.shape, out)
     vectors = cp.asarray(gamma), cp.asarray(beta)
-    bind_layernorm((many, *vectors), to, eps=EPS, variant=NARROW).run()
+    LAYERNORM.bind((many, *vectors), to, eps=EPS, variant=NARROW).run()
     assert bool((to == to[0]).all())
     assert_same_bits(to[:1].get(), evaluate("gpu", NARROW, (row, gamma, beta), out)[0])
 
@@ -684,7 +685,7 @@ def test_the_public_function() -> None:
     single = ops.layernorm(x[0], gamma, beta, variant=3)
     assert single.shape == (96,)
     narrow = ops.layernorm(half[0], gamma, beta)  # its variant follows from the dtypes
-    expected = bind_layernorm((half[0], gamma, beta), eps=EPS, variant=NARROW).run()
+    expected = LAYERNORM.bind((half[0], gamma, beta), eps=EPS, variant=NARROW).run()
     np.testing.assert_array_equal(narrow.get(), expected.get())
 
 
@@ -695,13 +696,13 @@ def test_arrays_that_start_anywhere(dtype: str, offset: int) -> None:
     """Narrower loads where arrays are not aligned to 16 bytes: all, and each of those of narrow."""
     arrays = inputs(5, 768, dtype)
     on_device = tuple(moved(a, offset) for a in arrays)
-    bound = bind_layernorm(on_device, eps=EPS, variant=6)
+    bound = LAYERNORM.bind(on_device, eps=EPS, variant=6)
     assert_right([bound.run().get(), *(array.get() for array in bound.extra)], arrays)
     arrays = inputs(5, 768, dtype, "float32")
     hosts = [*arrays, np.full_like(arrays[0], np.nan)]
     for which in range(4):
         *given, out = (moved(array, offset * (i == which)) for i, array in enumerate(hosts))
-        got = bind_layernorm(tuple(given), out, eps=EPS, variant=NARROW).run()
+        got = LAYERNORM.bind(tuple(given), out, eps=EPS, variant=NARROW).run()
         assert_right([got.get()], arrays)
 
 
@@ -733,7 +734,7 @@ def test_wrong_arguments_are_refused(device: Any) -> None:
     ]
     for arguments, options, message in cases:
         with pytest.raises(InputError, match=message):
-            bind_layernorm(arguments, options.pop("out", None), **{"eps": EPS, **options})
+            LAYERNORM.bind(arguments, options.pop("out", None), **{"eps": EPS, **options})
     for variant in (NARROW, DECODE):
         with pytest.raises(InputError, match="it gives no mean and rstd"):
             ops.layernorm(x, gamma, beta, variant=variant, stats=True)

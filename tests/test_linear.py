@@ -24,9 +24,8 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._products import fastest
-from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION
-from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import STEPS
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
@@ -476,10 +475,10 @@ def test_tiles_of_decoding_have_the_bits_of_the_kernel_for_few_rows(
         results = {}
         for variant in ("mma", "mma_tiles"):
             out = cupy.full((M, N), np.nan, "float32")
-            bind_linear((x, w, bias), out, gelu=True, variant=variant).run()
+            OPERATION.bind((x, w, bias), out, gelu=True, variant=variant).run()
             results[variant] = out.get()
         assert_same_bits(results["mma_tiles"], results["mma"])
-        alone = bind_linear((x[-1:], w, bias), gelu=True, decoding=True).run().get()
+        alone = OPERATION.bind((x[-1:], w, bias), gelu=True, decoding=True).run().get()
         assert_same_bits(alone, results["mma"][-1:])
 
 
@@ -491,7 +490,7 @@ def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -
 
     def product(x: Array, bound: float | None = None) -> Array:
         there = cupy.asarray(x), upload_matrix(given.w)
-        result: Array = bind_linear(there, variant=variant, x_bound=bound).run().get()
+        result: Array = OPERATION.bind(there, variant=variant, x_bound=bound).run().get()
         return result
 
     with devices.running_on(where):
@@ -510,14 +509,14 @@ def test_what_two_part_weights_do_not_permit(device: Any) -> None:
     given = upload(arrays(3, 60, 24, TWO_PART))
     plain_weights = upload(arrays(3, 60, 24, "float32"))
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for two_part"):
-        bind_linear((given.x, given.w), variant="mma")
+        OPERATION.bind((given.x, given.w), variant="mma")
     for variant in ("matvec", "tiles"):
         with pytest.raises(InputError, match="takes no TwoPartMatrix: use variant mma"):
-            bind_linear((given.x, given.w), variant=variant)
+            OPERATION.bind((given.x, given.w), variant=variant)
     with pytest.raises(InputError, match="x_bound: expected a TwoPartMatrix"):
-        bind_linear((plain_weights.x, plain_weights.w), x_bound=1.0)
+        OPERATION.bind((plain_weights.x, plain_weights.w), x_bound=1.0)
     with pytest.raises(InputError, match="bound: expected a magnitude"):
-        bind_linear((given.x, given.w), x_bound=-1.0)
+        OPERATION.bind((given.x, given.w), x_bound=-1.0)
 
 
 @pytest.mark.parametrize("dtype", [*WEIGHTS, TWO_PART])
@@ -546,9 +545,9 @@ def test_every_tile_of_decoding_has_the_same_bits(device: Any, dtype: str) -> No
 def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> None:
     given = upload(arrays(18, C, 24, "float16"))
     vectors = given.gamma, given.beta
-    norm = bind_layernorm((given.x, *vectors), eps=EPS, variant="decode").run()
-    apart = bind_linear((norm, given.w), variant="mma_tiles").run().get()
-    fused = bind_linear((given.x, given.w, None, *vectors), eps=EPS, variant="mma").run().get()
+    norm = LAYERNORM.bind((given.x, *vectors), eps=EPS, variant="decode").run()
+    apart = OPERATION.bind((norm, given.w), variant="mma_tiles").run().get()
+    fused = OPERATION.bind((given.x, given.w, None, *vectors), eps=EPS, variant="mma").run().get()
     assert_same_bits(apart, fused)
 
 
@@ -626,7 +625,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
     def kernel(M: int, K: int, dtype: str, **options: Any) -> str:
         with devices.running_on(where):
             x, w, *_ = upload(arrays(M, K, 24, dtype))
-            return bind_linear((x, w), **options).launches[0].name
+            return OPERATION.bind((x, w), **options).launches[0].name
 
     for M in (1, 16):
         assert kernel(M, 64, "float16") == "linear_decode_mma"
@@ -678,7 +677,7 @@ def test_the_function() -> None:
 def bind_tiles(given: Arrays, out: Any = None, gelu: bool = False) -> Any:
     """The variant tiles, without LayerNorm."""
     inputs = (*given[:3], None, None, given.residual)
-    return bind_linear(inputs, out, gelu=gelu, variant="tiles").run()
+    return OPERATION.bind(inputs, out, gelu=gelu, variant="tiles").run()
 
 
 @pytest.mark.gpu
@@ -713,7 +712,7 @@ def test_more_outputs_than_an_int_counts() -> None:
     case = Case(M, 2, N, "float32", norm=False)
     with large_memory(4 * M * N):
         there = upload(given)
-        got = bind_linear((there.x, there.w, there.bias), variant="tiles").run()
+        got = OPERATION.bind((there.x, there.w, there.bias), variant="tiles").run()
         for rows in (slice(0, 3), slice(M // 2, M // 2 + 3), slice(M - 3, M)):
             some = given._replace(x=given.x[rows])
             assert_accurate(got[rows].get(), "tiles", some, case)
@@ -757,7 +756,7 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
         given |= {name: value for name, value in change.items() if name in given}
         named = change.get("variant", variant)
         with pytest.raises(InputError, match=message):
-            bind_linear(tuple(given.values()), change.get("out"), variant=named)
+            OPERATION.bind(tuple(given.values()), change.get("out"), variant=named)
 
 
 @one_order

@@ -18,7 +18,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._linear_mma import splits
 from gpt2block.ops._terms import Terms
-from gpt2block.ops.linear import bind
+from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.compiling import Job, assert_clean
@@ -96,7 +96,9 @@ def test_the_bits_are_those_of_mma(
     M, N, K = shape
     x, w = drawn(0, M, K, rounded), matrix(N, K, dtype)
     bias, before = on_device(2, N), on_device(3, M, N)
-    expected = bind((cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles")
+    expected = LINEAR.bind(
+        (cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles"
+    )
     truth = expected.run().get()
     rows = max(4, 1 << (min(M, 64) - 1).bit_length())
     given = (handed(x, dtype, rounded), w, bias, None, None, before)
@@ -109,7 +111,7 @@ def test_the_bits_are_those_of_mma(
             continue
         monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
         out = cupy.full((M, N), np.nan, "float32")
-        bind(given, out, gelu=True, terms=wanted(dtype, rounded), decoding=True).run()
+        LINEAR.bind(given, out, gelu=True, terms=wanted(dtype, rounded), decoding=True).run()
         assert_same_bits(out.get(), truth)
         tried += 1
     assert tried >= 3
@@ -122,14 +124,16 @@ def test_outputs_at_any_address(device: Any, dtype: str) -> None:
     gpus.cupy_with(90)
     for M, N in ((5, 130), (70, 130), (70, 131)):
         x, w = plain.normal(0, M, 256), matrix(N, 256, dtype)
-        bound = bind((cupy.asarray(x), w, None, None, None, on_device(3, M, N)), variant="mma")
+        bound = LINEAR.bind(
+            (cupy.asarray(x), w, None, None, None, on_device(3, M, N)), variant="mma"
+        )
         truth = bound.run().get()
         for offset in (0, 1):
             before, out = (cupy.full(offset + M * N, np.nan, "float32") for _ in range(2))
             before[offset:] = on_device(3, M * N)
             arrays = [array[offset:].reshape(M, N) for array in (before, out)]
             inputs = (handed(x, dtype), w, None, None, None, arrays[0])
-            bind(inputs, arrays[1], terms=wanted(dtype), decoding=True).run()
+            LINEAR.bind(inputs, arrays[1], terms=wanted(dtype), decoding=True).run()
             assert_same_bits(arrays[1].get(), truth)
 
 
@@ -139,10 +143,10 @@ def test_gelu_to_terms(device: Any, dtype: str, rounded: bool) -> None:
     gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
         x, w, bias = drawn(0, M, 768, rounded), matrix(N, 768, dtype), on_device(2, N)
-        floats = bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
+        floats = LINEAR.bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
         order = wanted(dtype, rounded)
         given = (handed(x, dtype, rounded), w, bias)
-        made = bind(given, gelu=True, decoding=True, terms=order, to_terms=order)
+        made = LINEAR.bind(given, gelu=True, decoding=True, terms=order, to_terms=order)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
         assert_terms(made.run().get(), floats, order)
 
@@ -158,13 +162,13 @@ def test_a_gated_product_and_its_terms(device: Any, dtype: str, rounded: bool) -
         )
         order = wanted(dtype, rounded)
         inputs = (handed(x, dtype, rounded), gate, None, None, None, None, up)
-        made = bind(inputs, terms=order, decoding=True)
+        made = LINEAR.bind(inputs, terms=order, decoding=True)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
         got = made.run().get()
-        parts = (bind((cupy.asarray(x), w), variant="mma").run().get() for w in (gate, up))
+        parts = (LINEAR.bind((cupy.asarray(x), w), variant="mma").run().get() for w in (gate, up))
         exact = reference.silu_mul(*(part.astype(np.float64) for part in parts))
         assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        given = bind(inputs, terms=order, to_terms=order, decoding=True).run().get()
+        given = LINEAR.bind(inputs, terms=order, to_terms=order, decoding=True).run().get()
         assert_terms(given, got, order)
 
 
@@ -221,7 +225,7 @@ def test_rope_has_the_bits_of_the_step_alone(
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
             else:
-                qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
+                qkv = LINEAR.bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
                 apart = (qkv, frequencies, *cache)
                 options = {"half_split": True, "kv_dtype": kv_dtype}
                 q = STEPS["rope_append"].bind(apart, n_head=n_head, **options).run()

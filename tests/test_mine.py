@@ -707,7 +707,7 @@ def test_errors_of_nvrtc_have_the_users_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
 def test_a_listing_has_the_kernels_of_its_variant_alone(operation: Any) -> None:
-    for variant in (*operation.variants, *operation.auxiliary):
+    for variant in operation.table:
         parts = listing(variant)
         text = "\n\n".join(text for _, text in parts)
         assert set(kernels.parse(text, "")) == set(variant.kernels)

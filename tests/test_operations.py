@@ -19,6 +19,7 @@ from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
+from gpt2block.ops.call import Asked
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
 from tests.benches import drawn
 from tests.command_line import gpt2block, printed
@@ -38,7 +39,7 @@ def test_every_kernel_belongs_to_a_variant() -> None:
     registered = {
         (variant.file, name)
         for operation in OPERATIONS.values()
-        for variant in (*operation.variants, *operation.auxiliary)
+        for variant in operation.table
         for name in variant.kernels
     }
     there = {(file, name) for file in kernels.sources() for name in kernels.signatures(file)}
@@ -48,7 +49,7 @@ def test_every_kernel_belongs_to_a_variant() -> None:
 def test_every_variant_has_an_idea_and_every_idea_a_kernel() -> None:
     used: set[tuple[str, str]] = set()
     for operation in OPERATIONS.values():
-        for variant in (*operation.variants, *operation.auxiliary):
+        for variant in operation.table:
             stated = kernels.ideas(variant.file)
             assert variant.idea == variant.described()["idea"]
             assert variant.idea
@@ -188,11 +189,11 @@ class StandIn:
         self.outs: list[object] = []
         setattr(self, operation.name, lambda *arrays, **options: None)
 
-    def bind(self, arrays: tuple[np.ndarray, ...], out: object, **options: Any) -> Any:
-        name, block = (
-            options.pop("variant", self.operation.variants[0].name),
-            options.pop("block", None),
-        )
+    def prepare(self, asked: Asked) -> Any:
+        arrays, out = asked.inputs, asked.out
+        name = asked.options.get("variant") or self.operation.variants[0].name
+        block = asked.options.get("block")
+        options = {attr: asked.options[attr] for attr in self.operation.attrs}
         if name == self.refused:
             raise InputError(f"variant {name} does not take this")
         self.outs.append(out)
@@ -224,7 +225,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setattr(variants, "ops", stand_in)
         sizes = small(operation)
         found = measure_variants(
-            replace(operation, binder=stand_in.bind),
+            replace(operation, prepare=stand_in.prepare),
             operation.variants,
             sizes,
             BEST,

@@ -239,7 +239,7 @@ def test_every_kernel_file_has_a_page_with_its_source(site: Path) -> None:
 
 def test_a_kernel_page_names_its_variants_and_links_to_their_lines(site: Path) -> None:
     for operation in OPERATIONS.values():
-        for variant in (*operation.variants, *operation.auxiliary):
+        for variant in operation.table:
             html = (site / "kernels" / f"{variant.file}.html").read_text(encoding="utf-8")
             source = (ROOT / "kernels_cu" / variant.file).read_text(encoding="utf-8").splitlines()
             assert f"performance.html#{operation.name}" in html

@@ -27,8 +27,8 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
-from gpt2block.ops.layernorm import bind as bind_layernorm
-from gpt2block.ops.linear import bind as bind_linear
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
+from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
@@ -116,13 +116,13 @@ def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     (kind,) = terms_of(dtype, 19, {"w": (272, 50)})["w"]
     bias = cupy.asarray(plain.normal(2, 50))
     floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind.dtype))
-    expected = bind_linear((floats, w, bias), gelu=True, variant="mma").run().get()
+    expected = LINEAR.bind((floats, w, bias), gelu=True, variant="mma").run().get()
     for variant in ("mma", "mma_tiles"):
-        got = bind_linear((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
+        got = LINEAR.bind((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
         assert_same_bits(got, expected)
     if kind.dtype == "float16":
         assert_rounded_products(x, w, bias)
-    made = bind_linear((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
+    made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
     assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
     assert_same_bits(made.run().get(), terms(expected, kind.dtype))
 
@@ -131,17 +131,17 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
     """Of floats and of terms: those of rounded floats."""
     kind = Terms("float16", rounded=True)
     floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
-    expected = bind_linear((rounded, w, bias), gelu=True, variant="mma").run().get()
+    expected = LINEAR.bind((rounded, w, bias), gelu=True, variant="mma").run().get()
     handed = cupy.asarray(terms(x, "float16", rounded=True))
     for variant in ("mma", "mma_tiles"):
         options: dict[str, Any] = {"gelu": True, "variant": variant}
-        got = bind_linear((floats, w, bias), x_dtype="float16", **options).run().get()
+        got = LINEAR.bind((floats, w, bias), x_dtype="float16", **options).run().get()
         assert_same_bits(got, expected)
-        got = bind_linear((handed, w, bias), terms=kind, **options).run().get()
+        got = LINEAR.bind((handed, w, bias), terms=kind, **options).run().get()
         assert_same_bits(got, expected)
     options = {"gelu": True, "decoding": True, "to_terms": kind}
     for given, how in ((handed, {"terms": kind}), (floats, {"x_dtype": "float16"})):
-        made = bind_linear((given, w, bias), **options, **how)
+        made = LINEAR.bind((given, w, bias), **options, **how)
         assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
         assert_terms(made.run().get(), expected, kind)
 
@@ -161,7 +161,7 @@ def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
     def product(of: Array, rows: slice, **options: Any) -> Array:
         inputs = [None if a is None else cupy.asarray(a[rows]) for a in (of, residual)]
         given = inputs[0], w, cupy.asarray(bias), None, None, inputs[1]
-        result: Array = bind_linear(given, gelu=True, **options).run().get()
+        result: Array = LINEAR.bind(given, gelu=True, **options).run().get()
         return result
 
     every = slice(None)
@@ -216,10 +216,10 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
         cupy.asarray(plain.normal(seed, *shape)) for seed, shape in enumerate([(9, C), (C,), (C,)])
     ]
     options: dict[str, Any] = {"eps": 1e-5, "variant": "decode"}
-    floats = bind_layernorm(tuple(inputs), **options).run().get()
+    floats = LAYERNORM.bind(tuple(inputs), **options).run().get()
     for rounded in (False, True):
         order = made_of(kind, width, rounded)
-        made = bind_layernorm(tuple(inputs), to_terms=order, **options).run().get()
+        made = LAYERNORM.bind(tuple(inputs), to_terms=order, **options).run().get()
         assert_terms(made, floats, order)
 
 
@@ -305,7 +305,7 @@ def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.Monkey
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
-    linear = import_module(bind_linear.__module__)
+    linear = import_module("gpt2block.ops.linear")
     monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
     for capability in (75, 80, 89, 90, 100):
         monkeypatch.setattr(linear, "compute_capability", lambda found=capability: found)
@@ -376,15 +376,15 @@ def test_what_has_no_terms(device: Any) -> None:
     with pytest.raises(
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
-        bind_linear((x, matrix(8, 64, "float32")), terms=Terms("float16"))
+        LINEAR.bind((x, matrix(8, 64, "float32")), terms=Terms("float16"))
     parts, of_parts = two_part_matrix(8, 64), made_of(TWO_PART)
     assert terms_of(TWO_PART, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(TWO_PART),)}
     assert not terms_of(TWO_PART, 16, {"w": (24, 8)})
     with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
-        bind_linear((x, parts), terms=of_parts, x_bound=2.0)
+        LINEAR.bind((x, parts), terms=of_parts, x_bound=2.0)
     for other in (Terms("float16"), of_parts._replace(width=8)):
         with pytest.raises(InputError, match="two_part, 64 inputs, 8 outputs: expected terms of"):
-            bind_linear((x, parts), terms=other)
+            LINEAR.bind((x, parts), terms=other)
     w = matrix(7, 64, "float16")
     refused = {
         "float16": "channels in multiples of 2, got 7",
@@ -392,21 +392,21 @@ def test_what_has_no_terms(device: Any) -> None:
     }
     for kind in DTYPES:
         with pytest.raises(InputError, match=refused[kind]):
-            bind_linear((x, w), to_terms=Terms(kind))
+            LINEAR.bind((x, w), to_terms=Terms(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
-        bind_linear((x, w), variant="matvec", terms=Terms("float16"))
+        LINEAR.bind((x, w), variant="matvec", terms=Terms("float16"))
     with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
-        bind_linear((x, w), variant="hopper")
+        LINEAR.bind((x, w), variant="hopper")
     up = matrix(8, 64, "float16")
     with pytest.raises(InputError, match=r"up: expected shape \(64, 7\), got \(64, 8\)"):
-        bind_linear((x, w, None, None, None, None, up))
+        LINEAR.bind((x, w, None, None, None, None, up))
     gamma = cupy.asarray(plain.normal(1, 64))
     with pytest.raises(InputError, match="rmsnorm: terms of float16: expected out in float32, got"):
         RMSNORM.bind((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
     with pytest.raises(
         InputError, match="layernorm: terms of float16, variant 6: expected variant decode"
     ):
-        bind_layernorm((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
+        LAYERNORM.bind((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
     for C, width, multiple in ((70, 8, 64), (7, 0, 2)):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
         with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
@@ -441,7 +441,7 @@ def test_what_cannot_be_rounded(device: Any) -> None:
     ):
         given: dict[str, Any] = options
         with pytest.raises(InputError, match=message):
-            bind_linear((narrow if matrix_of is odd else x, matrix_of), **given)
+            LINEAR.bind((narrow if matrix_of is odd else x, matrix_of), **given)
 
 
 def test_the_steps_that_hand_over_terms() -> None:

@@ -26,7 +26,7 @@ from gpt2block.ops.trimat import (
     OPERATION,
     mma_geometry,
 )
-from gpt2block.ops.trimat import bind as bind_trimat
+from gpt2block.ops.trimat import OPERATION as TRIMAT
 from tests import plain
 from tests.compiling import assert_clean
 from tests.devices import every_device, on_gpu, one_order, running_on
@@ -34,7 +34,7 @@ from tests.gpus import GPUS, H200, cupy_with
 from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
-MODULE = sys.modules[bind_trimat.__module__]
+MODULE = sys.modules["gpt2block.ops.trimat"]
 UNTOUCHED = 1e30  # what the output holds before
 VARIANTS = [variant.name for variant in OPERATION.variants]
 IN_FLOAT = VARIANTS[:-1]  # add up in float32, in order
@@ -65,7 +65,7 @@ def evaluate(
     results: list[Array] = []
     for _ in range(1 if replaced() else 2):
         array, out = device.asarray(qkv), device.full((B, NH, T, T), UNTOUCHED, "float32")
-        bound = bind_trimat((array,), out, fill=fill, variant=variant, block=block)
+        bound = TRIMAT.bind((array,), out, fill=fill, variant=variant, block=block)
         results.append(bound.run().get())
     np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
@@ -426,4 +426,4 @@ def test_bad_input(
 def test_an_output_off_16_bytes_is_refused(device: Any) -> None:
     shifted = device.zeros(51, "float32")[1:].reshape(1, 2, 5, 5)
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        bind_trimat((device.zeros((1, 5, 3, 2, 8), "float32"),), shifted)
+        TRIMAT.bind((device.zeros((1, 5, 3, 2, 8), "float32"),), shifted)

@@ -19,7 +19,7 @@ from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import ORDERS
-from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.weights.two_part import scale_for
@@ -237,7 +237,7 @@ def test_two_part_layernorm(order: str, rows: int, C: int) -> None:
     with running_on(order, H200):
         out = TwoPartMatrix.empty((rows, C), layernorm_bound(gamma, beta))
         arrays = tuple(map(cupy.asarray, (x, gamma, beta)))
-        bind_layernorm(arrays, out, eps=EPS).run()
+        LAYERNORM.bind(arrays, out, eps=EPS).run()
         got = host(out).joined()
     assert np.isnan(got[1]).all()
     finite = np.arange(rows) != 1

@@ -40,7 +40,7 @@ class KernelPages:
         self.variants = [
             (operation.name, variant)
             for operation in OPERATIONS.values()
-            for variant in (*operation.variants, *operation.auxiliary)
+            for variant in operation.table
         ]
 
     def page(self, file: str, mentions: Sequence[Page] = ()) -> str:

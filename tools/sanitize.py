@@ -46,7 +46,6 @@ from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.run.model import Ids, start_all
 
@@ -286,7 +285,7 @@ def model() -> None:
 
 def many_rows(ours: GPT2, prompts: list[Ids]) -> None:
     """So many rows that x is handed over as terms, with both kinds of products."""
-    linear = sys.modules[bind_linear.__module__]
+    linear = sys.modules["gpt2block.ops.linear"]
     for rows, most in ((MORE_ROWS + 3, linear.FEW_PRODUCTS), (MORE_ROWS + 10, 0)):
         with patch.object(linear, "FEW_PRODUCTS", most):  # 0: tiles, however small
             greedy(ours, prompts, rows, 3)
@@ -324,7 +323,7 @@ def large_matrices() -> None:
     )
     llama = LlamaWeights.random(0, config)
     prompts = [np.array([row, 3], np.int32) for row in range(5)]
-    with patch.multiple(bind_linear.__module__, **limits):
+    with patch.multiple("gpt2block.ops.linear", **limits):
         for weights, dtype in product((gpt2, llama), ("bfloat16", "float8_e4m3fn", "float16")):
             kind: Any = GPT2 if weights is gpt2 else Llama
             ours = kind(weights, "cuda", dtype)

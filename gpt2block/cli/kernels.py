@@ -26,7 +26,7 @@ def list_operations(out: Console) -> None:
     for operation in OPERATIONS.values():
         out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
         table = Table(box=None, padding=(0, 1), show_header=False)
-        for variant in (*operation.variants, *operation.auxiliary):
+        for variant in operation.table:
             table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
         out.print(table)
 

@@ -48,7 +48,7 @@ def function_source(name: str) -> dict[str, Any]:
 
 def readable_kernel(operation: Operation) -> Variant:
     """The variant of an operation that is written to be read."""
-    every = (*operation.variants, *operation.auxiliary)
+    every = operation.table
     written = (variant for variant in every if variant.file.endswith("/skeleton.cu"))
     return next(written, every[0])
 

@@ -21,6 +21,7 @@ from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import TEMPLATE, UserSource
+from gpt2block.ops.call import Asked
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
 
@@ -158,13 +159,15 @@ class Kernel:
         names, own = (self.source.name,), self.operation
         mine = Variant(MINE, self.source.file, names, self.bind, own=True)
 
-        def bound(inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-            if options.get("variant") != MINE:
-                return own.bind(inputs, out, **options)
-            del options["variant"]
-            return self.bind(inputs, out, **options)
+        def prepare(asked: Asked) -> Bound:
+            if asked.options["variant"] == MINE:
+                attrs = {name: asked.options[name] for name in own.attrs}
+                return self.bind(asked.inputs, asked.out, **attrs)
+            options = {name: asked.options[name] for name in own.options}
+            return own.bind_on_device(asked.inputs, asked.out, **options)
 
-        return replace(own, variants=(*own.variants, mine), binder=bound)
+        options = {"variant": None, **own.options}
+        return replace(own, variants=(*own.variants, mine), options=options, prepare=prepare)
 
 
 def matched(

@@ -9,7 +9,7 @@ from gpt2block.ops.operation import Operation, Variant
 
 def rung(operation: Operation, which: str) -> Variant:
     """A variant by its name, or by its place from 1; InputError lists both."""
-    named = {variant.name: variant for variant in (*operation.variants, *operation.auxiliary)}
+    named = {variant.name: variant for variant in operation.table}
     if which in named:
         return named[which]
     if which.isdecimal() and 0 < int(which) <= len(operation.variants):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gpt2block.checks import FLOATS, meant
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, checked
-from gpt2block.ops.operation import Operation, variant
+from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.weights.conversions import STORE_FILE, check_sizes, store
 
-KEPT = "w any R C -> out? dtype R C"
 TRANSPOSED = Contract.parse("w any R C -> out? dtype C R")
 
 
@@ -23,36 +20,38 @@ def _store(c: Call) -> Launch:
     return store(c.w, c.out, c.transposed)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    dtype: str,
-    transposed: bool = False,
-) -> Bound:
-    """inputs (w (R, C),), out (R, C) or, transposed, (C, R): w rounded to a float dtype.
+def _prepare(asked: Asked) -> Call | Bound:
+    """w is C-contiguous, or the transposed view of such a matrix.
 
-    w: C-contiguous, or the transposed view of such a matrix. Without out, the result is a view of w
-    if no element moves. Raises InputError.
+    Without out, the result is a view of w if no element moves.
     """
-    (w,) = inputs
+    (w,), dtype, transposed = asked.inputs, asked.options["dtype"], asked.options["transposed"]
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
     if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
         w, transposed = w.T, not transposed
-    contract = TRANSPOSED if transposed else OPERATION.contract
-    c = checked(contract, (w,), out, dtype=dtype, transposed=transposed)
+    contract = TRANSPOSED if transposed else asked.contract
+    c = asked._replace(inputs=(w,)).checked(contract, transposed=transposed)
     check_sizes("w", w.shape)
-    if c.storage == dtype and not transposed and out is None:
+    if c.storage == dtype and not transposed and asked.out is None:
         return Bound(w, ())
     c.make("out")
-    return OPERATION.bound_to(c)
+    return c
 
 
-OPERATION = Operation(name="store", variants=(_store,), binder=bind, line=KEPT)
+OPERATION = Operation(
+    name="store",
+    variants=(_store,),
+    options={"dtype": REQUIRED, "transposed": False},
+    prepare=_prepare,
+    line="w any R C -> out? dtype R C",
+)
 
 
 def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
-    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R); see `bind`."""
-    return bind((w,), dtype=dtype, transposed=transposed).run()
+    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R).
+
+    A view of w if no element moves. Raises InputError.
+    """
+    return OPERATION.bind_on_device((w,), dtype=dtype, transposed=transposed).run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -49,8 +48,8 @@ from gpt2block.ops._attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.call import TWO_PART, Call
-from gpt2block.ops.operation import Operation, Unfit, unfit, variant
+from gpt2block.ops.call import TWO_PART, Asked, Call
+from gpt2block.ops.operation import REQUIRED, Operation, Unfit, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -330,57 +329,59 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
 # --- every variant
 
 
-def _bind(
-    varlen: bool,
-    inputs: tuple[Any, ...],
-    out: CudaArray | TwoPartMatrix | None = None,
-    *,
-    n_head: int,
-    causal: bool,
-    n_kv_head: int | None = None,
-    max_seqlen: int | None = None,
-    variant: str | None = None,
-    block: int | None = None,
-) -> Bound:
-    """qkv (T, W) or (B, T, W), W = 3C, or less with n_kv_head below n_head; extra: naive's scores.
+def _prepare(asked: Asked) -> Call:
+    """W is 3C, or less with n_kv_head below n_head; extra: naive's scores.
 
-    varlen: qkv (N, W), cu_seqlens and max_seqlen as in `attention`, and, for variant hopper, k, v,
-    row and position of `kv_append`. variant None: mha for float32, for others the best that the
-    GPU has.
+    Without a variant: mha for float32, for others the best that the GPU has.
     """
-    n_head, n_kv_head = checked_heads(n_head, n_kv_head)
-    options = {"causal": causal, "variant": variant, "block": block, "kv_dtype": None}
-    operation = VARLEN if varlen else OPERATION
-    c = operation.checked(inputs, out, n_head=n_head, n_kv_head=n_kv_head, **options)
-    if not varlen:
-        if max_seqlen is not None:
-            raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
-        c.B, c.cu_seqlens, c.k = c.rows, None, None
-        c.rows *= c.T
-    else:
-        if c.S < 2:
-            raise InputError(
-                "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
-                f"the last, got {c.cu_seqlens.shape}"
-            )
-        expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
-        c.B, c.T = c.S - 1, check_integer("max_seqlen", max_seqlen, 1, c.N, expected)
-        c.rows = c.N
-    heads = n_head + 2 * n_kv_head
+    c = _checked(asked)
+    if c.max_seqlen is not None:
+        raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
+    c.B, c.cu_seqlens, c.k = c.rows, None, None
+    c.rows *= c.T
+    return _completed(c)
+
+
+def _prepare_varlen(asked: Asked) -> Bound:
+    """The variants, and their messages, are those of `attention`, which describes the arguments.
+
+    k, v, row and position, those of `kv_append`, are for variant hopper.
+    """
+    c = _checked(asked)
+    if c.S < 2:
+        raise InputError(
+            "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
+            f"the last, got {c.cu_seqlens.shape}"
+        )
+    expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
+    c.B, c.T = c.S - 1, check_integer("max_seqlen", c.max_seqlen, 1, c.N, expected)
+    c.rows = c.N
+    return OPERATION.bound_to(_completed(c))
+
+
+def _checked(asked: Asked) -> Call:
+    n_head, n_kv_head = checked_heads(asked.options["n_head"], asked.options["n_kv_head"])
+    return asked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
+
+
+def _completed(c: Call) -> Call:
+    """The heads of a call with B sequences, and its preferred variants. Raises InputError."""
+    heads = c.n_head + 2 * c.n_kv_head
     if c.W % heads or c.qkv.ndim > 3:
-        rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}"
-        if n_kv_head != n_head:
-            rows = f"(T, W) or (B, T, W) with W a multiple of {n_head} + 2 · {n_kv_head} heads"
+        rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {c.n_head}"
+        if c.n_kv_head != c.n_head:
+            rows = f"(T, W) or (B, T, W) with W a multiple of {c.n_head} + 2 · {c.n_kv_head} heads"
         raise InputError(f"qkv: expected {rows}, got {c.qkv.shape}")
     if c.storage != TWO_PART:
         check_address("qkv", c.qkv)
     c.HS = c.W // heads
-    if varlen:
+    if c.cu_seqlens is not None:
         _check_cache(c)
-    c.sizes = (c.B, c.T, n_head)  # sequences, rows of the longest
-    c.heads = {"HS": c.HS, "serves": n_head // n_kv_head}
-    order = ("mha",) if c.storage == "float32" else TENSOR_CORES
-    return OPERATION.bound_to(c, order if c.k is None else APPENDING)
+    c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest
+    c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
+    own = ("mha",) if c.storage == "float32" else TENSOR_CORES
+    c.order = own if c.k is None else APPENDING
+    return c
 
 
 def _check_cache(c: Call) -> None:
@@ -399,9 +400,6 @@ def _check_cache(c: Call) -> None:
     for name in ("k", "v"):
         check(name, given[name], (*c.k.shape[:2], c.n_kv_head * c.HS), c.storage)
         check_address(name, given[name])
-
-
-bind, bind_varlen = partial(_bind, False), partial(_bind, True)
 
 
 def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
@@ -438,7 +436,7 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None
 
 
 def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal: bool) -> None:
-    """Raise InputError if `bind` has no kernel for such heads on the current device."""
+    """Raise InputError if there is no kernel for such heads on the current device."""
     fit = _fit_mha if dtype == "float32" else _fit_mma
     heads = n_head, n_kv_head, head_size
     _check_fit("attention", fit, dtype, heads, B=1, T=1, causal=causal)
@@ -466,12 +464,24 @@ def two_part_fits(head_size: int) -> bool:
     return 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
+VARIANTS = (_mha, _naive, _online, _mma, _hopper)
+OPTIONS = {
+    "n_head": REQUIRED,
+    "causal": REQUIRED,
+    "n_kv_head": None,
+    "max_seqlen": None,
+    "variant": None,
+    "block": None,
+}
+VARLEN = Operation(
+    name="attention_varlen", variants=VARIANTS, options=OPTIONS, prepare=_prepare_varlen
+)
 OPERATION = Operation(
     name="attention",
     document="LeetGPU's GPT-2 block challenge",
     idea="softmax(Q Kᵀ / sqrt(HS)) V",
     sizes={"B": 8, "T": 1024, "C": 768},
-    variants=(_mha, _naive, _online, _mma, _hopper),
+    variants=VARIANTS,
     traffic=lambda s: 4 * s["itemsize"] * s["B"] * s["T"] * s["C"],
     flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
     bound="compute",
@@ -490,10 +500,11 @@ OPERATION = Operation(
         "HS": "W//(3*n_head)",
     },
     dtypes=("float32", *SIXTEEN_BITS),
-    auxiliary=(_two_part, _hopper_few, _hopper_two_part),
-    binder=bind,
+    options=OPTIONS,
+    prepare=_prepare,
+    parts=(_two_part, _hopper_few, _hopper_two_part),
+    steps=(VARLEN,),
 )
-VARLEN = Operation(name="attention_varlen", variants=OPERATION.variants, binder=bind_varlen)
 
 
 def attention(
@@ -540,5 +551,5 @@ def attention(
     options = {**heads, "causal": causal, "variant": variant, "block": block}
     options |= {"max_seqlen": max_seqlen}
     if cu_seqlens is not None:
-        return call(bind_varlen, (qkv, cu_seqlens), **options).out
-    return call(bind, (qkv,), **options).out
+        return call(VARLEN, (qkv, cu_seqlens), **options).out
+    return call(OPERATION, (qkv,), **options).out

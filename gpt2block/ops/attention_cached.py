@@ -42,8 +42,8 @@ from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Call, check_format, storage
-from gpt2block.ops.operation import Operation, Sizes, unfit, variant
+from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 TILES = "attention/cached.cu"
@@ -269,22 +269,26 @@ def _mma(c: Call) -> Launch:
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
 
-def _packed(c: Call) -> None:
+def _packed(asked: Asked) -> Call:
     """The queries of sequence b are in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, at most
     `longest` of them, at positions from start[b] on; k and v already hold their keys and values.
 
     cu_seqlens and start are not read back: the kernel skips rows beyond qkv and positions beyond
     the cache.
     """
+    c = asked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
     _check_rows(c)
     c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
+    return c
 
 
-def _one_sequence(c: Call) -> None:
+def _one_sequence(asked: Asked) -> Call:
+    c = asked.checked()
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
     c.first = check_integer("start", c.start, 0, c.P - c.T, expected)
     c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None
+    return c
 
 
 @variant("split", SPLIT, "attention_split")
@@ -368,6 +372,26 @@ def _flops(sizes: Sizes) -> int:
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 
 
+ATTENTION_PACKED = Operation(
+    name="attention_packed",
+    variants=(_tiles, _mma),
+    options={"n_head": REQUIRED, "longest": REQUIRED, "kv_dtype": None, "variant": None},
+    prepare=_packed,
+)
+ATTENTION_SPLIT = Operation(
+    name="attention_split",
+    variants=(_split,),
+    options={"n_head": REQUIRED, "to_terms": None, "kv_dtype": None},
+)
+KV_APPEND = Operation(
+    name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
+)
+KV_ROUND = Operation(
+    name="kv_round",
+    variants=(_round,),
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "kv_dtype": REQUIRED},
+)
+
 OPERATION = Operation(
     name="attention_cached",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
@@ -379,28 +403,9 @@ OPERATION = Operation(
     attrs={"start": START, "n_head": 12},
     axes={"Q": "C", "P": "start+T"},
     small=({"T": 17, "C": 128, "n_head": 2},),
-    auxiliary=(_mma, _split, _append, _round, _append_two_part),
-    options={"start": None, "n_head": None, "kv_dtype": None},
+    options={"start": REQUIRED, "n_head": REQUIRED, "kv_dtype": None},
     prepare=_one_sequence,
-)
-ATTENTION_PACKED = Operation(
-    name="attention_packed",
-    variants=(_tiles, _mma),
-    options={"n_head": None, "longest": None, "kv_dtype": None, "variant": None},
-    prepare=_packed,
-)
-ATTENTION_SPLIT = Operation(
-    name="attention_split",
-    variants=(_split,),
-    options={"n_head": None, "to_terms": None, "kv_dtype": None},
-)
-KV_APPEND = Operation(
-    name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
-)
-KV_ROUND = Operation(
-    name="kv_round",
-    variants=(_round,),
-    options={"n_head": None, "n_kv_head": None, "kv_dtype": None},
+    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
 )
 
 
@@ -420,7 +425,7 @@ def attention_cached(
     have at most 256 channels.
     """
     options = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
-    return call(OPERATION.bind_on_device, contiguous(q, k, v), **options).out
+    return call(OPERATION, contiguous(q, k, v), **options).out
 
 
 def attention_packed(
@@ -447,7 +452,7 @@ def attention_packed(
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype, "variant": variant}
-    return call(ATTENTION_PACKED.bind_on_device, arrays, **options).out
+    return call(ATTENTION_PACKED, arrays, **options).out
 
 
 def attention_split(

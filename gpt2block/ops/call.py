@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
@@ -34,11 +34,17 @@ class Call(SimpleNamespace):
 
     A size has its letter; `leading` are the axes of `...`, `rows` is their product. `storage` is
     the dtype of arrays of kind "any" or "mixed", `kv_storage` that of a kv_cache. An output that is
-    not given is allocated when it is first used, after all checks. The operation's `bind` may add
-    what follows from these; `kept` are arrays that launches need and that nothing else keeps alive.
+    not given is allocated when it is first used, after all checks. The operation's `prepare` may
+    add what follows from these; `kept` are arrays that launches need and that nothing else keeps
+    alive. Of the variants, those in `order` are preferred: all, the last one first, where there are
+    none. Launches `before` and `after` those of the variant are part of the call.
     """
 
     contract: Contract
+    order: tuple[Any, ...] = ()  # of variants, or of their names
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+    kept: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """A required output that is not given, newly allocated."""
@@ -59,21 +65,22 @@ class Call(SimpleNamespace):
                     made = cupy.empty(shape, _dtype(entry, None, self))
                 setattr(self, entry.name, made)
 
-    def take(self, sizes: Sizes, written: Mapping[str, Any]) -> None:
-        """Add sizes by their letters, and outputs; one that is required and missing is made."""
-        for letter, size in sizes.items():
-            setattr(self, "leading" if letter == "..." else letter, size)
-        if "..." in sizes:
-            self.rows = prod(sizes["..."])
-        for entry in self.contract.outputs:
-            if written[entry.name] is not None or entry.optional:
-                setattr(self, entry.name, written[entry.name])
 
-    @property
-    def extra(self) -> tuple[Any, ...]:
-        """The outputs besides the first one, and the arrays of launches before the last one."""
-        found = (getattr(self, entry.name) for entry in self.contract.outputs[1:])
-        return (*(array for array in found if array is not None), *vars(self).get("kept", ()))
+class Asked(NamedTuple):
+    """A call before its checks. options: all of the operation's, by name."""
+
+    contract: Contract
+    inputs: tuple[Any, ...]
+    out: Any
+    options: Mapping[str, Any]
+
+    def checked(self, contract: Contract | None = None, **more: Any) -> Call:
+        """The checked call, by the operation's contract or another one. Raises InputError.
+
+        more: further options, or others in the place of those given.
+        """
+        options = {**self.options, **more}
+        return checked(contract or self.contract, self.inputs, self.out, **options)
 
 
 def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
@@ -116,10 +123,16 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
             written[entry.name] = value
     apart = [_apart(entry, written, given) for entry in contract.outputs]
     check_each(arrays)
+    check_shapes(shapes, sizes)
     for name, value, others, itself in apart:
         check_apart(name, value, others, itself)
-    check_shapes(shapes, sizes)
-    call.take(sizes, written)
+    if "..." in sizes:
+        call.leading = sizes.pop("...")
+        call.rows = prod(call.leading)
+    vars(call).update(sizes)
+    for entry in contract.outputs:
+        if written[entry.name] is not None or entry.optional:
+            setattr(call, entry.name, written[entry.name])
     return call
 
 

@@ -52,7 +52,7 @@ ADD = Operation(
 
 def add(a: CudaArray, b: CudaArray) -> CudaArray:
     """`reference.add` on float32 CuPy arrays of one shape; raises InputError."""
-    return call(ADD.bind_on_device, contiguous(a, b)).out
+    return call(ADD, contiguous(a, b)).out
 
 
 GELU = Operation(
@@ -106,4 +106,4 @@ def silu_mul(gate: CudaArray, up: CudaArray) -> CudaArray:
 
     Raises InputError.
     """
-    return call(SILU_MUL.bind_on_device, contiguous(gate, up)).out
+    return call(SILU_MUL, contiguous(gate, up)).out

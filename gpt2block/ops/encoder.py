@@ -18,8 +18,8 @@ from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_a
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
+from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -81,10 +81,12 @@ def _rows(c: Call) -> Launch:
     return launch_at(ROWS, geometry, args, stored, fp8)
 
 
-def _prepare(c: Call) -> tuple[Variant, ...]:
+def _prepare(asked: Asked) -> Call:
+    c = asked.checked()
     if c.P < c.T:
         raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")
-    return _warps, _elements
+    c.order = (_warps, _elements)
+    return c
 
 
 def _tables(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -173,7 +175,7 @@ def encoder(
     check("wte", wte)
     if not isinstance(ids, cupy.ndarray):
         ids = on_device(ids, wte.shape[0])
-    return call(OPERATION.bind_on_device, (ids, wte, wpe), variant=variant, block=block).out
+    return call(OPERATION, (ids, wte, wpe), variant=variant, block=block).out
 
 
 def encoder_rows(
@@ -187,4 +189,4 @@ def encoder_rows(
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
     read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
     """
-    return call(ENCODER_ROWS.bind_on_device, contiguous(ids, positions, wte, wpe)).out
+    return call(ENCODER_ROWS, contiguous(ids, positions, wte, wpe)).out

@@ -28,8 +28,8 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
-from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, unfit, variant
+from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.operation import REQUIRED, Operation, unfit, variant
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_ffn.cu"
@@ -218,8 +218,9 @@ def _rope_sums(c: Call) -> Launch:
     return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
 
 
-def _check_heads(c: Call) -> None:
-    """Raise InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
+def _prepare_rope(asked: Asked) -> Call:
+    """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
+    c = asked.checked()
     if c.kv_dtype is None:
         check("k", c.k, dtype=cache_dtype(c.w.dtype))
     D = 2 * c.P
@@ -229,6 +230,7 @@ def _check_heads(c: Call) -> None:
             f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
             f"heads of q and whole heads of k and v, of {D} channels as by has"
         )
+    return c
 
 
 GATED_SUMS = Operation(
@@ -242,6 +244,6 @@ LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,), options={"
 ROPE_SUMS = Operation(
     name="rope_sums",
     variants=(_rope_sums,),
-    options={"n_head": None, "eps": 1e-6, "kv_dtype": None, "x_dtype": None},
-    prepare=_check_heads,
+    options={"n_head": REQUIRED, "eps": 1e-6, "kv_dtype": None, "x_dtype": None},
+    prepare=_prepare_rope,
 )

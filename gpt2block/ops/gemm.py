@@ -16,7 +16,6 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     arrays_of,
     check_address,
@@ -32,9 +31,9 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
-from gpt2block.ops import _stored as stored
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.call import TWO_PART, Call, checked, storage
+from gpt2block.ops._stored import OPERATION as STORE
+from gpt2block.ops.call import TWO_PART, Asked, Call, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
@@ -66,13 +65,12 @@ def _widen(c: Call) -> Launch:
     return launch_at(WIDEN_FILE, geometry, (c.w.data, c.out, size), "float16", c.w.dtype)
 
 
-def _bind_widen(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (w, memory): the bytes of w as float16 numbers (N, K), without its scales.
+def _prepare_widen(asked: Asked) -> Call:
+    """The bytes of w as float16 numbers, without its scales.
 
-    memory: for out, float16, of at least as many elements, or None for new memory. Raises
-    InputError.
+    memory: for out, of at least as many elements, or None for new memory.
     """
-    c = WIDEN.checked(inputs, out)
+    c = asked.checked()
     size = c.N * c.K
     if size % WIDEN_WIDTH:
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
@@ -80,7 +78,7 @@ def _bind_widen(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
         _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
     c.make("out")
-    return WIDEN.bound_to(c)
+    return c
 
 
 def _check_memory(c: Call) -> None:
@@ -93,7 +91,7 @@ def _check_memory(c: Call) -> None:
 WIDEN = Operation(
     name="widen",
     variants=(_widen,),
-    binder=_bind_widen,
+    prepare=_prepare_widen,
     line="w rows K N; memory? f16 ... -> out? f16 N K",
 )
 
@@ -194,36 +192,20 @@ def _hopper(c: Call) -> Any:
     return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    gelu: bool = False,
-    split_k: bool = False,
-    dtype: str | None = None,
-    variant: str | None = None,
-    bound: float | None = None,
-) -> Bound:
-    """inputs (a, w, bias, residual, up, memory), out; those missing at the end are None.
+def _prepare(asked: Asked) -> Call:
+    """Two-part outputs have one scale for all rows.
 
-    As `gemm`, and: residual may be out itself. dtype is by default that of out, or without one that
-    of a, with two-part matrices float32. Two-part outputs have one scale for all rows. FP8 weights
-    that the product does not take are converted to float16, exactly, by a launch of their own, into
-    `memory`, (S,) of at least as many elements, or into new memory; a float32 `a` becomes two-part.
-    Raises InputError.
+    dtype is by default that of out, or without one that of a, with two-part matrices float32. FP8
+    weights that the product does not take are converted to float16, exactly, by a launch of their
+    own, into `memory`, (S,) of at least as many elements, or into new memory; a float32 `a` becomes
+    two-part.
     """
-    a, w, *_ = inputs
+    a, w, *_ = asked.inputs
     two_part_a = isinstance(a, TwoPartMatrix)
     two_part = two_part_a or isinstance(w, TwoPartMatrix)
-    dtype = _out_dtype(dtype, out, None if two_part else storage(a))
-    c = checked(
-        WITH_TWO_PART if two_part else OPERATION.contract,
-        inputs,
-        out,
-        gelu=gelu,
-        split_k=split_k,
-        variant=variant,
-        bound=bound,
+    dtype = _out_dtype(asked.options["dtype"], asked.out, None if two_part else storage(a))
+    c = asked.checked(
+        WITH_TWO_PART if two_part else None,
         two_part=two_part,
         a_dtype=TWO_PART if two_part_a else "float32",
         out_dtype=dtype,
@@ -231,11 +213,10 @@ def bind(
     )
     c.sizes = c.rows, c.N, c.K
     _check(c)
-    before = _converted(c)
+    c.before = _converted(c)
     if c.up is not None:
         _check_up(c)
-    product = OPERATION.bound_to(c)
-    return product._replace(launches=(*before, *product.launches))
+    return c
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
@@ -369,15 +350,16 @@ OPERATION = Operation(
     idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
     sizes={"M": 1024, "K": 768, "N": 3072},
     variants=(_mma, _hopper),
-    auxiliary=(
-        _mma_two_part,
-        _hopper_two_part,
-        _hopper_fp8,
-        *TO_TWO_PART.variants,
-        *TAKE.variants,
-        *WIDEN.variants,
-        *stored.OPERATION.variants,
-    ),
+    options={
+        "gelu": False,
+        "split_k": False,
+        "dtype": None,
+        "variant": None,
+        "bound": None,
+    },
+    prepare=_prepare,
+    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8),
+    steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
@@ -390,7 +372,6 @@ OPERATION = Operation(
     dtypes=("bfloat16", "float16"),
     matrices=(1,),
     layout="NK",
-    binder=bind,
 )
 
 
@@ -427,4 +408,4 @@ def gemm(
     """
     a, bias, residual = contiguous(a, bias, residual)
     options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}
-    return call(bind, (a, w, bias, residual, up), **options).out
+    return call(OPERATION, (a, w, bias, residual, up), **options).out

@@ -17,7 +17,6 @@ import numpy as np
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
     check,
@@ -29,9 +28,9 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import TWO_PART, Call, checked, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, unfit, variant
+from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
+from gpt2block.ops.call import TWO_PART, Asked, Call, storage
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, unfit, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
@@ -268,64 +267,41 @@ def _decode(c: Call) -> Launch:
     return launch_at("layernorm/decode.cu", geometry, args)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | TwoPartMatrix | None = None,
-    *,
-    eps: float,
-    variant: str | int | None = None,
-    block: int | None = None,
-    stats: bool = True,
-    mean: CudaArray | None = None,
-    rstd: CudaArray | None = None,
-    dtype: str | None = None,
-    bound: float | None = None,
-    to_terms: Terms | None = None,
-) -> Bound:
-    """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C); `extra` is (mean, rstd), (...).
+def _prepare(asked: Asked) -> Call:
+    """`extra` is (mean, rstd), (...), except of the variants skeleton, narrow and decode.
 
-    variant 1 to 6: the ladder. None is the kernel of the ten-step block, without `extra`, for
-    float32, and "narrow" for 16 bits. Variant 6 takes float16 and bfloat16 too, and leaves mean and
-    rstd out without `stats`.
-
-    "decode", for float32, has the bits of the LayerNorm in `linear`; it has no `extra` either.
-    to_terms: what out has in the place of floats, as `linear` takes them.
-
-    "narrow" has no `extra`; gamma and beta are float32, and x is float32 or has the dtype of out.
-    Also where out is a TwoPartMatrix with one scale, and x float32; dtype "two_part" makes a new
+    Without a variant, float32 has the kernel of the ten-step block, 16 bits have narrow. stats:
+    variant 6 leaves mean and rstd out without. to_terms: what decode's out has in the place of
+    floats, as `linear` takes them. A TwoPartMatrix out has one scale; dtype "two_part" makes a new
     one, with the scale of `bound`, or of what gamma and beta allow.
     """
+    given, out = asked.options, asked.out
+    dtype, bound, variant = given["dtype"], given["bound"], given["variant"]
     two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
     if dtype not in (None, TWO_PART):
         raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
     narrowed = variant == NARROW and out is not None
-    c = checked(
-        TO_TWO_PART if two_part else OPERATION.contract,
-        inputs,
-        (out,) if two_part else (out, mean, rstd),
-        eps=eps,
-        variant=variant,
-        block=block,
-        stats=stats,
-        to_terms=to_terms,
+    outputs = (out,) if two_part else (out, given["mean"], given["rstd"])
+    c = asked._replace(out=outputs).checked(
+        TO_TWO_PART if two_part else None,
         two_part=two_part,
-        out_dtype=storage(out if narrowed else inputs[0]),
+        out_dtype=storage(out if narrowed else asked.inputs[0]),
     )
     check_rows("x", c.x)
-    check_terms(to_terms, c.C)
+    check_terms(c.to_terms, c.C)
     if two_part:
-        c.storage, c.mean, c.rstd = "float32", mean, rstd
+        c.storage = "float32"
         if out is not None:
             check_one_scale(out, bound)
         else:
             c.bound = layernorm_bound(c.gamma.get(), c.beta.get()) if bound is None else bound
             c.make("out")
-    if to_terms and variant != DECODE:
+    if c.to_terms and variant != DECODE:
         raise InputError(
-            f"layernorm: terms of {to_terms}, variant {variant}: expected variant decode"
+            f"layernorm: terms of {c.to_terms}, variant {variant}: expected variant decode"
         )
-    ten_step = c.storage == "float32" and not two_part
-    return OPERATION.bound_to(c, (_skeleton if ten_step else _narrow,))
+    c.order = (_skeleton if c.storage == "float32" and not two_part else _narrow,)
+    return c
 
 
 def layernorm_bound(gamma: Any, beta: Any) -> float:
@@ -359,8 +335,19 @@ OPERATION = Operation(
     aliases={"in": "x", "N": "B*T", "rows": "B*T", "seq_len": "B*T"},
     further=lambda x, *_, eps: layernorm_stats(x, eps),
     dtypes=("float32", "float16", "bfloat16"),
-    auxiliary=(_skeleton,),
-    binder=bind,
+    options={
+        "eps": REQUIRED,
+        "variant": None,
+        "block": None,
+        "stats": True,
+        "mean": None,
+        "rstd": None,
+        "dtype": None,
+        "bound": None,
+        "to_terms": None,
+    },
+    prepare=_prepare,
+    parts=(_skeleton,),
 )
 
 
@@ -417,5 +404,5 @@ def layernorm(
     if variant is None and (stats or (half and not wide)):
         variant = STATS_VARIANT
     options = {"variant": variant, "block": block, "stats": stats, "dtype": dtype}
-    bound = call(bind, arrays, eps=eps, **options)
+    bound = call(OPERATION, arrays, eps=eps, **options)
     return (bound.out, *bound.extra) if stats else bound.out

@@ -96,4 +96,4 @@ def layernorm_gelu(
     the same row may differ in its last bits in a batch of another size; `block` fixes it.
     """
     arrays, options = contiguous(x, gamma, beta), {"eps": eps, "variant": variant, "block": block}
-    return call(OPERATION.bind_on_device, arrays, **options).out
+    return call(OPERATION, arrays, **options).out

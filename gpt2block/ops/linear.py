@@ -19,7 +19,6 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
     check,
@@ -39,9 +38,9 @@ from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, Parts, storage_of
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
-from gpt2block.ops.call import Call, checked
+from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -166,11 +165,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise Unfit where a product cannot have the order of additions of decoding on them."""
-    unfit(
-        compute_capability() < MMA_CAPABILITY,
-        "needs a GPU of compute capability 8.0 or newer: use variant matvec",
-    )
-    multiple = mma.LOADED // itemsize_of(c.w.dtype)
+    old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
+    unfit(old, "needs a GPU of compute capability 8.0 or newer: use variant matvec")
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
     unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
 
@@ -344,115 +340,73 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    gelu: bool = False,
-    eps: float = 1e-5,
-    variant: str | None = None,
-    decoding: bool = False,
-    terms: Terms | None = None,
-    to_terms: Terms | None = None,
-    x_bound: float | None = None,
-    x_dtype: str | None = None,
-) -> Bound:
-    """inputs (x (..., K), w, bias, gamma, beta, residual (..., N), up), out (..., N).
+def _prepare(asked: Asked) -> Call:
+    """`decoding`: choose a variant as for few rows, so that a row's bits do not depend on others.
 
-    w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. Later inputs may be
-    None or missing; residual may be out. decoding: choose a variant as for few rows, so that a row
-    has the same bits in any number of rows. x_bound: with a TwoPartMatrix, the largest magnitude
-    that x or its LayerNorm can have, by default 2^15: it gives x's terms their scale. terms: what
-    x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and neither gamma nor
-    x_bound, since two-part ones have their scale; to_terms: what out has, for another product with
-    such weights. up: a second WeightMatrix, of w's dtype and shape: out is silu(x w) (x up), by
-    variant hopper. x_dtype: "float16" rounds floats of x, or their LayerNorm, to it, for weights of
-    float16 or FP8 in a kernel of decoding on tensor cores; terms say themselves what they have.
+    w is a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with a
+    TwoPartMatrix, the largest magnitude that x or its LayerNorm can have, by default 2^15: it gives
+    x's terms their scale. terms: what x has in the place of its floats (lib/terms.cuh), one of
+    `terms_of`, and neither gamma nor x_bound, since two-part ones have their scale; to_terms: what
+    out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
+    shape: out is silu(x w) (x up), by variant hopper. x_dtype: "float16" rounds floats of x, or
+    their LayerNorm, to it, for weights of float16 or FP8 in a kernel of decoding on tensor cores;
+    terms say themselves what they have.
     """
-    options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
-    c = _checked(OPERATION, TWO_PART_LINEAR, inputs, out, x_bound, **options)
+    c = _checked(asked, TWO_PART_LINEAR)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
-    _check(c, x_dtype)
+    _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
         raise InputError(
             f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and neither bias nor gelu"
         )
-    few = decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype == TWO_PART
-    return OPERATION.bound_to(c, _decoding(c, OPERATION) if few else (_tiles,))
-
-
-def _checked(
-    operation: Operation,
-    two_part: Contract,
-    inputs: tuple[Any, ...],
-    out: CudaArray | None,
-    x_bound: float | None,
-    **options: Any,
-) -> Call:
-    """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
-    if not isinstance(inputs[1], TwoPartMatrix):
-        if x_bound is not None:
-            raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
-        c = operation.checked(inputs, out, **options)
-        c.x_scale = 1.0
-        return c
-    c = checked(two_part, inputs, out, **options)
-    c.w = Parts(c.w.parts, c.w.scale)
-    if c.terms and x_bound is not None:
-        raise InputError("x_bound: terms have a scale: expected either")
-    c.x_scale = stored_scale(c.terms) if x_bound is None else scale_for(x_bound)
+    few = c.decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype == TWO_PART
+    c.order = _decoding(c, OPERATION) if few else (_tiles,)
     return c
 
 
-def _bind_qkv(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    eps: float = 1e-5,
-    terms: Terms | None = None,
-    kv_dtype: str | None = None,
-    x_bound: float | None = None,
-    x_dtype: str | None = None,
-) -> Bound:
-    """inputs (x (M, K), w, bias, gamma, beta, k, v, row (M,), position (M,)), out q (M, C).
+def _checked(asked: Asked, two_part: Contract) -> Call:
+    """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
+    if not isinstance(asked.inputs[1], TwoPartMatrix):
+        if asked.options["x_bound"] is not None:
+            raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
+        c = asked.checked()
+        c.x_scale = 1.0
+        return c
+    c = asked.checked(two_part)
+    c.w = Parts(c.w.parts, c.w.scale)
+    if c.terms and c.x_bound is not None:
+        raise InputError("x_bound: terms have a scale: expected either")
+    c.x_scale = stored_scale(c.terms) if c.x_bound is None else scale_for(c.x_bound)
+    return c
 
-    LayerNorm(x) w + bias, or of x itself without gamma and beta: k and v of x[m] go to position[m]
-    of row[m]. w is a WeightMatrix (3C, K); k and v (B, n_ctx, C) have the dtype of the weights,
-    float16 with FP8 weights, or are uint8 of the FP8 format kv_dtype. No two of row and position
-    are alike; k and v of a token outside the cache are dropped. A TwoPartMatrix, with k and v of
-    float32, terms, x_bound and x_dtype: as in `bind`.
+
+def _prepare_qkv(asked: Asked) -> Call:
+    """k and v have the dtype of the weights, float16 with FP8 weights, or the FP8 format kv_dtype.
+
+    No two of row and position are alike; k and v of a token outside the cache are dropped. A
+    TwoPartMatrix, with k and v of float32, and the other options: as in `linear`.
     """
-    options = {"eps": eps, "terms": terms, "to_terms": None, "up": None, "kv_dtype": kv_dtype}
-    c = _checked(LINEAR_QKV, TWO_PART_QKV, inputs, out, x_bound, **options)
-    c.T = cache_dtype(c.w.dtype)
-    _check(c, x_dtype)
-    if kv_dtype is None:
+    c = _checked(asked, TWO_PART_QKV)
+    c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
+    _check(c)
+    if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     if c.N != 3 * c.C:
         raise InputError(f"w: expected {3 * c.C} outputs, 3C as k has C channels, got {c.N}")
-    return LINEAR_QKV.bound_to(c, _decoding(c, LINEAR_QKV))
+    c.order = _decoding(c, LINEAR_QKV)
+    return c
 
 
-def _bind_rope(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    terms: Terms,
-    kv_dtype: str | None = None,
-) -> Bound:
-    """inputs (x (M, K), w, bias (N,), by (M, D / 2, 2), k, v, row (M,), position (M,)).
+def _prepare_rope(asked: Asked) -> Call:
+    """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
-    x has `terms`, in the order of wgmma, and w is a WeightMatrix (N, K) of N = (n_head + 2
-    n_kv_head) D outputs; RoPE turns half-split pairs of q and k by the rotations. k and v, (B,
-    n_ctx, n_kv_head D), have the dtype of the weights, float16 with FP8 weights, or `kv_dtype`; row
-    and position, int32, are not read back: K and V of rows outside the cache are left out. out is
-    q, (M, n_head D), with the bits of `linear` and `rope_append`.
+    RoPE turns half-split pairs of q and k. k and v are as in `linear_qkv`; row and position are not
+    read back: K and V of rows outside the cache are left out. q has the bits of `linear` and
+    `rope_append`.
     """
-    options = {"n_head": n_head, "terms": terms, "to_terms": None, "up": None}
-    c = LINEAR_ROPE.checked(inputs, out, kv_dtype=kv_dtype, **options)
-    c.T, c.rounded = cache_dtype(c.w.dtype), rounds(terms.x_dtype, c.w.dtype)
-    if kv_dtype is None:
+    c = asked.checked(to_terms=None, up=None)
+    c.T, c.rounded = cache_dtype(c.w.dtype), rounds(c.terms.x_dtype, c.w.dtype)
+    if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
     N = c.n_head * D + 2 * c.C
@@ -461,16 +415,16 @@ def _bind_rope(
             f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
             f"heads of q and whole heads of k and v, of {D} channels as by has"
         )
-    return LINEAR_ROPE.bound_to(c)
+    return c
 
 
-def _check(c: Call, x_dtype: str | None) -> None:
+def _check(c: Call) -> None:
     """InputError unless gamma, beta and the terms of x and of the result fit together."""
     if (c.gamma is None) != (c.beta is None):
         raise InputError("gamma and beta: expected both, or neither")
-    if c.terms and x_dtype is not None:
+    if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
-    c.rounded = rounds(c.terms.x_dtype if c.terms else x_dtype, c.w.dtype)
+    c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
     given = [each for each in (c.terms, c.to_terms) if each is not None]
     if not given:
         return
@@ -497,23 +451,34 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 LINEAR_QKV = Operation(
     name="linear_qkv",
     variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
-    binder=_bind_qkv,
+    options={"eps": 1e-5, "terms": None, "kv_dtype": None, "x_bound": None, "x_dtype": None},
+    prepare=_prepare_qkv,
 )
 
-LINEAR_ROPE = Operation(name="linear_rope", variants=(_rope_hopper,), binder=_bind_rope)
+LINEAR_ROPE = Operation(
+    name="linear_rope",
+    variants=(_rope_hopper,),
+    options={"n_head": REQUIRED, "terms": REQUIRED, "kv_dtype": None},
+    prepare=_prepare_rope,
+)
 
 OPERATION = Operation(
     name="linear",
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
     variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),
-    auxiliary=(
-        *LINEAR_QKV.variants,
-        *LINEAR_ROPE.variants,
-        *LINEAR_SUMS.variants,
-        *ROPE_SUMS.variants,
-        *GATED_SUMS.variants,
-    ),
+    options={
+        "gelu": False,
+        "eps": 1e-5,
+        "variant": None,
+        "decoding": False,
+        "terms": None,
+        "to_terms": None,
+        "x_bound": None,
+        "x_dtype": None,
+    },
+    prepare=_prepare,
+    steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
@@ -525,7 +490,6 @@ OPERATION = Operation(
     ),
     matrices=(1,),
     layout="NK",
-    binder=bind,
 )
 
 
@@ -552,4 +516,4 @@ def linear(
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
     options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}
-    return call(bind, inputs, **options).out
+    return call(OPERATION, inputs, **options).out

@@ -45,7 +45,7 @@ OPERATION = Operation(
     idea="out = logits[target] - log Σ exp(logits) of each row",
     sizes={"N": 1024, "V": 50257},
     variants=(_block,),
-    auxiliary=TOP_LOGPROBS.variants,
+    steps=(TOP_LOGPROBS,),
     draw=_make,
     traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
     flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
@@ -58,4 +58,4 @@ def log_likelihood(logits: CudaArray, targets: CudaArray) -> CudaArray:
 
     logits (..., V), targets (...) → (...). A target outside 0..V-1 gives NaN.
     """
-    return call(OPERATION.bind_on_device, contiguous(logits, targets)).out
+    return call(OPERATION, contiguous(logits, targets)).out

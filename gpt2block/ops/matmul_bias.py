@@ -163,4 +163,4 @@ def matmul_bias(
     registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
     of 16 rows. All except registers sum the products of an output in the order of k.
     """
-    return call(OPERATION.bind_on_device, contiguous(a, w, bias), variant=variant).out
+    return call(OPERATION, contiguous(a, w, bias), variant=variant).out

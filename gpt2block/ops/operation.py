@@ -6,7 +6,6 @@ function in `gpt2block.reference`. Other modules find it in `gpt2block.ops.regis
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,7 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
 from gpt2block.cuda.kernels import idea_of
 from gpt2block.errors import Argument, InputError, KernelError
-from gpt2block.ops.call import Call, checked
+from gpt2block.ops.call import Asked, Call
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
 Attrs = Mapping[str, Any]
@@ -30,6 +29,7 @@ Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documen
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
+REQUIRED: Any = object()  # in the place of an option's default: there is none
 
 
 class Unfit(Exception):  # noqa: N818  (a reason to take another variant)
@@ -89,12 +89,12 @@ def variant(
 class Operation:
     """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
 
-    `bind` checks arguments and chooses one of `variants`, by `binder` or, where nothing else has to
-    be decided, by the contract alone; then `options` are its keyword arguments with their defaults.
-    `auxiliary` are kernels that belong to the operation, but are not variants of it: those of
-    operations with other arguments, and one that `binder` alone chooses. Without a binder,
-    `prepare` completes a checked call: it refuses what the contract cannot state, adds what
-    launches need, and may return the preferred variants, as `bound_to` takes them.
+    `bind` checks arguments and chooses one of `variants`. `options` are its keyword arguments with
+    their defaults, or `REQUIRED`. `prepare` checks a call, by default by the contract alone: it may
+    choose another contract, refuses what contracts cannot state, and adds what launches need and
+    which variants are preferred. Where another operation binds the call, it returns a `Bound`.
+    `parts` are kernels that `prepare` or a variant chooses, and that have no variant's name.
+    `steps` are operations with other arguments, whose variants are in this one's table.
 
     An operation that can be measured alone has `sizes`, the documented ones: `make(sizes, rng)`
     gives float32 inputs, by `draw` or by the contract; `attrs` are keyword arguments of both
@@ -113,10 +113,10 @@ class Operation:
 
     name: str
     variants: tuple[Variant, ...]
-    binder: Callable[..., Bound] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Call], Any] | None = None
-    auxiliary: tuple[Variant, ...] = ()
+    prepare: Callable[[Asked], Call | Bound] = Asked.checked
+    parts: tuple[Variant, ...] = ()
+    steps: tuple[Operation, ...] = ()
     document: str = "gpt2block"  # the source of the operation and its kernels
     idea: str = ""  # the formula in one line
     sizes: Sizes = field(default_factory=dict)
@@ -158,12 +158,14 @@ class Operation:
 
     def bind_on_device(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
         """`bind` of CuPy arrays only, as public functions take them."""
-        if self.binder is not None:
-            return self.binder(inputs, out, **options)
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")
-        call = self.checked(inputs, out, **{**self.options, **options})
-        return self.bound_to(call, (self.prepare and self.prepare(call)) or ())
+        options = {**self.options, **options}
+        for name, value in options.items():
+            if value is REQUIRED:
+                raise TypeError(f"{self.name}: missing keyword argument {name!r}")
+        made = self.prepare(Asked(self.contract, inputs, out, options))
+        return self.bound_to(made) if isinstance(made, Call) else made
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
         """Random inputs of these sizes, by default standard normal numbers plus 0.5."""
@@ -200,11 +202,15 @@ class Operation:
         )
 
     @property
-    def keywords(self) -> tuple[str, ...]:
-        """The names of the options of `bind`."""
-        if self.binder is None:
-            return tuple(self.options)
-        return tuple(inspect.signature(self.binder).parameters)[2:]
+    def table(self) -> tuple[Variant, ...]:
+        """The variants, and all other kernels that belong to the operation."""
+        of_steps = (variant for step in self.steps for variant in step.variants)
+        return tuple(dict.fromkeys((*self.variants, *self.parts, *of_steps)))
+
+    @property
+    def auxiliary(self) -> tuple[Variant, ...]:
+        """The table without the variants: what does not run by itself."""
+        return self.table[len(self.variants) :]
 
     @cached_property
     def contract(self) -> Contract:
@@ -212,10 +218,6 @@ class Operation:
         if self.line:
             return Contract.parse(self.line)
         return reference.CONTRACTS[self.name]
-
-    def checked(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
-        """`gpt2block.ops.call.checked` by the operation's contract. Raises InputError."""
-        return checked(self.contract, inputs, out, **options)
 
     def variant(self, name: str | int) -> Variant:
         """A variant by name; InputError lists the known ones."""
@@ -229,16 +231,15 @@ class Operation:
         hint = meant(name, (variant.name for variant in self.variants))
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
-    def bound_to(self, call: Call, order: tuple[Variant | str, ...] = ()) -> Bound:
+    def bound_to(self, call: Call) -> Bound:
         """The launches of a call by its option `variant`, or else by the first one that fits.
 
-        order: the preferred variants, also auxiliary ones; by default all, the last one first. A
-        call with the option `block` gets the block size of the variant in its place, and whether it
-        was `requested`. Raises InputError with the reason if no variant fits.
+        A call with the option `block` gets the block size of the variant in its place, and whether
+        it was `requested`. Raises InputError with the reason if no variant fits.
         """
         given = vars(call)
         name = given.get("variant")
-        candidates = order or tuple(reversed(self.variants))
+        candidates = call.order or tuple(reversed(self.variants))
         if name is not None:
             candidates = (self.variant(name),)
         requested, why = given.get("block"), ""
@@ -256,8 +257,10 @@ class Operation:
             if requested is not None:
                 check_block(self.name, chosen, requested)
             launches = launches if isinstance(launches, tuple) else (launches,)
-            first = call.contract.outputs[0].name
-            return Bound(getattr(call, first), launches, call.extra)
+            launches = (*call.before, *launches, *call.after)
+            out, *further = (getattr(call, entry.name) for entry in call.contract.outputs)
+            others = (array for array in further if array is not None)
+            return Bound(out, launches, (*others, *call.kept))
         raise InputError(self.name + why)
 
 

@@ -11,39 +11,26 @@ from typing import Any
 
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.attention import OPERATION as ATTENTION
-from gpt2block.ops.attention import VARLEN
-from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND
 from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
 from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import ENCODER_ROWS
 from gpt2block.ops.encoder import OPERATION as ENCODER
-from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
-from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
 from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
 from gpt2block.ops.operation import Inputs, Operation, Variant
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.rmsnorm import RMSNORM_SUMS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope_qkv import OPERATION as ROPE_QKV
-from gpt2block.ops.rope_qkv import ROPE_APPEND, ROTATE
-from gpt2block.ops.sample_token import MARK_SEEN, PLACE_ROWS
 from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
-from gpt2block.ops.to_fp8 import ROW_NORMS
-from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.ops.trimat import OPERATION as TRIMAT
-from gpt2block.ops.two_part import OPERATION as TWO_PART
-from gpt2block.ops.two_part import TAKE
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.name: operation
@@ -73,16 +60,9 @@ OPERATIONS: Mapping[str, Operation] = {
     )
 }
 
-# Operations of forward passes and of weights that are not measured alone, and take part in another
-# one's table.
+# Operations of forward passes and of weights that are not measured alone.
 STEPS: Mapping[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        *(VARLEN, ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
-        *(LINEAR_QKV, LINEAR_ROPE, ROPE_APPEND, ROTATE, TWO_PART, TAKE),
-        *(GATED_SUMS, LINEAR_SUMS, ROPE_SUMS, RMSNORM_SUMS),
-        *(STORE, WIDEN, ROW_NORMS, MARK_SEEN, PLACE_ROWS, TOP_LOGPROBS),
-    )
+    step.name: step for operation in OPERATIONS.values() for step in operation.steps
 }
 
 BY_NAME: Mapping[str, Operation] = {**STEPS, **OPERATIONS}
@@ -149,7 +129,7 @@ def markdown() -> str:
     figures = "../docs/performance.md"
     rows = ["| operation | variant | file | kernels | idea |", "|---|---|---|---|---|"]
     for operation in OPERATIONS.values():
-        for variant in (*operation.variants, *operation.auxiliary):
+        for variant in operation.table:
             names = ", ".join(f"`{name}`" for name in variant.kernels)
             rows.append(
                 f"| [{operation.name}]({figures}#{operation.name}) | {variant.name} "

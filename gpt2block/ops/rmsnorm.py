@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, gcd
-from typing import Any
 
 from gpt2block.checks import check_choice
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
     check,
@@ -26,8 +24,8 @@ from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import Terms, check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import Call, storage
+from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
+from gpt2block.ops.call import Asked, Call, storage
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.ops.warm import call
 
@@ -115,47 +113,29 @@ def _sums(c: Call) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    eps: float = 1e-6,
-    block: int | None = None,
-    variant: str | None = None,
-    dtype: str | None = None,
-    to_terms: Terms | None = None,
-) -> Bound:
-    """inputs (x (..., C), weight (C,), maybe residual (..., C)), out (..., C), all of one dtype.
+def _prepare(asked: Asked) -> Call:
+    """With a residual, x + residual takes the place of x, and is what `extra` holds.
 
-    With a residual, x + residual takes the place of x, and is what `extra` holds. The rows of x may
-    be any constant distance apart. block: the threads that share a row.
-
-    variant: "rows", or "stream", which takes contiguous float32 rows, without residual and block,
-    and writes `dtype`, by default that of out; a row has the same bits in any number of rows.
-    to_terms: what a float32 out has in the place of floats, as `linear` takes them.
+    The rows of x may be any constant distance apart. block: the threads that share a row. Variant
+    stream takes contiguous float32 rows, without residual and block, and writes `dtype`, by default
+    that of out; a row has the same bits in any number of rows. to_terms: what its float32 out has
+    in the place of floats, as `linear` takes them.
     """
-    chosen, x = OPERATION.variant(variant or "rows"), inputs[0]
+    dtype, to_terms = asked.options["dtype"], asked.options["to_terms"]
+    chosen, x = OPERATION.variant(asked.options["variant"] or "rows"), asked.inputs[0]
     if chosen.name == "stream":
         check("x", x)
         if dtype is None:
-            dtype = "float32" if out is None else storage(out)
+            dtype = "float32" if asked.out is None else storage(asked.out)
         check_choice("dtype", dtype, STORAGE)
         if to_terms and dtype != "float32":
             raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")
         check_terms(to_terms, x.shape[-1])
     elif dtype is not None or to_terms is not None:
         raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
-    c = OPERATION.checked(
-        inputs,
-        out,
-        eps=eps,
-        block=block,
-        variant=chosen.name,
-        out_dtype=dtype or storage(x),
-        to_terms=to_terms,
-    )
+    c = asked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
     check_rows("x", c.x)
-    return OPERATION.bound_to(c)
+    return c
 
 
 RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps": 1e-6})
@@ -166,14 +146,21 @@ OPERATION = Operation(
     idea="x / sqrt(mean(x²) + eps) · weight over each row",
     sizes={"M": 16, "C": 4096},
     variants=(_rows, _stream),
-    auxiliary=RMSNORM_SUMS.variants,
+    options={
+        "eps": 1e-6,
+        "block": None,
+        "variant": None,
+        "dtype": None,
+        "to_terms": None,
+    },
+    prepare=_prepare,
+    steps=(RMSNORM_SUMS,),
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
     flops=lambda s: 4 * s["M"] * s["C"],
     attrs={"eps": 1e-6},
     small=({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769}),
     aliases={"gamma": "weight", "rows": "M"},
     dtypes=("float16", "bfloat16", "float32"),
-    binder=bind,
 )
 
 
@@ -192,8 +179,9 @@ def rmsnorm(
     With `out` (..., C), not x itself, the result is written there.
     More threads share a row where there are few rows, so the same row may differ in its last bits
     in a batch of another size; `block`, the threads of a row, fixes it. variant: "rows", the
-    default, or "stream", see `bind`.
+    default, or "stream", for contiguous float32 rows, without block: a row has the same bits in any
+    number of rows.
     """
     (weight,) = contiguous(weight)
     x = contiguous(x)[0] if variant == "stream" else in_rows(x)
-    return call(bind, (x, weight), out, eps=eps, block=block, variant=variant).out
+    return call(OPERATION, (x, weight), out, eps=eps, block=block, variant=variant).out

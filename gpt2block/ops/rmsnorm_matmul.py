@@ -31,7 +31,7 @@ from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE, storage_of
-from gpt2block.ops.call import Call, storage
+from gpt2block.ops.call import Asked, Call, storage
 from gpt2block.ops.operation import (
     Inputs,
     Operation,
@@ -217,16 +217,13 @@ def _preferred(c: Call) -> tuple[str, ...]:
     return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
 
-def _checked(
-    operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None, **options: Any
-) -> Call:
+def _checked(asked: Asked, **more: Any) -> Call:
     """A call of either operation, whose weights can be arrays (K, N)."""
-    places = operation.contract.matrices
-    names = tuple(operation.contract.inputs[place].name for place in places)
+    places, inputs = asked.contract.matrices, list(asked.inputs)
+    names = tuple(asked.contract.inputs[place].name for place in places)
     for place, name in zip(places, names, strict=True):
-        matrix = _matrix(name, inputs[place])
-        inputs = (*inputs[:place], matrix, *inputs[place + 1 :])
-    c = operation.checked(inputs, out, **options)
+        inputs[place] = _matrix(name, inputs[place])
+    c = asked._replace(inputs=tuple(inputs)).checked(**more)
     if c.x.ndim < 2:
         raise InputError(f"x: expected (..., T, K), got {c.x.shape}")
     c.sizes, c.stride = (c.rows, c.N, c.K), checked_row_stride("x", c.x)
@@ -251,19 +248,9 @@ def _matrix(name: str, w: Any) -> WeightMatrix:
     return WeightMatrix(w, storage(w))
 
 
-def _bind_matmul(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    eps: float = 1e-6,
-    head_dim: int | None = None,
-    start: int = 0,
-    theta: float = 10000.0,
-    half_split: bool = False,
-    variant: str | None = None,
-) -> Bound:
-    """inputs (x (..., T, K), gamma (K,), w (K, N) or WeightMatrix), out (..., T, N)."""
-    c = _checked(RMSNORM_MATMUL, inputs, out, eps=eps, half_split=half_split, variant=variant)
+def _prepare_matmul(asked: Asked) -> Call:
+    start, theta, head_dim = (asked.options[name] for name in ("start", "theta", "head_dim"))
+    c = _checked(asked, start=None, theta=None, head_dim=None)  # these fit the sizes, or not
     if head_dim is not None:
         whole = isinstance(head_dim, Integral) and not isinstance(head_dim, bool)
         if not whole or head_dim < 2 or head_dim % 2 or c.N % head_dim:
@@ -271,23 +258,16 @@ def _bind_matmul(
     c.start, c.theta = check_turn(start, theta, c.x.shape[-2])
     c.head_dim = int(head_dim or 0)
     c.residual = c.h = None
-    return RMSNORM_MATMUL.bound_to(c, _preferred(c))
+    c.order = _preferred(c)
+    return c
 
 
-def _bind_ffn(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    eps: float = 1e-6,
-    variant: str | None = None,
-) -> Bound:
-    """inputs (x (..., T, K), gamma (K,), w1, w3, and maybe residual (..., T, K)), out (..., T, N).
-
-    w1, w3: (K, N), or WeightMatrix. With a residual x + residual is the first of `extra`.
-    """
-    c = _checked(RMSNORM_FFN, inputs, out, eps=eps, variant=variant)
+def _prepare_ffn(asked: Asked) -> Call:
+    """With a residual x + residual is the first of `extra`."""
+    c = _checked(asked)
     c.head_dim, c.half_split = 0, False
-    return RMSNORM_FFN.bound_to(c, _preferred(c))
+    c.order = _preferred(c)
+    return c
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -339,7 +319,15 @@ RMSNORM_MATMUL = Operation(
     dtypes=DTYPES,
     matrices=(2,),
     series=("M", 512),
-    binder=_bind_matmul,
+    options={
+        "eps": 1e-6,
+        "head_dim": None,
+        "start": 0,
+        "theta": 10000.0,
+        "half_split": False,
+        "variant": None,
+    },
+    prepare=_prepare_matmul,
 )
 
 
@@ -363,7 +351,8 @@ RMSNORM_FFN = Operation(
     matrices=(2, 3),
     layout="NK",
     series=("M", 512),
-    binder=_bind_ffn,
+    options={"eps": 1e-6, "variant": None},
+    prepare=_prepare_ffn,
 )
 
 
@@ -387,7 +376,7 @@ def rmsnorm_matmul(
     nothing else. A row's last bits can depend on the number of rows.
     """
     return call(
-        RMSNORM_MATMUL.bind_on_device,
+        RMSNORM_MATMUL,
         (in_rows(x), *contiguous(gamma), w),
         eps=eps,
         head_dim=head_dim,
@@ -440,5 +429,5 @@ def rmsnorm_ffn(
     """
     gamma, residual = contiguous(gamma, residual)
     inputs = (in_rows(x), gamma, w1, w3, residual)
-    bound = call(RMSNORM_FFN.bind_on_device, inputs, eps=eps, variant=variant)
+    bound = call(RMSNORM_FFN, inputs, eps=eps, variant=variant)
     return bound.out if residual is None else (bound.out, bound.extra[0])

@@ -16,7 +16,6 @@ import numpy as np
 from gpt2block.checks import check_integer, check_number
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
     contiguous,
@@ -27,7 +26,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 
@@ -118,31 +117,24 @@ def _pairs(c: Call) -> Launch:
     return launch_at(FILE, geometry, args, c.storage)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    start: int = 0,
-    theta: float = 10000.0,
-    half_split: bool = False,
-    block: int | None = None,
-) -> Bound:
+def _prepare(asked: Asked) -> Call:
     """x may have any strides, except that the last axis must be contiguous; so may out=x."""
-    x = inputs[0]
+    x, out = asked.inputs[0], asked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
-    c = OPERATION.checked(inputs, None if itself else out, half_split=half_split, block=block)
+    turn = asked.options["start"], asked.options["theta"]  # checked when T is known
+    c = asked._replace(out=None if itself else out).checked(start=None, theta=None)
     if len(c.leading) > 1:
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
     if c.D % 2:
         raise InputError(f"x: head size D {c.D}: expected an even one, as channels turn in pairs")
     if c.rows > MAX_BATCH:
         raise InputError(f"x: expected at most {MAX_BATCH:,} sequences in a call, got {c.rows:,}")
-    c.start, c.theta = check_turn(start, theta, c.T)
+    c.start, c.theta = check_turn(*turn, c.T)
     if itself:
         if not _distinct(x):
             raise InputError("out: elements of x share memory: expected another array")
         c.out = out
-    return OPERATION.bound_to(c)
+    return c
 
 
 def check_turn(start: Any, theta: Any, T: int) -> tuple[int, float]:
@@ -182,7 +174,8 @@ OPERATION = Operation(
     flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
     small=({"T": 5, "H": 3, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
-    binder=bind,
+    options={"start": 0, "theta": 10000.0, "half_split": False, "block": None},
+    prepare=_prepare,
 )
 
 
@@ -203,4 +196,4 @@ def rope(
     if isinstance(x, cupy.ndarray) and x.ndim and x.size and out is not x and _strides(x) is None:
         (x,) = contiguous(x)
     turn = {"start": start, "theta": theta, "half_split": half_split}
-    return call(bind, (x,), out, **turn, block=block).out
+    return call(OPERATION, (x,), out, **turn, block=block).out

@@ -17,7 +17,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
 
@@ -96,26 +96,27 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return qkv, positions, 10000.0 ** (-np.arange(0, D, 2) / D)
 
 
+ROPE_APPEND = Operation(
+    name="rope_append",
+    variants=(_append,),
+    options={"n_head": REQUIRED, "half_split": False, "kv_dtype": None},
+)
+ROTATE = Operation(name="rotations", variants=(_rotations,))
+
 OPERATION = Operation(
     name="rope_qkv",
     idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
     sizes={"T": 16, "D": 128},
     variants=(_rows,),
-    options={"n_head": None, "n_kv_head": None, "half_split": False},
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False},
     draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
     flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
     attrs=HEADS,
     small=({"T": 5, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
-    auxiliary=(_append, _rotations),
+    steps=(ROPE_APPEND, ROTATE),
 )
-ROPE_APPEND = Operation(
-    name="rope_append",
-    variants=(_append,),
-    options={"n_head": None, "half_split": False, "kv_dtype": None},
-)
-ROTATE = Operation(name="rotations", variants=(_rotations,))
 
 
 def rope_qkv(
@@ -135,7 +136,7 @@ def rope_qkv(
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(positions, frequencies))
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "half_split": half_split}
-    return call(OPERATION.bind_on_device, arrays, out, **heads).out
+    return call(OPERATION, arrays, out, **heads).out
 
 
 def rope_append(

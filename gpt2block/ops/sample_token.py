@@ -21,7 +21,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops._rows import MAX_ROWS, check_rows
-from gpt2block.ops.call import FIXED, Call
+from gpt2block.ops.call import FIXED, Asked, Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
@@ -155,9 +155,25 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, _geometry(c.M, c.V, changed), args)
 
 
-_SAMPLE = Operation(
+def _prepare_state(asked: Asked) -> Call:
+    c, given = asked.checked(), asked.inputs
+    check_rows("logits", c.logits, MAX_V)
+    if c.slot_row is None and c.M != c.B:
+        raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
+    if not 0 < c.n_ctx <= ENDLESS:
+        raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {c.n_ctx}")
+    if c.changes is not None and c.W != CHANGES:
+        raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
+    c.state = given[1 : 1 + len(SampleState._fields)]
+    c.kept = tuple(array for array in given[1:-1] if array is not None)  # all but the report
+    return c
+
+
+_STATE = Operation(
     name="sample_token",
     variants=(_block,),
+    options={"n_ctx": ENDLESS},
+    prepare=_prepare_state,
     line=f"logits f32 M V; {STATE}; {SLOTS}; {CHANGED}; report? i32 2 2 M -> token i32 B",
 )
 
@@ -181,17 +197,8 @@ def bind_state(
     penalties need them: how often each token was drawn, to which a run adds.
     """
     of_slots = slots or (None,) * len(Slots._fields)
-    c = _SAMPLE.checked((logits, *state, *of_slots, changes, counts, report))
-    check_rows("logits", logits, MAX_V)
-    if slots is None and c.M != c.B:
-        raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
-    if not 0 < n_ctx <= ENDLESS:
-        raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
-    if changes is not None and c.W != CHANGES:
-        raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
-    c.state, c.n_ctx = state, n_ctx
-    c.kept = (*state, *(slots or ()), *(each for each in (changes, counts) if each is not None))
-    return _SAMPLE.bound_to(c)
+    given = (logits, *state, *of_slots, changes, counts, report)
+    return _STATE.bind_on_device(given, n_ctx=n_ctx)
 
 
 @variant("slots", SLOTS_FILE, "begin_slots", "place_rows")
@@ -231,21 +238,15 @@ MARK_SEEN = Operation(
 )
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    step: int = 0,
-    seen: CudaArray | None = None,
-    counts: CudaArray | None = None,
-) -> Bound:
-    """inputs (logits (B, V),), out (B,) of int32; extra is the rest of a `SampleState`.
+def _prepare(asked: Asked) -> Bound:
+    """`bind_state` of a new state, the rest of which is `extra`. Each run is a step.
 
-    seen and counts (B, V) are copied; without them, no token was seen, or drawn. Each run is a
-    step.
+    seen and counts (B, V) are copied; without them, no token was seen, or drawn.
     """
-    c = OPERATION.checked((*inputs, seen, counts), out)
+    sampling, step, seen, counts = (
+        asked.options[name] for name in ("sampling", "step", "seen", "counts")
+    )
+    c = asked._replace(inputs=(*asked.inputs, seen, counts)).checked(step=None)
     state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
@@ -277,13 +278,14 @@ OPERATION = Operation(
     idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
     sizes={"B": 1, "V": 50257},
     variants=(_block,),
-    auxiliary=(_seen, _place),
+    options={"sampling": None, "step": 0, "seen": None, "counts": None},
+    prepare=_prepare,
+    steps=(MARK_SEEN, PLACE_ROWS),
     draw=_make,
     traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
     flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
     attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
     small=({"B": 2, "V": 70},),
-    binder=bind,
 )
 
 
@@ -301,7 +303,8 @@ def sample_token(
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid this.
     """
     (logits,) = contiguous(logits)
-    return bind((logits,), sampling=sampling, step=step, seen=seen, counts=counts).run()
+    options = {"sampling": sampling, "step": step, "seen": seen, "counts": counts}
+    return OPERATION.bind_on_device((logits,), **options).run()
 
 
 def _integers(name: str, given: Any) -> CudaArray:

@@ -12,8 +12,8 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
-from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
+from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -73,12 +73,14 @@ def _rows(c: Call) -> Launch:
     )
 
 
-def _prepare(c: Call) -> tuple[Variant, ...]:
+def _prepare(asked: Asked) -> Call:
     """Without a variant: "rows" where a row fits in registers, else "online_block"."""
+    c = asked.checked()
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)
-    return (_rows if c.T <= LONGEST_IN_REGISTERS else _online_block,)
+    c.order = (_rows if c.T <= LONGEST_IN_REGISTERS else _online_block,)
+    return c
 
 
 def _scores(sizes: Sizes) -> int:
@@ -117,4 +119,4 @@ def softmax(
     if out is not scores:
         (scores,) = contiguous(scores)
     options = {"causal": causal, "variant": variant, "block": block}
-    return call(OPERATION.bind_on_device, (scores,), out, **options).out
+    return call(OPERATION, (scores,), out, **options).out

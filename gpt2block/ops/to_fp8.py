@@ -5,14 +5,12 @@ Kernels: fp8/convert.cu, fp8/row_norms.cu, and for scales fp8/absmax.cu (`Weight
 
 from __future__ import annotations
 
-from typing import Any
-
 from gpt2block.contract import Contract
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous
+from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, checked
+from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
@@ -41,26 +39,15 @@ def _vectors(c: Call) -> Launch:
     return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    format: str = "float8_e5m2",
-    saturate: bool = True,
-    scale: CudaArray | None = None,
-    layout: str = "KN",
-    variant: str | int | None = None,
-    block: int | None = None,
-) -> Bound:
-    """inputs (x,) of any shape, out as x, uint8; with `scale` (N,) x is (K, N) or, "NK", (N, K)."""
+def _prepare(asked: Asked) -> Call:
+    """With `scale` (N,) x is (K, N) or, "NK", (N, K)."""
+    options = asked.options
+    format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
     check_layout(layout)
-    options = {"format": format, "layout": layout, "variant": variant, "block": block}
-    contract = OPERATION.contract if scale is None else WITH_SCALES[layout]
-    return OPERATION.bound_to(
-        checked(contract, (*inputs, scale), out, saturate=saturate, **options)
-    )
+    contract = asked.contract if scale is None else WITH_SCALES[layout]
+    return asked._replace(inputs=(*asked.inputs, scale)).checked(contract)
 
 
 @variant("absmax", ABSMAX_FILE, "absmax_kn_kernel", "absmax_nk_kernel")
@@ -93,9 +80,18 @@ OPERATION = Operation(
     attrs={"format": "float8_e5m2"},
     small=({"K": 1, "N": 5}, {"K": 7, "N": 33}, {"K": 3, "N": 769}),
     aliases={"size": "K*N", "K": "K", "N": "N"},
-    auxiliary=(_absmax, *ROW_NORMS.variants),
+    options={
+        "format": "float8_e5m2",
+        "saturate": True,
+        "scale": None,
+        "layout": "KN",
+        "variant": None,
+        "block": None,
+    },
+    prepare=_prepare,
+    parts=(_absmax,),
+    steps=(ROW_NORMS,),
     dtypes=("float32", "float16", "bfloat16"),
-    binder=bind,
 )
 
 
@@ -118,4 +114,4 @@ def to_fp8(
     """
     x, scale = contiguous(x, scale)
     options = {"format": format, "saturate": saturate, "scale": scale, "layout": layout}
-    return bind((x,), out, variant=variant, block=block, **options).run()
+    return OPERATION.bind_on_device((x,), out, variant=variant, block=block, **options).run()

@@ -5,13 +5,11 @@ Kernel: tokens/top.cu.
 
 from __future__ import annotations
 
-from typing import Any
-
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous
+from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import check_rows
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives
@@ -33,16 +31,19 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
 
 
-def bind(inputs: tuple[Any, ...], out: Any = None, *, K: int = MOST_ALTERNATIVES) -> Bound:
-    """inputs (logits (M, V),), out (ids (M, K) of int32, logprobs (M, K)). Raises InputError."""
-    K = check_alternatives("K", K, least=1)
-    return TOP_LOGPROBS.bound_to(TOP_LOGPROBS.checked(inputs, out, K=K))
+def _prepare(asked: Asked) -> Call:
+    return asked.checked(K=check_alternatives("K", asked.options["K"], least=1))
 
 
-TOP_LOGPROBS = Operation(name="top_logprobs", variants=(_block,), binder=bind)
+TOP_LOGPROBS = Operation(
+    name="top_logprobs",
+    variants=(_block,),
+    options={"K": MOST_ALTERNATIVES},
+    prepare=_prepare,
+)
 
 
 def top_logprobs(logits: CudaArray, K: int = MOST_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
     """`reference.top_logprobs` on a CuPy array (M, V) of float32; raises InputError."""
-    done = call(TOP_LOGPROBS.bind_on_device, contiguous(logits), K=K)
+    done = call(TOP_LOGPROBS, contiguous(logits), K=K)
     return done.out, done.extra[0]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     check_address,
     compute_capability,
@@ -24,7 +23,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 
@@ -151,29 +150,20 @@ def _fill(c: Call) -> Launch:
     return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    fill: float | None = None,
-    variant: str | None = None,
-    block: int | None = None,
-) -> Bound:
-    """variant None: as `trimat`."""
-    value = _checked_fill(fill)
-    c = OPERATION.checked(inputs, out, fill=value, variant=variant, block=block)
+def _prepare(asked: Asked) -> Call:
+    c = asked.checked(fill=_checked_fill(asked.options["fill"]))
     if c.HS % 4:
         raise InputError(
             f"qkv: head size {c.HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
         )
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    bound = OPERATION.bound_to(c, (_tri6, _tri5))
     check_address("qkv", c.qkv)
     check_address("out", c.out)
-    if value is None or c.T == 1:
-        return bound
-    return bound._replace(launches=(*bound.launches, _fill.launch(c)))
+    c.order = (_tri6, _tri5)
+    if c.fill is not None and c.T > 1:
+        c.after = (_fill.launch(c),)
+    return c
 
 
 def _checked_fill(fill: Any) -> float | None:
@@ -209,8 +199,9 @@ OPERATION = Operation(
         {"B": 1, "T": 70, "NH": 2, "HS": 12},
     ),
     aliases={"C": "NH*HS"},
-    auxiliary=(_fill,),
-    binder=bind,
+    options={"fill": None, "variant": None, "block": None},
+    prepare=_prepare,
+    parts=(_fill,),
 )
 
 
@@ -235,4 +226,4 @@ def trimat(
     at most 65,535.
     """
     qkv = on_16_bytes("qkv", qkv)
-    return call(bind, (qkv,), fill=fill, variant=variant, block=block).out
+    return call(OPERATION, (qkv,), fill=fill, variant=variant, block=block).out

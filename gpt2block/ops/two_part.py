@@ -7,13 +7,12 @@ and `layernorm` take or make such matrices.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous
+from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, storage
+from gpt2block.ops.call import Asked, Call, storage
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import (
@@ -55,19 +54,15 @@ def _take_rows(c: Call) -> Launch:
     return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)
 
 
-def _bind_take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (x (N, C), an array or a TwoPartMatrix, indices (B,)), out (B, C).
-
-    Rows of a TwoPartMatrix are joined, to float32. Indices are not read back: they must be those of
-    rows. Raises InputError.
-    """
-    two_part = isinstance(inputs[0], TwoPartMatrix)
-    dtype = "float32" if two_part else storage(inputs[0])
-    c = TAKE.checked(inputs, out, out_dtype=dtype)
-    return TAKE.bound_to(c, (_join_rows if two_part else _take_rows,))
+def _prepare_take(asked: Asked) -> Call:
+    """Rows of a TwoPartMatrix are joined, to float32. Indices, those of rows, are not read back."""
+    two_part = isinstance(asked.inputs[0], TwoPartMatrix)
+    c = asked.checked(out_dtype="float32" if two_part else storage(asked.inputs[0]))
+    c.order = (_join_rows if two_part else _take_rows,)
+    return c
 
 
-TAKE = Operation(name="take", variants=(_join_rows, _take_rows), binder=_bind_take)
+TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepare_take)
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:

@@ -7,11 +7,12 @@ It allocates its outputs, puts the addresses into the earlier launches and runs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of
+from gpt2block.ops.operation import Operation
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -37,26 +38,23 @@ _inserting = threading.Lock()
 
 
 def call(
-    bind: Callable[..., Bound],
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    **options: Any,
+    operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any
 ) -> Bound:
-    """`bind(inputs, out, **options)`, and run. The launches are not part of the result."""
+    """Bind the operation and run it. The launches are not part of the result."""
     arrays = [array for value in inputs for array in arrays_of("", value).values()]
     plain = all(type(option) in _PLAIN for option in options.values())
     usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
     if out is not None or not usual:  # may overlap an input; bind says what is wrong with others
-        return _bound_and_run(bind, inputs, out, options)
-    addresses, kind = seen(inputs, options.values())  # of one bind, always the same names
-    key = bind, cupy.cuda.runtime.getDevice(), kind
+        return _bound_and_run(operation, inputs, out, options)
+    addresses, kind = seen(inputs, options.values())  # always the same names
+    key = operation, cupy.cuda.runtime.getDevice(), kind
     known = _known.get(key)
     if known is not None:
         try:
             return known.run(addresses)
         except cupy.cuda.memory.OutOfMemoryError:  # bind can say more about it
-            return _bound_and_run(bind, inputs, out, options)
-    bound = _bound_and_run(bind, inputs, out, options)
+            return _bound_and_run(operation, inputs, out, options)
+    bound = _bound_and_run(operation, inputs, out, options)
     known = _kept(addresses, bound)
     if known is not None:
         with _inserting:  # no other thread may change the dict while it finds the oldest
@@ -67,12 +65,9 @@ def call(
 
 
 def _bound_and_run(
-    bind: Callable[..., Bound],
-    inputs: tuple[Any, ...],
-    out: CudaArray | None,
-    options: dict[str, Any],
+    operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None, options: dict[str, Any]
 ) -> Bound:
-    bound = bind(inputs, out, **options)
+    bound = operation.bind_on_device(inputs, out, **options)
     bound.run()
     return bound
 

@@ -16,7 +16,7 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
-from gpt2block.ops.top_logprobs import bind as bind_top
+from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors
@@ -223,7 +223,7 @@ class _Top:
         shape = len(logits), MOST_ALTERNATIVES
         ids, to_ids = _on_host(shape)
         bits, to_bits = _on_host(shape)
-        self.launch = bind_top((logits,), (to_ids, to_bits.view("float32")))
+        self.launch = TOP_LOGPROBS.bind_on_device((logits,), (to_ids, to_bits.view("float32")))
         self.found = Alternatives(ids, bits.view(np.float32))
 
 

@@ -133,7 +133,7 @@ def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
     arrays: Arrays = {}
     options: dict[str, Any] = {}
     for name in inspect.signature(function or getattr(ops, rule.op)).parameters:
-        if name in entries and name not in (operation.keywords if operation else ()):
+        if name in entries and name not in (operation.options if operation else ()):
             arrays[name] = known[name] if name in known else _drawn(d, entries[name], known)
         elif name in known:
             options[name] = known[name]

@@ -98,7 +98,7 @@ def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], re
     else:
         guarded, out = _guarded(result.shape, result.dtype)
     before = {name: _on_host(value) for name, value in arrays.items()}
-    known = {name: value for name, value in options.items() if name in operation.keywords}
+    known = {name: value for name, value in options.items() if name in operation.options}
     try:
         bound = _run(lambda: operation.bind(given, out, **known), guarded)
     except Refused:
