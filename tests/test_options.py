@@ -106,7 +106,7 @@ def test_numbers_of_commands() -> None:
 
 def test_the_options_of_keywords() -> None:
     found = Options.of({"stop": "a", "seed": np.uint8(3), "stop_ids": iter([1]), "samples": 2})
-    assert (found.strings, found.seed, found.sampling.seed) == (("a",), 3, 3)
+    assert (found.stop, found.seed, found.sampling.seed) == (("a",), 3, 3)
     assert (found.stop_ids, found.samples, found.max_new_tokens) == ([1], 2, 200)
     assert Options.of({}).seed is None
     assert Options.of({"sampling": Sampling(seed=9)}).seed == 9

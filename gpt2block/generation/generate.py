@@ -86,7 +86,7 @@ class Run:
     ) -> None:
         reader = encoding  # which may wait until a text is read
         encoding = of_inputs(reader, prompts)
-        if encoding is None and options.strings:
+        if encoding is None and options.stop:
             encoding = of_outputs(reader)
             if encoding is None:
                 raise InputError(
@@ -197,7 +197,7 @@ def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> E
         given = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
         ids = frozenset(given.tolist())
     truncate = options.overflow == "truncate"
-    return Ends(options.max_new_tokens, config.n_ctx, truncate, options.strings, ids, encoding)
+    return Ends(options.max_new_tokens, config.n_ctx, truncate, options.stop, ids, encoding)
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:

@@ -55,7 +55,7 @@ class Options:
         more="An integer of up to 64 bits. None draws a new one for each continuation, which its "
         "Generation.seed reports.",
     )
-    stop: str | Iterable[str] = option(
+    stop: tuple[str, ...] = option(
         (), "A string, or several: the text ends before the first occurrence."
     )
     stop_ids: Iterable[int] | None = option(
@@ -103,18 +103,11 @@ class Options:
                 f", got {self.sampling.min_new_tokens}",
             )
 
-    @property
-    def strings(self) -> tuple[str, ...]:
-        """`stop` as it is stored."""
-        found: Any = self.stop
-        return tuple(found)
-
     @classmethod
     def of(cls, keywords: Mapping[str, Any], caller: str = "GPT2.generate") -> Options:
         """The options that keywords give. caller: that an error about an unknown one names."""
-        for name in keywords:
-            if name not in KEYWORDS:
-                raise unknown_option(caller, name, KEYWORDS)
+        if unknown := [name for name in keywords if name not in KEYWORDS]:
+            raise unknown_option(caller, unknown[0], KEYWORDS)
         drawn = {name: keywords[name] for name in SAMPLING_OPTIONS if name in keywords}
         own = {name: value for name, value in keywords.items() if name not in drawn}
         sampling = own.pop("sampling", None)
