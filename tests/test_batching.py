@@ -12,6 +12,7 @@ import pytest
 
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.generation import batching
 from gpt2block.generation.batching import TURN, Batch
 from gpt2block.generation.rows import Row
 from gpt2block.generation.scheduling import PIECE
@@ -107,8 +108,9 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
 
 
 @EVERYWHERE
-def test_prompts_in_pieces(device: str) -> None:
+def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's pieces, and so its bits, are those alone; rows that run get a token in each step."""
+    monkeypatch.setattr(batching, "PIECE", 5)
     rng = np.random.default_rng(1)
     with on(device):
         m = model(device)
@@ -119,7 +121,7 @@ def test_prompts_in_pieces(device: str) -> None:
             return row_of(m.engine, prompts[index], max_new_tokens=new, seed=index)
 
         def batch(slots: int) -> Batch:
-            return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6, piece=5)
+            return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6)
 
         rows, together = [row(index) for index in range(6)], batch(4)
         together.submit(rows[:1])
@@ -182,9 +184,10 @@ def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: b
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while they wait, or their prompt is computed; the others go on."""
     engine, now = MarkovEngine(cycle(8)), [10.0]
-    monkeypatch.setattr("gpt2block.generation.batching.monotonic", lambda: now[0])
+    monkeypatch.setattr(batching, "monotonic", lambda: now[0])
+    monkeypatch.setattr(batching, "PIECE", 1)
     rows = [row_of(engine, [1] * n, max_new_tokens=6, temperature=0) for n in (1, 1, 3, 1, 1)]
-    batch = Batch(engine, 3, engine.config.n_ctx, tokens_at_once=1, piece=1)
+    batch = Batch(engine, 3, engine.config.n_ctx, tokens_at_once=1)
     batch.submit(rows[:1])
     batch.submit(rows[1:2], deadline=13)
     batch.submit(rows[2:4], deadline=12)
