@@ -12,12 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block import reference
+
 Array = Any  # a NumPy or CuPy array, float32
 
 
 def normal(seed: int, *shape: int) -> Array:
     """Offset normal values, so that a mean or a bias that is left out shows."""
     return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
+
+
+def exact(name: str, *arguments: Any, **attrs: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The function of `reference` on arrays of NumPy in float64, except those of integers."""
+    wide = [
+        a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind not in "iu" else a
+        for a in arguments
+    ]
+    return np.asarray(getattr(reference, name)(*wide, **attrs))
 
 
 def running_sum(terms: Array, xp: Any = np) -> Array:

@@ -1,7 +1,6 @@
-"""Attention over a kv_cache of every dtype, with grouped queries and without, and what fills it.
+"""What is special to attention over a kv_cache of any dtype: how work is shared, and what fills it.
 
-On the CPU emulator and on a GPU. Results are compared with float64 over the numbers that the cache
-holds, with those of a sequence alone, and with the same attention over repeated heads of K and V.
+On the CPU emulator and on a GPU. What every kernel must do is in tests/test_attention_laws.py.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import math
 import sys
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -38,7 +36,8 @@ from gpt2block.ops.attention_cached import (
 )
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from gpt2block.weights.two_part import TwoPartMatrix
-from tests import gpus, plain
+from tests import gpus
+from tests.attentions import KERNELS, Rows, held_by
 from tests.caches import (
     DTYPES,
     FORMATS,
@@ -47,7 +46,6 @@ from tests.caches import (
     Heads,
     assert_right,
     exact,
-    plainly,
     random_cache,
     row_width,
     stored,
@@ -57,7 +55,6 @@ from tests.compiling import Job, assert_clean
 from tests.devices import (
     assert_same_bits,
     combinations,
-    every_device,
     on_gpu,
     one_order,
     running_on,
@@ -69,9 +66,7 @@ from tests.test_terms import terms as terms_of
 Array = NDArray[Any]
 H200 = gpus.H200["most_shared"]
 MODULE = sys.modules[split_geometry.__module__]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_kind = pytest.mark.parametrize("kind", KINDS)
-few = settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -179,50 +174,11 @@ def decoding(
     return q, held, np.array(positions, np.int32)
 
 
-def assert_split_right(
-    device: Any, positions: list[int], n_ctx: int, heads: Heads, kind: str
-) -> None:
-    q, held, position = decoding(heads, positions, n_ctx, kind)
-    got = split(device, q, held, position)
-    for b, at in enumerate(positions):
-        if at >= 0:
-            one = slice(b, b + 1)
-            assert_right(got[one], q[one], held, b, min(at, n_ctx - 1))
-        else:
-            assert np.isnan(got[b]).all(), "a query without keys was written"
-
-
-@every_device
-@every_kind
-def test_split_over_positions(device: Any, kind: str) -> None:
-    positions = [0, 1, 31, 32, 63, 127, 149, 150, -1]
-    assert_split_right(device, positions, 150, (1, 1, 64), kind)
-
-
-SPLIT_HEADS = [
-    *[(3, 3, 16), (16, 16, 1), (14, 2, 8), (3, 3, 7), (8, 2, 64), (4, 2, 48), (4, 2, 64)],
-    *[(1, 1, 250), (1, 1, 128), (4, 1, 128), (3, 1, 256), (1, 1, 255)],  # in several rounds
-]
-
-
-@combinations(times=1, heads=SPLIT_HEADS, kind=KINDS)
-def test_split_of_any_head(device: Any, heads: Heads, kind: str) -> None:
-    assert_split_right(device, [129, 5, 40], 131, heads, kind)
-
-
 @combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64)], kind=KINDS)
-def test_split_alone_and_in_a_batch(device: Any, heads: Heads, kind: str) -> None:
-    """Also in a longer cache, and with repeated heads of K and V."""
+def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
     q, held, position = decoding(heads, [139, 2, 127], 141, kind)
-    together = split(device, q, held, position)
-    for b in (0, 2):
-        one = slice(b, b + 1)
-        alone = split(device, q[one], held.of(one), position[one])
-        np.testing.assert_array_equal(alone, together[one])
     longer = split(device, q, held.longer(7 * 141), position)
-    np.testing.assert_array_equal(longer, together)
-    if not held.kv_dtype:  # there teams have another order of additions
-        np.testing.assert_array_equal(split(device, q, held.ungrouped(), position), together)
+    np.testing.assert_array_equal(longer, split(device, q, held, position))
 
 
 @one_order
@@ -260,37 +216,19 @@ def test_split_is_the_same_however_the_work_is_shared(device: Any, heads: Heads,
         np.testing.assert_array_equal(split(device, q, held, position, **forced), right)
 
 
-@one_order
-def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
-    held = random_cache((3, 3, 8), [40, 40], 40, "float32")
-    q = normal(1, 6, 24)
+@combinations(times=1, kind=KINDS, heads=[(3, 3, 8), (1, 1, 64)])
+def test_split_leaves_out_rows_and_positions_outside(device: Any, kind: str, heads: Heads) -> None:
+    held = random_cache(heads, [40, 40], 40, kind)
+    q = normal(1, 6, heads[0] * heads[2])
     row = device.asarray(np.array([1, -1, 2, 0, 1, -7], np.int32))
     position = device.asarray(np.array([39, 5, 5, -1, 40, -1], np.int32))
-    out = device.asarray(np.full((6, 24), np.nan, np.float32))
+    out = device.asarray(np.full(q.shape, np.nan, np.float32))
     kept = tuple(map(device.asarray, (q, held.k, held.v)))
-    got = ATTENTION_SPLIT.bind((*kept, row, position), out, n_head=3).run().get()
+    options: Any = {"n_head": heads[0], "kv_dtype": held.kv_dtype}
+    got = ATTENTION_SPLIT.bind((*kept, row, position), out, **options).run().get()
     for m in (0, 4):  # 40 counts as the last position
         assert_right(got[m, None], q[m, None], held, 1, 39)
     assert np.isnan(got[[1, 2, 3, 5]]).all()
-
-
-@one_order
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_split_of_values_that_are_not_finite(device: Any, value: float) -> None:
-    """In V they reach the one channel they stand in; a key of -inf weighs nothing."""
-    q, held, position = decoding((3, 3, 16), [139], 141, "float32")
-    q, k, v = np.abs(q) + np.float32(0.1), held.k, held.v
-    clean = split(device, q, held, position)
-    v[0, 77, 19] = value
-    got = split(device, q, held, position)
-    assert not np.isfinite(got[0, 19])
-    np.testing.assert_array_equal(np.delete(got, 19, 1), np.delete(clean, 19, 1))
-    v[0, 77, 19] = 0
-    k[0, :130, 3] = -np.inf  # the first splits, whole
-    q[0, 3] = 1
-    got = split(device, q, held, position)
-    rest = q[:, :16], k[0, 130:140, :16], v[0, 130:140, :16], 9, 1
-    plain.assert_as_accurate(got[:, :16], exact(*rest), plainly(*rest))
 
 
 @combinations(times=1, HS=[16, 3], kv_dtype=list(FORMATS))
@@ -358,109 +296,36 @@ def test_split_without_its_barrier_shows() -> None:
 # --- tiles: packed rows
 
 
-def packed(
-    device: Any, qkv: Array, held: Cache, lengths: list[int], start: list[int], longest: int = 0
-) -> Array:
-    """On a GPU twice, with the same bits."""
-    seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
-    NH, _, HS = held.heads
-    options: Any = {"n_head": NH, "kv_dtype": held.kv_dtype, "variant": "tiles"}
-    results = []
-    for _ in range(1 if replaced() else 2):
-        inputs = tuple(map(device.asarray, (qkv, held.k, held.v, seams, starts)))
-        out = device.asarray(np.full((len(qkv), NH * HS), np.nan, qkv.dtype))
-        bound = ATTENTION_PACKED.bind(inputs, out, longest=longest or max(lengths), **options)
-        results.append(bound.run().get())
-    assert_same_bits(results[0], results[-1])
-    result: Array = results[0]
-    return result
-
-
-def prompts(
-    heads: Heads, lengths: list[int], start: list[int], kind: str
-) -> tuple[Array, Cache, list[slice]]:
-    """Rows, the cache of their keys, and the rows of each sequence."""
-    ends = [s + n for s, n in zip(start, lengths, strict=True)]
-    held = random_cache(heads, ends, max(ends) + 2, kind)
-    qkv = normal(3, sum(lengths), row_width(heads))
-    qkv[:, heads[0] * heads[2] :] = np.nan  # K and V come from the cache
-    at = np.cumsum([0, *lengths]).tolist()
-    return qkv, held, [slice(*pair) for pair in pairwise(at)]
-
-
-def assert_packed_right(
-    device: Any, lengths: list[int], start: list[int], heads: Heads, kind: str
-) -> Array:
-    qkv, held, rows = prompts(heads, lengths, start, kind)
-    got = packed(device, qkv, held, lengths, start)
-    for b, own in enumerate(rows):
-        if lengths[b]:
-            q = qkv[own, : heads[0] * heads[2]].copy()
-            assert_right(got[own], q, held, b, start[b])
-    return got
-
-
-@every_device
-@every_kind
-def test_packed_rows(device: Any, kind: str) -> None:
-    assert_packed_right(device, [3, 0, 70, 1], [0, 9, 5, 66], (2, 2, 16), kind)
-
-
-PACKED_HEADS = [
-    *[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7)],
-    *[(1, 1, 256), (1, 1, 250), (2, 1, 80)],
-]
-
-
-@combinations(times=1, heads=PACKED_HEADS, kind=KINDS)
-def test_packed_rows_of_any_head(device: Any, heads: Heads, kind: str) -> None:
-    """With the same bits alone; from rows of 16 bits, those of float32 rounded once."""
-    lengths, start = [3, 0, 37, 1], [0, 9, 5, 66]
-    got = assert_packed_right(device, lengths, start, heads, kind)
-    qkv, held, rows = prompts(heads, lengths, start, kind)
-    alone = packed(device, qkv[rows[2]], held.of([2]), [37], [5])
-    np.testing.assert_array_equal(alone, got[rows[2]])
-    kinds = ["float16", "bfloat16"] if held.kv_dtype else [kind][kind == "float32" :]
-    for dtype in kinds[:1] if replaced() else kinds:
-        narrow = qkv.astype(DTYPES[dtype])
-        wide = packed(device, narrow.astype(np.float32), held, lengths, start)
-        got = packed(device, narrow, held, lengths, start)
-        assert_same_bits(got, wide.astype(DTYPES[dtype]))
-
-
-@one_order
-@few
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
-    start=st.integers(0, 70),
-    kind=st.sampled_from(["bfloat16", "float8_e5m2"]),
+@combinations(
+    times=1,
+    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80)],
+    kind=KINDS,
+    dtype=["float16", "bfloat16"],
 )
-@example(lengths=[135], start=0, kind="bfloat16")
-def test_packed_rows_of_any_length(device: Any, lengths: list[int], start: int, kind: str) -> None:
-    start_of_each = [start + b for b in range(len(lengths))]
-    assert_packed_right(device, lengths, start_of_each, (2, 2, 16), kind)
-
-
-@one_order
-@every_kind
-def test_a_sequence_gets_its_bits_in_pieces(device: Any, kind: str) -> None:
-    qkv, held, rows = prompts((2, 2, 16), [75, 0, 40, 133], [0, 7, 90, 0], kind)
-    together, at = packed(device, qkv, held, [75, 0, 40, 133], [0, 7, 90, 0]), rows[3].start
-    for n in (1, 62, 5, 65):
-        piece = slice(at, at + n)
-        got = packed(device, qkv[piece].copy(), held.of([3]), [n], [at - rows[3].start])
-        np.testing.assert_array_equal(got, together[piece])
-        at += n
+def test_rows_of_16_bits_give_those_of_float32_rounded_once(
+    device: Any, heads: Heads, kind: str, dtype: str
+) -> None:
+    """Of the dtype of the cache, or of any where the cache is FP8."""
+    narrow = dtype if kind in FORMATS else kind
+    if narrow == "float32":
+        return
+    lengths, starts = [3, 0, 42, 67], [0, 0, 5, 66]
+    qkv = normal(3, sum(lengths), row_width(heads)).astype(DTYPES[narrow])
+    kernel = KERNELS[f"tiles-{kind}"]
+    wide = kernel(device, qkv.astype(np.float32), lengths, heads, True, starts)
+    got = kernel(device, qkv, lengths, heads, True, starts)
+    assert_same_bits(got, wide.astype(DTYPES[narrow]))
 
 
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, held, _ = prompts((1, 1, 64), [90], [0], "bfloat16")
+    kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 64)
+    qkv = kernel.made(90, heads)
     geometry = tiles_geometry(1, 90, 1, 1, 64, 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     with running_on("forward") as device:
-        right = packed(device, qkv, held, [90], [0])
+        right = kernel(device, qkv, [90], heads, True)
         monkeypatch.setattr(MODULE, "tiles_geometry", lambda *_: geometry)
-        np.testing.assert_array_equal(packed(device, qkv, held, [90], [0]), right)
+        assert_same_bits(kernel(device, qkv, [90], heads, True), right)
 
 
 def test_what_lies_outside_is_left_out() -> None:
@@ -477,13 +342,50 @@ def test_what_lies_outside_is_left_out() -> None:
     assert np.isnan(out[17:]).all()
 
 
+def test_what_lies_outside_is_left_out_on_tensor_cores() -> None:
+    """Rows beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
+    n_ctx, C = 20, 64
+    k, v = (normal(n, 3, n_ctx, C).astype(np.float16) for n in (1, 2))
+    qkv = normal(3, 30, 3 * C).astype(np.float16)
+    seams, starts = np.array([0, 12, 25, 70], np.int32), np.array([-3, 15, 2], np.int32)
+    with running_on("forward") as device:
+        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
+        out = device.asarray(np.full((30, C), 7, np.float16))
+        ATTENTION_PACKED.bind(inputs, out, n_head=1, longest=45, variant="mma").run()
+        got = out.get().astype(np.float32)
+    assert np.isfinite(got).all()
+    assert (got[17:25] == 7).all()  # positions 20 and on of the second sequence
+    assert (got[:17] != 7).any(axis=1).all()
+    assert (got[25:] != 7).any(axis=1).all()
+
+
+@one_order
+def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seams, start = device.zeros(2, "int32"), device.zeros(1, "int32")
+
+    def refused(dtype: str, C: int, said: str) -> None:
+        k, v = (device.zeros((1, 9, C), dtype) for _ in range(2))
+        inputs = device.zeros((5, 3 * C), dtype), k, v, seams, start
+        options: Any = {"n_head": 1, "longest": 5}
+        assert ATTENTION_PACKED.bind(inputs, **options).launches[0].name.startswith("attention_c")
+        with pytest.raises(InputError, match=said):
+            ATTENTION_PACKED.bind(inputs, **options, variant="mma")
+
+    refused("float32", 64, "takes qkv, k and v of float16 or bfloat16: use variant tiles")
+    refused("float16", 80, "head size 80: tensor cores take 64 and 128: use variant tiles")
+    monkeypatch.setattr(MODULE, "compute_capability", lambda: 75)
+    refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
+
+
 def test_widening_before_the_barrier_is_needed() -> None:
     """The pieces that others widen are there behind the block's barriers alone."""
     shipped = loader.Source.shipped(TILES)
-    qkv, held, _ = prompts((2, 2, 16), [130], [0], "bfloat16")
+    kernel, heads = KERNELS["tiles-bfloat16"], (2, 2, 16)
+    qkv = kernel.made(130, heads)
+    held = held_by(Rows(qkv, [130], heads, True), "bfloat16")
     seams, starts = np.array([0, 130], np.int32), np.zeros(1, np.int32)
     with running_on("forward") as device:
-        right = packed(device, qkv, held, [130], [0])
+        right = kernel(device, qkv, [130], heads, True)
     geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
@@ -615,10 +517,18 @@ def test_no_spills() -> None:
 @on_gpu
 @every_kind
 def test_split_at_gpt2_sizes(device: Any, kind: str) -> None:
-    positions = [0, 1, 63, 127, 128, 511, 1022, 1023]
-    assert_split_right(device, positions, 1024, (12, 12, 64), kind)
-    assert_split_right(device, [5000, 700], 1024, (25, 25, 64), kind)
-    assert_split_right(device, [2047, 4099, -1], 4100, (8, 8, 128), kind)
+    for positions, n_ctx, heads in (
+        ([0, 1, 63, 127, 128, 511, 1022, 1023], 1024, (12, 12, 64)),
+        ([5000, 700], 1024, (25, 25, 64)),
+        ([2047, 4099, -1], 4100, (8, 8, 128)),
+    ):
+        q, held, position = decoding(heads, positions, n_ctx, kind)
+        got = split(device, q, held, position)
+        for b, at in enumerate(positions):
+            if at >= 0:
+                assert_right(got[b, None], q[b, None], held, b, min(at, n_ctx - 1))
+            else:
+                assert np.isnan(got[b]).all(), "a query without keys was written"
 
 
 @on_gpu
@@ -633,13 +543,6 @@ def test_split_gives_a_row_its_bits_in_any_batch(device: Any, kind: str) -> None
         part = slice(3, 3 + M)
         got = split(device, q[part], held.of(part), position[part])
         np.testing.assert_array_equal(got, right[part])
-
-
-@on_gpu
-@every_kind
-def test_packed_rows_at_gpt2_sizes(device: Any, kind: str) -> None:
-    lengths, start = [1024, 0, 300, 1, 128, 64, 63, 200], [0, 1, 511, 1023, 127, 128, 1, 824]
-    assert_packed_right(device, lengths, start, (12, 12, 64), kind)
 
 
 @one_order

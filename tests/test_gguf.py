@@ -295,7 +295,7 @@ def damaged(file: Path, at: int, change: bytes) -> Path:
     return other
 
 
-def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path, tmp_path: Path) -> None:
+def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path) -> None:
     start = tiny.read_bytes()
     name = b"blk.0.attn_qkv.weight"
     shape, kind = start.index(name) + len(name) + 4, start.index(name) + len(name) + 20
@@ -303,10 +303,25 @@ def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path, tmp_path: Path) 
                shape, shape + 8, kind + 4):  # fmt: skip
         for value in (2**64 - 1, 2**63, 2**40, 2**31):
             refused(damaged(tiny, at, struct.pack("<Q", value)), "truncated or not a GGUF file")
-    for length in (0, 3, 4, 7, 8, 20, 24, 100, 1000, len(start) - 1):
-        cut = tmp_path / "cut.gguf"
-        cut.write_bytes(start[:length])
-        refused(cut, "truncated or not a GGUF file")
+
+
+@pytest.mark.parametrize("alignment", [8, 16, 64, 4096])
+def test_tensors_begin_where_the_alignment_says(
+    alignment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 36 numbers end at no multiple of 32 bytes, the alignment without a key."""
+    monkeypatch.setattr("gguf.gguf_writer.GGUF_DEFAULT_ALIGNMENT", alignment)
+    file = changed(tmp_path, "llama-plain", {"general.alignment": alignment})
+    found, expected = Checkpoint.open(file), Checkpoint.open(GOLDEN / "llama-plain")
+    assert_same_tensors(found, expected, np.float32)
+    places = [tensor.offset for tensor in read_header(file).tensors.values()]
+    assert all(offset is not None and offset % alignment == 0 for offset in places)
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 7, 24, 33, True, 32.0, "32", [32]])
+def test_other_alignments_are_refused(alignment: Any, tmp_path: Path) -> None:
+    file = changed(tmp_path, "llama-plain", {"general.alignment": alignment})
+    refused(file, "general.alignment: expected a power of two from 8, got ")
 
 
 def test_other_damage_says_what_is_wrong(tiny: Path) -> None:

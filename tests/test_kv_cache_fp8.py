@@ -1,4 +1,4 @@
-"""A kv_cache of FP8: what is stored, and whole models. test_attention_cached.py attends to it.
+"""A kv_cache of FP8: what is stored, and whole models. test_attention_laws.py attends to it.
 
 On NumPy, on the CPU emulator and on a GPU. Codes are compared with ml_dtypes.
 """

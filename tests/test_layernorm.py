@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -50,6 +51,7 @@ from tests.devices import (
 )
 
 Array = NDArray[Any]
+exact = partial(plain.exact, "layernorm")
 Arrays = tuple[Array, Array, Array]  # x, gamma, beta
 device = devices.device
 EVERY = tuple(variant.name for variant in OPERATION.variants)
@@ -90,12 +92,6 @@ def test_the_reference_agrees_with_layernorm() -> None:
     mean, rstd = reference.layernorm_stats(x)
     expected = (x - mean[:, None]) * rstd[:, None] * gamma + beta
     np.testing.assert_allclose(reference.layernorm(x, gamma, beta), expected, rtol=1e-13)
-
-
-def exact(x: Array, gamma: Array, beta: Array, eps: float = EPS) -> Array:
-    """The reference in float64."""
-    wide = [a.astype(np.float64) for a in (x, gamma, beta)]
-    return reference.layernorm(wide[0], wide[1], wide[2], eps)
 
 
 def plain_stats(x: Array, eps: float, one_pass: bool) -> tuple[Array, Array]:

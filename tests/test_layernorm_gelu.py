@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,10 @@ from tests.launches import geometry_of, stub
 from tests.plain import normal
 
 Array = NDArray[Any]
+exact = partial(plain.exact, "layernorm_gelu")
 VARIANTS = [variant.name for variant in OPERATION.variants]
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 few = settings(max_examples=5)
-
-
-def exact(
-    x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
-) -> Array:
-    gamma, beta = (None if a is None else a.astype(np.float64) for a in (gamma, beta))
-    return np.asarray(reference.layernorm_gelu(x.astype(np.float64), gamma, beta, eps))
 
 
 def evaluate(

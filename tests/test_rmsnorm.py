@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,7 @@ from tests.devices import (
 from tests.gpus import large_memory
 
 Array = NDArray[Any]
+exact = partial(plain.exact, "rmsnorm")
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 EPS = 1e-6
@@ -40,10 +42,6 @@ few = settings(max_examples=4)
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> Array:
     return np.asarray(plain.normal(seed, *shape).astype(DTYPES[dtype]))
-
-
-def exact(x: Array, weight: Array, eps: float = EPS) -> Array:
-    return reference.rmsnorm(x.astype(np.float64), weight.astype(np.float64), eps)
 
 
 def sequential(x: Array, weight: Array, eps: float = EPS) -> Array:
@@ -284,7 +282,7 @@ def test_widths(dtype: str, C: int) -> None:
     weight = normal(1, C, dtype=dtype)
     for M in (1, 16) if C > 5000 else (1, 16, 500):
         x = normal(M, M, C, dtype=dtype)
-        truth, expected = exact(x, weight), sequential(x, weight)
+        truth, expected = exact(x, weight, EPS), sequential(x, weight)
         for apart in (0, 3):
             got = evaluate("gpu", x, weight, apart=apart).astype(np.float32)
             plain.assert_as_accurate(got, truth, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.devices import H200, combinations, moved, on_every_device, one_order,
 from tests.gpus import large_memory
 
 Array = NDArray[Any]
+exact = partial(plain.exact, "rope")
 
 both_layouts = pytest.mark.parametrize("half_split", [False, True])
 few = settings(max_examples=4)
@@ -40,10 +42,6 @@ few = settings(max_examples=4)
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> Array:
     return np.asarray(plain.normal(seed, *shape).astype(DTYPES[dtype]))
-
-
-def exact(x: Array, start: int = 0, theta: float = 1e4, half_split: bool = False) -> Array:
-    return reference.rope(x.astype(np.float64), start, theta, half_split)
 
 
 def assert_right(got: Array, x: Array, *options: Any) -> None:

@@ -137,6 +137,58 @@ def test_pieces_end_where_they_would_alone(
     assert ends == {row: sum(prompt) for row, prompt in enumerate(prompts)}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "most", "taken"),
+    [
+        ([(0, 3), (0, 3), (0, 3)], 6, [0, 1]),  # exactly as many as a step may take
+        ([(0, 3), (0, 3), (0, 3)], 7, [0, 1, 2]),  # one token fewer: another piece
+        ([(0, 3), (0, 3), (0, 3)], 5, [0, 1]),
+        ([(9, 12), (8, 11), (9, 10)], 7, [0, 1, 2]),  # tokens computed before count for nothing
+        ([(4, 5), (4, 5), (4, 5)], 1, [0]),
+        ([(0, 4), (0, 4), (0, 4)], None, [0, 1, 2]),
+    ],
+)
+def test_a_step_takes_pieces_until_it_has_its_tokens(
+    prompts: list[tuple[int, int]], most: int | None, taken: list[int]
+) -> None:
+    """prompts: first token and end of each; rows that are taken, in order."""
+    pieces: PieceScheduler[int] = PieceScheduler(most, 4)
+    for row, (first, end) in enumerate(prompts):
+        pieces.add(row, row, first, end)
+    assert [each.row for each in pieces.take()] == taken
+
+
+def test_a_slot_has_the_row_that_runs_in_it() -> None:
+    scheduler = scheduler_of(3, 2)
+    scheduler.place()
+    assert [scheduler.slot_of(row) for row in range(3)] == [0, 1, None]
+    scheduler.release(0)
+    assert scheduler.place() == [(0, 2)]
+    assert [scheduler.slot_of(row) for row in range(3)] == [None, 1, 0]
+    assert scheduler.rows_of([1, 0]) == [1, 2]
+
+
+@pytest.mark.parametrize("removed", [1, MOST_REMOVED, MOST_REMOVED + 1])
+def test_rows_that_start_again_can_be_removed(removed: int) -> None:
+    """Alone, and among so many that they are forgotten together. Those that stay start in order."""
+    rows, others = ([object() for _ in range(n)] for n in (4, MOST_REMOVED + 3))
+    scheduler: RowScheduler[object] = RowScheduler(4)
+    scheduler.add(rows)
+    scheduler.place()
+    for slot in range(4):
+        scheduler.release(slot, again=True)
+    scheduler.add(others)
+    gone = [rows[2], *others[1:removed]]
+    for row in gone:
+        scheduler.remove(row)
+    started = []
+    while scheduler.busy:
+        for slot, row in scheduler.place():
+            started.append(row)
+            scheduler.release(slot)
+    assert started == [row for row in [*rows, *others] if row not in gone]
+
+
 def test_a_row_that_waits_can_be_removed() -> None:
     pieces: PieceScheduler[str] = PieceScheduler(4, 4)
     pieces.add(0, "long", 0, 9)

@@ -1,0 +1,394 @@
+"""Every kernel of attention behind one call, whatever it takes, for tests/test_attention_laws.py.
+
+A kernel is a function from packed rows [Q | K | V] and the lengths of their sequences to rows. A
+new one is a line of `KERNELS`; what is special to it, such as its tiles, has a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.cuda import replaced
+from gpt2block.ops._attention_tiles import AttentionTile, mma_geometry
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.attention import VARLEN
+from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
+from gpt2block.reference import joined, two_part
+from gpt2block.weights.two_part import TwoPartMatrix
+from tests import plain
+from tests.caches import FORMATS, KINDS, Cache, Heads, repeated, row_width, stored, widened
+from tests.devices import assert_same_bits
+from tests.gpus import H200
+
+Array = NDArray[Any]
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+MODULE = import_module("gpt2block.ops.attention")
+# Tiles of attention_mma: one warp, and two with two fragments each. The emulator's time goes with
+# the warps; these and the tiles that GPUs get must give the same bits.
+SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
+# hopper with all keys of a query in one warpgroup, or alternate keys in two; "hopper" chooses.
+WAYS = {"whole": False, "alternate": True}
+both_masks = pytest.mark.parametrize("causal", [False, True])
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows [Q | K | V] (N, W) of sequences, and what attention is to make of them.
+
+    starts: tokens of each sequence that are in the cache already, of which no result is wanted.
+    """
+
+    qkv: Array
+    lengths: Sequence[int]
+    heads: Heads
+    causal: bool
+    starts: Sequence[int] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"n_head": self.heads[0], "n_kv_head": self.heads[1]}
+
+    @property
+    def wanted(self) -> Array:
+        """The numbers of the rows with a result."""
+        starts = self.starts or [0] * len(self.lengths)
+        own = zip(parts(self.lengths), starts, strict=True)
+        return np.concatenate([np.arange(part.stop)[part.start + start :] for part, start in own])
+
+    @property
+    def width(self) -> int:
+        return self.heads[0] * self.heads[2]
+
+
+Run = Callable[[Any, Rows], Array]
+
+
+def parts(lengths: Sequence[int]) -> list[slice]:
+    """Of the packed rows, those of each sequence."""
+    return [slice(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *lengths]))]
+
+
+def expanded(qkv: Array, heads: Heads) -> Array:
+    """Rows [Q | K | V] (..., 3Q) of the same attention without groups."""
+    NH, NKV, HS = heads
+    q, k, v = np.split(qkv, [NH * HS, (NH + NKV) * HS], axis=-1)
+    return np.concatenate([q, repeated(k, heads), repeated(v, heads)], axis=-1)
+
+
+# --- ways to call a kernel
+
+
+def by_length(variant: str, cp: Any, rows: Rows, **options: Any) -> Array:
+    """Float32: all sequences of one length at once."""
+    out, own = np.full((len(rows.qkv), rows.width), np.nan, np.float32), parts(rows.lengths)
+    for length in sorted({*rows.lengths} - {0}):
+        those = [part for part in own if part.stop - part.start == length]
+        batch = np.stack([rows.qkv[part] for part in those])
+        x = cp.asarray(batch if len(those) > 1 else batch[0])
+        to = cp.full((*x.shape[:-1], rows.width), np.nan, "float32")
+        bound = ATTENTION.bind(
+            (x,), to, causal=rows.causal, variant=variant, **rows.options, **options
+        )
+        for scores in bound.extra:
+            scores.fill(np.nan)
+        for part, got in zip(those, bound.run().get().reshape(-1, length, rows.width), strict=True):
+            out[part] = got
+    return out
+
+
+def packed(variant: str, cp: Any, rows: Rows, **patched: Any) -> Array:
+    """16 bits: a ragged batch at once; patched: functions of the module of attention."""
+    x = cp.asarray(rows.qkv)
+    out = cp.empty((len(x), rows.width), x.dtype)
+    out.data.memset(0xFF, out.nbytes)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in patched.items():
+            patch.setattr(MODULE, name, function)
+        run(cp, x, out, rows, variant)
+    return np.asarray(out.get())
+
+
+def in_two_parts(
+    variant: str,
+    cp: Any,
+    rows: Rows,
+    convert: Callable[[Array], tuple[Array, Array]] = two_part,
+    one_scale: float | None = None,
+) -> Array:
+    """Float32 as two-part matrices. convert: to parts and scales; one_scale: of all rows."""
+    given, scale = map(cp.asarray, convert(rows.qkv))
+    N, shape = len(rows.qkv), (len(rows.qkv), rows.width)
+    out = cp.full((2, *shape), np.nan, "float16"), cp.full(N, np.nan, "float32")
+    matrix = TwoPartMatrix(given, scale, rows.qkv.shape, one_scale)
+    run(cp, matrix, TwoPartMatrix(*out, shape), rows, variant)
+    return joined(*(each.get() for each in out))
+
+
+def run(cp: Any, x: Any, out: Any, rows: Rows, variant: str) -> None:
+    """One sequence as such, several of one length in a batch, others packed."""
+    options = {**rows.options, "causal": rows.causal, "variant": variant}
+    B, longest = len(rows.lengths), max(rows.lengths)
+    if B > 1 and (isinstance(x, TwoPartMatrix) or {*rows.lengths} != {longest}):
+        starts = cp.asarray(np.cumsum([0, *rows.lengths], dtype=np.int32))
+        VARLEN.bind((x, starts), out, max_seqlen=longest, **options).run()
+        return
+    if B > 1:
+        x, out = (each.reshape(B, longest, -1) for each in (x, out))
+    ATTENTION.bind((x,), out, **options).run()
+
+
+def held_by(rows: Rows, kind: str) -> Cache:
+    """K and V of the rows; NaN, or what stands for it, after each sequence."""
+    Q, KV = rows.width, rows.heads[1] * rows.heads[2]
+    both = np.full((2, len(rows.lengths), max(rows.lengths) + 3, KV), np.nan, rows.qkv.dtype)
+    for b, part in enumerate(parts(rows.lengths)):
+        both[0, b, : rows.lengths[b]] = rows.qkv[part, Q : Q + KV]
+        both[1, b, : rows.lengths[b]] = rows.qkv[part, Q + KV :]
+    k, v = stored(both, kind)
+    return Cache(k, v, rows.heads, kind)
+
+
+def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> Array:
+    """Packed rows, whose K and V come from a cache of this kind."""
+    held, qkv = held_by(rows, kind), rows.qkv[rows.wanted]
+    qkv[:, rows.width :] = np.nan
+    starts = np.array(rows.starts or [0] * len(rows.lengths), np.int32)
+    new = np.array(rows.lengths, np.int32) - starts
+    seams = np.array([0, *np.cumsum(new)], np.int32)
+    inputs = tuple(map(cp.asarray, (qkv, held.k, held.v, seams, starts)))
+    out = cp.asarray(np.full((len(qkv), rows.width), np.nan, qkv.dtype))
+    options |= {"kv_dtype": held.kv_dtype, "variant": variant, "longest": int(new.max())}
+    bound = ATTENTION_PACKED.bind(inputs, out, n_head=rows.heads[0], **options)
+    return np.asarray(bound.run().get())
+
+
+def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
+    """Each row a query of its own, over a cache that has the sequences backwards; one sees no key.
+
+    n_ctx: positions of the cache beyond the longest sequence.
+    """
+    held, wanted = held_by(rows, kind).longer(n_ctx).of(slice(None, None, -1)), rows.wanted
+    ends = np.cumsum(rows.lengths)
+    sequence = np.searchsorted(ends, wanted, side="right")
+    position = wanted - (ends - rows.lengths)[sequence]
+    places = [np.append(len(ends) - 1 - sequence, 0), np.append(position, -1)]
+    q = np.concatenate([rows.qkv[wanted, : rows.width], rows.qkv[:1, : rows.width]])
+    given = (q, held.k, held.v, *(each.astype(np.int32) for each in places))
+    inputs = tuple(map(cp.asarray, given))  # kept: a launch keeps no array alive
+    bound = ATTENTION_SPLIT.bind(inputs, n_head=rows.heads[0], kv_dtype=held.kv_dtype)
+    bound.out.fill(np.nan)
+    got: Array = bound.run().get()
+    assert np.isnan(got[-1]).all(), "a query without keys was written"
+    return got[:-1]
+
+
+# --- kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """run: computes the wanted rows. dtype: of these and those given.
+
+    kind: of the cache that K and V come from, if they do; alike: the kernel without a cache that
+    has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
+    so that a value that is not finite changes how those of other channels are rounded. infinity:
+    whether one in V comes out as such, not as NaN.
+    """
+
+    run: Run
+    dtype: Any = np.float32
+    kind: str = ""
+    alike: str = ""
+    masks: Sequence[bool] = (False, True)
+    capability: int = MMA_CAPABILITY
+    emulated: bool = True
+    one_scale: bool = False
+    infinity: bool = True
+
+    def __call__(
+        self,
+        cp: Any,
+        qkv: Array,
+        lengths: Sequence[int],
+        heads: Heads,
+        causal: bool,
+        starts: Sequence[int] = (),
+    ) -> Array:
+        """On a GPU three times, with the same bits."""
+        rows = Rows(qkv, lengths, heads, causal, starts)
+        found = [self.run(cp, rows) for _ in range(1 if replaced() else 3)]
+        for other in found[1:]:
+            assert_same_bits(found[0], other)
+        return found[0]
+
+    @property
+    def values(self) -> int:
+        """Which of NaN, inf and -inf it may read, in this order: FP8 holds no infinity here."""
+        return 1 if self.narrow else 3
+
+    @property
+    def narrow(self) -> bool:
+        """Whether K and V are FP8."""
+        return self.kind in FORMATS
+
+    def made(self, N: int, heads: Heads) -> Array:
+        """Rows whose K and V the kernel reads as they are."""
+        return self.held(plain.normal(N, N, row_width(heads)).astype(self.dtype), heads)
+
+    def held(self, qkv: Array, heads: Heads) -> Array:
+        """Rows with K and V as they come from the cache."""
+        Q = heads[0] * heads[2]
+        if self.kind:
+            kept = stored(qkv[:, Q:], self.kind)
+            qkv[:, Q:] = widened(kept, self.kind) if self.narrow else kept.astype(self.dtype)
+        return qkv
+
+
+class Family(NamedTuple):
+    """Kernels that take the same heads. The first heads are those of most laws.
+
+    On the emulator the kernels share the others, as each is a program to compile. wide: on a GPU.
+    """
+
+    kernels: dict[str, Kernel]
+    heads: Sequence[Heads]
+    wide: Sequence[Heads] = ()
+
+    def cases(self) -> Iterator[tuple[str, Kernel, Heads, bool]]:
+        """Name, kernel, heads, and whether the emulator runs them too."""
+        for n, (name, kernel) in enumerate(self.kernels.items()):
+            own = self.heads[n + 1 :: len(self.kernels)]
+            for heads in (*self.heads, *self.wide):
+                there = heads in own or heads == self.heads[0]
+                yield name, kernel, heads, kernel.emulated and there
+
+
+def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
+    """Hopper's with all keys of a query in one warpgroup, or alternate keys in two."""
+    hopper: Any = {"capability": HOPPER_CAPABILITY, "emulated": False}
+    for name, dtype in DTYPES.items():
+        tile = SMALL if name == "float16" else PAIR
+        yield f"mma-{name}", Kernel(partial(mma, tile), dtype)
+        for way, few in WAYS.items():
+            run = partial(packed, "hopper", alternates=lambda *_, few=few: few)
+            yield f"hopper-{way}-{name}", Kernel(run, dtype, **hopper)
+    rows: Any = {"one_scale": True, "infinity": False}
+    yield "mma-two-part", Kernel(partial(in_two_parts, "mma"), **rows)
+    yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper)
+
+
+def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
+    """With this tile on the emulator where heads have 64 channels, else with one of GPUs."""
+
+    def geometry(*sizes: Any, sms: int, most_shared: int, HS: int, serves: int) -> Any:
+        return mma_geometry(*sizes, **H200, HS=HS, serves=serves, tile=tile if HS == 64 else None)
+
+    return packed("mma", cp, rows, **({"mma_geometry": geometry} if replaced() else {}))
+
+
+SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
+FAMILIES = (
+    Family(
+        {name: Kernel(partial(by_length, name)) for name in ("mha", "naive", "online")},
+        heads=[(2, 2, 16), (3, 3, 16), (2, 2, 7), (1, 1, 64), (4, 2, 64), (3, 1, 8), (2, 1, 128),
+               (8, 1, 8), (4, 2, 16), (3, 1, 16)],
+        wide=[(12, 12, 64), (3, 3, 80), (2, 2, 256)],
+    ),
+    Family(
+        dict(on_tensor_cores()),
+        heads=[(2, 2, 64), (8, 2, 64), (2, 1, 64), (3, 1, 128), (4, 2, 128), (2, 1, 128)],
+        wide=[(12, 12, 64), (2, 2, 128), (4, 1, 128), (4, 2, 64), (6, 2, 64)],
+    ),
+    Family(
+        {
+            f"split-{kind}": Kernel(
+                partial(one_by_one, kind), kind=kind, **SELF, infinity=False
+            )
+            for kind in KINDS
+        },
+        heads=[(1, 1, 64), (3, 3, 16), (16, 16, 1), (14, 2, 8), (3, 3, 7), (8, 2, 64), (4, 2, 48),
+               (4, 2, 64), (1, 1, 250), (1, 1, 128), (4, 1, 128), (3, 1, 256), (1, 1, 255),
+               (4, 2, 8), (8, 1, 8)],
+        wide=[(12, 12, 64)],
+    ),
+    Family(
+        {
+            f"tiles-{kind}": Kernel(partial(from_cache, "tiles", kind), kind=kind, **SELF)
+            for kind in KINDS
+        },
+        heads=[(2, 2, 16), (3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256),
+               (1, 1, 250), (2, 1, 80)],
+        wide=[(12, 12, 64)],
+    ),
+    Family(
+        {
+            f"cached-mma-{name}": Kernel(
+                partial(from_cache, "mma", name), dtype, name, f"mma-{name}", **SELF
+            )
+            for name, dtype in DTYPES.items()
+        },
+        heads=[(2, 2, 64), (4, 2, 64), (2, 1, 128)],
+        wide=[(12, 12, 64)],
+    ),
+)  # fmt: skip
+
+
+KERNELS = {name: each for family in FAMILIES for name, each in family.kernels.items()}
+
+
+# --- what is right
+
+
+def assert_right(
+    got: Array,
+    qkv: Array,
+    lengths: Sequence[int],
+    heads: Heads,
+    causal: bool,
+    xp: Any = np,
+    starts: Sequence[int] = (),
+) -> None:
+    """As accurate as a sequential evaluation in float32, with its roundings to 16 bits if any."""
+    assert got.dtype == qkv.dtype
+    rows = Rows(expanded(qkv, heads), lengths, heads, causal, starts)
+    own = [part for part in parts(lengths) if part.stop > part.start]
+    exact = [reference.attention(rows.qkv[p].astype(np.float64), heads[0], causal) for p in own]
+    by_hand = [plainly(rows.qkv[p], heads[0], causal, xp) for p in own]
+    truth, expected = (np.concatenate(each)[rows.wanted] for each in (exact, by_hand))
+    plain.assert_as_accurate(got.astype(np.float32), truth, expected.astype(np.float32))
+
+
+def plainly(qkv: Array, n_head: int, causal: bool, xp: Any = np) -> Array:
+    """In float32. Rows of 16 bits with two roundings, as tensor cores take no other numbers: of the
+    softmax's weights, exp(s - max), before they are multiplied, and of the result.
+    """
+    if qkv.dtype == np.float32:
+        return on_host(plain.attention(xp.asarray(qkv), n_head, causal, xp))
+    T = len(qkv)
+    heads = xp.asarray(qkv.astype(np.float32)).reshape(T, 3, n_head, -1)
+    q, k, v = (xp.ascontiguousarray(heads[:, i].transpose(1, 0, 2)) for i in range(3))
+    scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(q.shape[-1] ** 0.5)
+    if causal:
+        scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
+    p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
+    # rounded on the host, whatever CuPy knows of bfloat16
+    weights = xp.asarray(on_host(p).astype(qkv.dtype).astype(np.float32))
+    out = plain.product(weights, v, xp) / plain.running_sum(p, xp)
+    return on_host(out.transpose(1, 0, 2).reshape(T, -1)).astype(qkv.dtype)
+
+
+def on_host(array: Any) -> Array:
+    return np.asarray(array if isinstance(array, np.ndarray) else array.get())

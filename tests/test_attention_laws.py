@@ -1,0 +1,296 @@
+"""What every kernel of attention must do, whatever it computes with and wherever K and V are.
+
+The kernels are those of tests/attentions.py, on the emulator and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import ops, reference
+from gpt2block.emulator import ORDERS
+from tests import plain
+from tests.attentions import (
+    FAMILIES,
+    KERNELS,
+    Kernel,
+    assert_right,
+    both_masks,
+    expanded,
+    parts,
+)
+from tests.caches import Heads
+from tests.devices import GPU, assert_same_bits, running_on, set_attributes
+from tests.gpus import H200, cupy_with, large_memory
+
+Array = NDArray[Any]
+NOT_FINITE = (np.nan, np.inf, -np.inf)
+
+
+@pytest.fixture
+def cp(where: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with running_on(where) as cupy:
+        set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200["most_shared"])
+        cupy_with(kernel.capability)
+        yield cupy
+
+
+def every_kernel(
+    all_heads: bool = False, orders: Sequence[str] = ("shuffled",), names: Sequence[str] = ("",)
+) -> pytest.MarkDecorator:
+    """Where, kernel, heads, and whether there is a mask.
+
+    all_heads: not the first ones alone, and on a GPU the wide ones. orders: on the emulator for the
+    first heads; one is enough for others. names: what those of the kernels begin with.
+    """
+    found = []
+    for family in FAMILIES:
+        for name, kernel, heads, emulated in family.cases():
+            first = heads == family.heads[0]
+            places: list[str] = []
+            if emulated and (first or all_heads):
+                places += orders if first else orders[-1:]
+            if first or all_heads or heads in family.wide:
+                places += ["gpu"]
+            for where, causal in product(places, kernel.masks):
+                if name.startswith(tuple(names)):
+                    text = "-".join((where, name, str(heads), "mask" if causal else "all"))
+                    marks = GPU.marks if where == "gpu" else ()
+                    case = where, kernel, heads, causal
+                    found.append(pytest.param(*case, id=text, marks=marks))
+    return pytest.mark.parametrize(("where", "kernel", "heads", "causal"), found)
+
+
+def values_of(qkv: Array, heads: Heads) -> Array:
+    """A view of V."""
+    return qkv[:, (heads[0] + heads[1]) * heads[2] :]
+
+
+def keys_of(qkv: Array, heads: Heads) -> Array:
+    """A view of K."""
+    NH, NKV, HS = heads
+    return qkv[:, NH * HS : (NH + NKV) * HS]
+
+
+def lengths_of(where: str, heads: Heads) -> list[int]:
+    """Tiles of 16, 32, 64 and 128 rows, whole and not; more than one block of queries."""
+    if where == "gpu":
+        common = heads[2] in (64, 128)
+        long = [777, 1000, 1023, 1024, 2048, 4096][: 6 if heads == (2, 2, 64) else 5 * common]
+        return [300, 0, 1, 127, 128, 129, 640, 65, 64, 17, 100, 256, 257, *long]
+    few = heads[0] <= 3 and heads[0] * heads[2] <= 128  # others take the emulator long
+    return [1, 70, 16, 0, 65, 15, 17, 5, 135, 33] if few else [37, 0, 70, 1, 17]
+
+
+@every_kernel(all_heads=True, orders=ORDERS)
+def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
+    """With the bits of each sequence alone, of two alike, and of repeated heads of K and V.
+
+    With a mask also of its first rows.
+    """
+    lengths = lengths_of(where, heads)
+    qkv = kernel.made(sum(lengths), heads)
+    got = kernel(cp, qkv, lengths, heads, causal)
+    assert_right(got, qkv, lengths, heads, causal, cp if where == "gpu" else np)
+    for part in filter(lambda part: part.stop > part.start, parts(lengths)):
+        T = part.stop - part.start
+        alone = kernel(cp, qkv[part], [T], heads, causal)
+        assert_same_bits(alone, got[part])
+        if T in (17, 1000):
+            two = kernel(cp, np.tile(qkv[part], (2, 1)), [T, T], heads, causal)
+            assert_same_bits(two, np.tile(alone, (2, 1)))
+        if T in (70, 640) and causal:
+            for n in (1, T // 10, 64):
+                assert_same_bits(kernel(cp, qkv[part][:n], [n], heads, True), alone[:n])
+    if heads[1] < heads[0] and not kernel.narrow:  # there teams have another order of additions
+        wide = expanded(qkv, heads)
+        same = kernel(cp, wide, lengths, (heads[0], heads[0], heads[2]), causal)
+        assert_same_bits(same, got)
+
+
+@every_kernel()
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3).filter(any))
+def test_any_batch(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool, lengths: list[int]
+) -> None:
+    qkv = kernel.made(sum(lengths), heads)
+    got = kernel(cp, qkv, lengths, heads, causal)
+    assert_right(got, qkv, lengths, heads, causal, cp if where == "gpu" else np)
+
+
+@every_kernel()
+def test_what_a_row_does_not_see_leaves_no_trace(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """Later keys, and other sequences: no bit changes, whatever stands there.
+
+    Those that see it are not finite.
+    """
+    lengths, keys = [30, 75], [0, 5, 37, 73]
+    if where == "gpu":
+        lengths, keys = [130, 475, 300], [0, 1, 63, 64, 100, 128, 300, 473]
+    qkv = kernel.made(sum(lengths), heads)
+    clean = kernel(cp, qkv, lengths, heads, causal)
+    own = parts(lengths)[1]
+    for value in NOT_FINITE[: kernel.values]:
+        others = np.full_like(qkv, value)
+        others[own] = qkv[own]
+        got = kernel(cp, others, lengths, heads, causal)
+        assert_same_bits(got[own], clean[own])
+        for key in keys if causal else ():
+            first = own.start + key + 1
+            for columns in (keys_of, values_of):
+                wrong = others.copy()
+                columns(wrong, heads)[first:] = value
+                got = kernel(cp, wrong, lengths, heads, causal)
+                assert_same_bits(got[own.start : first], clean[own.start : first])
+                if np.isnan(value) or columns is values_of:
+                    assert not np.isfinite(got[first : own.stop].astype(np.float32)).any()
+
+
+@every_kernel()
+def test_values_that_are_not_finite(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """In V they reach the one channel they stand in, of the queries that see them."""
+    T, HS = 75 if where != "gpu" else 300, heads[2]
+    qkv = kernel.made(T, heads)
+    clean = kernel(cp, qkv, [T], heads, causal)
+    for key in (37, 70) if where != "gpu" else (0, 63, 64, 141, 192, 256, 299):
+        for value in NOT_FINITE[: kernel.values]:
+            wrong = qkv.copy()
+            values_of(wrong, heads)[key, -HS + 3] = value
+            got = kernel(cp, wrong, [T], heads, causal).astype(np.float32)
+            reached = np.zeros(got.shape, bool)
+            reached[key if causal else 0 :, -HS + 3] = True
+            assert np.isfinite(got[~reached]).all()
+            assert not np.isfinite(got[reached]).any()
+            if kernel.infinity:
+                np.testing.assert_array_equal(got[reached], np.float32(value))
+            if kernel.one_scale:
+                reached[key if causal else 0 :] = True
+            np.testing.assert_array_equal(got[~reached], clean.astype(np.float32)[~reached])
+        wrong = qkv.copy()
+        keys_of(wrong, heads)[key, 5] = np.nan  # of the first head, which serves one or several
+        got = kernel(cp, wrong, [T], heads, causal).astype(np.float32)
+        reached = np.zeros(got.shape, bool)
+        reached[key if causal else 0 :, : heads[0] // heads[1] * HS] = True
+        assert np.isnan(got[reached]).all()
+        assert np.isfinite(got[~reached]).all()
+        if not kernel.one_scale:
+            np.testing.assert_array_equal(got[~reached], clean.astype(np.float32)[~reached])
+
+
+@every_kernel()
+def test_scores_that_are_not_finite(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """NaN in Q is its query's alone; a key with a score of -inf weighs nothing."""
+    T, alone = 150, (1, 1, heads[2])
+    qkv = np.abs(kernel.made(T, alone))
+    qkv[3, 2] = np.nan
+    got = kernel(cp, qkv, [T], alone, causal).astype(np.float32)
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.delete(got, 3, axis=0)).all()
+    if kernel.narrow or kernel.one_scale:
+        return
+    qkv = kernel.held(np.abs(kernel.made(T, alone)) + qkv.dtype.type(1), alone)
+    keys_of(qkv, alone)[:130, 2] = -np.inf  # all keys of the first tiles, of any size
+    got = kernel(cp, qkv, [T], alone, causal)
+    if causal:
+        assert np.isnan(got[:130].astype(np.float32)).all()  # they see nothing else
+    assert_right(got[130:], qkv[130:], [T - 130], alone, causal)
+
+
+@every_kernel()
+def test_scores_of_any_size(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """In the hundreds and thousands, where exp of anything but score - max is inf; largest ones
+    that grow and fall from tile to tile, or are far below the zero of others.
+    """
+    T, alone = 200 if where != "gpu" else 600, (1, 1, heads[2])
+    for ramp in (np.linspace(0.1, 40, T), np.linspace(40, 0.1, T), np.linspace(-24, 24, T), 30):
+        qkv = kernel.made(T, alone)
+        keys = keys_of(qkv, alone)
+        keys[:] = keys.astype(np.float32) * np.reshape(ramp, (-1, 1))
+        qkv = kernel.held(qkv, alone)
+        got = kernel(cp, qkv, [T], alone, causal)
+        assert_right(got, qkv, [T], alone, causal, cp if where == "gpu" else np)
+
+
+@every_kernel(all_heads=True, orders=ORDERS, names=["tiles", "cached"])
+def test_prompts_that_are_continued(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """The bits of all rows at once, and of the kernel without a cache that computes alike.
+
+    Starts before, at and after the borders of tiles of keys; a sequence without new rows. In
+    pieces, also with values that are not finite.
+    """
+    lengths, starts = [70, 9, 64, 130, 81], [5, 9, 63, 64, 17]
+    if where == "gpu":
+        lengths, starts = [1024, 300, 700, 1000, 9], [512, 299, 0, 333, 9]
+    qkv = kernel.made(sum(lengths), heads)
+    whole = kernel(cp, qkv, lengths, heads, causal)
+    if kernel.alike:
+        assert_same_bits(KERNELS[kernel.alike](cp, qkv, lengths, heads, causal), whole)
+    got = kernel(cp, qkv, lengths, heads, causal, starts)
+    tails = zip(parts(lengths), starts, strict=True)
+    assert_same_bits(got, np.concatenate([whole[p][start:] for p, start in tails]))
+    own = qkv[parts(lengths)[3]][:130]
+    for value, keys in ((1, []), *((value, [18, 80]) for value in NOT_FINITE[: kernel.values])):
+        values_of(own, heads)[keys, -heads[2] // 2 :] = value
+        right = kernel(cp, own, [130], heads, causal).astype(np.float32)
+        for first, end in pairwise((0, 1, 15, 16, 30, 63, 66, 129, 130)):
+            piece = kernel(cp, own[:end], [end], heads, causal, [first])
+            np.testing.assert_array_equal(piece.astype(np.float32), right[first:end])
+
+
+@pytest.mark.gpu
+@both_masks
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("online", 20), ("online", 64), *((name, 64) for name in KERNELS if name.endswith("16")
+                                       and name.startswith(("mma", "hopper")))],
+)  # fmt: skip
+def test_a_long_sequence(name: str, size: int, causal: bool) -> None:
+    """Some of 65,541 queries; the scores of all would take 17 GB."""
+    T, kernel = 65541, KERNELS[name]
+    cp, qkv = cupy_with(kernel.capability), kernel.made(T, (1, 1, size))
+    got = kernel(cp, qkv, [T], (1, 1, size), causal).astype(np.float32)
+    assert np.isfinite(got).all()
+    rows = np.array([0, 1, 127, 128, 30000, T - 6, T - 5, T - 1])
+    mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)
+    q, k, v = (qkv[:, i * size : (i + 1) * size] for i in range(3))
+    wide = [a.astype(np.float64) for a in (q[rows], k, v)]
+    truth = reference.softmax(wide[0] @ wide[1].T / np.sqrt(size) + mask) @ wide[2]
+    narrow = [a.astype(np.float32) for a in (q[rows], k, v)]
+    scores = plain.product(narrow[0], narrow[1].T) / np.float32(np.sqrt(size))
+    scores = scores + mask.astype(np.float32)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    rounded = weights.astype(qkv.dtype).astype(np.float32)
+    expected = plain.product(rounded, narrow[2]) / plain.running_sum(weights)
+    plain.assert_as_accurate(got[rows], truth, expected.astype(qkv.dtype).astype(np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "variant"), [("float32", "online"), ("float16", None)])
+def test_offsets_beyond_32_bits(dtype: str, variant: str | None) -> None:
+    """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
+    cp, (B, T, width) = cupy_with(), (1025, 1024, 2304)
+    with large_memory(np.dtype(dtype).itemsize * B * T * width * 4 // 3):
+        qkv = cp.full((B, T, width), cp.nan, dtype)
+        qkv[-1] = cp.asarray(plain.normal(0, T, width).astype(dtype))
+        got = ops.attention(qkv, 12, True, variant)[-1]
+        assert bool((got == ops.attention(qkv[-1], 12, True, variant)).all())
+        del qkv, got
