@@ -137,7 +137,7 @@ class Truth:
     """What a model should give for a sequence, in float64 and in its own precision."""
 
     def __init__(self, model: Any, ids: Array) -> None:
-        dtype = FLOATS[model.dtype if model.dtype in FLOATS else "float16"]
+        dtype = FLOATS.get(model.formats.dtype, np.float16)
         w = stored(model)
         self.ids = ids
         self.exact = computed(w, ids, np.asarray, np.float64)

@@ -289,7 +289,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 def run_loop(spec: dict[str, Any]) -> None:
     """Compute shards like a worker, without Dask, until the time is over, and `EDGE` more."""
     given = {**spec["job"], "keep": tuple(spec["job"]["keep"])}
-    job = Job(**{**given, "formats": Formats(**given["formats"])}).checked()
+    job = Job(**{**given, "formats": Formats(given["formats"]["dtype"])}).checked()
     job = replace(job, device=engine_of(job.device))
     files = records.find_files([spec["lines"]] * spec["repeat"])
     waiting = iter(records.cut(files, job.shard_size, [job.column]))

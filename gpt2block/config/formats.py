@@ -35,9 +35,10 @@ def told(default: Any, text: str) -> Any:
 class Formats:
     """How the numbers of a model are stored.
 
-    dtype: of the matrices of the weights. kv_dtype: of keys and values, or None for `cache_dtype`
-    to follow from dtype. allow_nonfinite: whether weights may be infinite or NaN. Raises
-    InputError.
+    dtype: of the matrices of the weights. kv_dtype: of keys and values, or None for what follows
+    from dtype. allow_nonfinite: whether weights may be infinite or NaN. Raises InputError.
+
+    cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
     """
 
     dtype: str = told(
@@ -50,10 +51,17 @@ class Formats:
         "by default that of the weights, float16 with FP8.",
     )
     allow_nonfinite: bool = False
+    cache_dtype: str = field(init=False, repr=False, compare=False)
+    fp8_cache: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_flag("allow_nonfinite", self.allow_nonfinite)
+        self._check_kv_dtype()
+        kept = self.kv_dtype or own_cache_dtype(self.dtype)
+        vars(self).update(cache_dtype=kept, fp8_cache=kept if kept in FP8 else None)
+
+    def _check_kv_dtype(self) -> None:
         own, kv_dtype = own_cache_dtype(self.dtype), self.kv_dtype
         if kv_dtype is None:
             return
@@ -70,16 +78,6 @@ class Formats:
                 ", or another one of them",
             )
 
-    @property
-    def cache_dtype(self) -> str:
-        """The dtype of the KV cache."""
-        return self.kv_dtype or own_cache_dtype(self.dtype)
-
-    @property
-    def fp8_cache(self) -> str | None:
-        """The dtype of a KV cache of FP8; None for another one."""
-        return self.cache_dtype if self.cache_dtype in FP8 else None
-
     def __str__(self) -> str:
         """The dtype of the weights, and of another KV cache than usual."""
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
@@ -94,8 +92,9 @@ class Formats:
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # which there was
         for each in fields(self):
-            if each.name not in found and getattr(self, each.name) != each.default:
-                found[each.name] = getattr(self, each.name)
+            value = getattr(self, each.name)
+            if each.init and each.name not in found and value != each.default:
+                found[each.name] = value
         return found
 
 
