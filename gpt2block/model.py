@@ -17,7 +17,7 @@ from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig, check_count
-from gpt2block.config.formats import REMOVED
+from gpt2block.config.formats import REMOVED, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
@@ -30,8 +30,6 @@ from gpt2block.run.model import (
     KVCache,
     Tensors,
     TracedEngine,
-    check_dtype,
-    kv_cache_dtype,
 )
 from gpt2block.sampling import DEFAULT_TEMPERATURE, LogitBias, Sampling, given, with_defaults
 from gpt2block.tokenizers.encoding import Encoding, as_array
@@ -104,8 +102,8 @@ class Model(Generic[Weights]):
                 f"weights: expected a {self.WEIGHTS.__name__}, got {type(weights).__name__}: see "
                 f"{type(self).__name__}.from_pretrained"
             )
-        given = device, dtype, allow_nonfinite, kv_dtype
-        self._set_up(weights.config, weights.tensors(), *given)
+        formats = Formats(dtype, kv_dtype, allow_nonfinite)
+        self._set_up(weights.config, weights.tensors(), device, formats)
 
     @classmethod
     @named_options(**REMOVED)
@@ -127,8 +125,18 @@ class Model(Generic[Weights]):
         read. device, dtype, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a branch,
         tag or commit. Raises CheckpointError, and InputError for weights that are not finite.
         """
-        check_dtype(dtype)
-        kv_cache_dtype(dtype, kv_dtype)
+        formats = Formats(dtype, kv_dtype, allow_nonfinite)
+        return cls._loaded(name, device, formats, progress, revision)
+
+    @classmethod
+    def _loaded(
+        cls: type[Loaded],
+        name: str | Path | Checkpoint,
+        device: str | None,
+        formats: Formats,
+        progress: Progress,
+        revision: str | None,
+    ) -> Loaded:
         check_callable("progress", progress)
         begin(device)
         checkpoint = Checkpoint.open(name, revision)
@@ -141,9 +149,7 @@ class Model(Generic[Weights]):
             )
         model: Loaded = kind.__new__(kind)
         model._checkpoint = checkpoint
-        tensors = progress(checkpoint.tensors())
-        given = device, dtype, allow_nonfinite, kv_dtype
-        model._set_up(checkpoint.config, tensors, *given)
+        model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, formats)
         return model
 
     @classmethod
@@ -165,7 +171,7 @@ class Model(Generic[Weights]):
                 f"config: expected a {cls.CONFIG.__name__}, got {type(config).__name__}"
             )
         model: Loaded = cls.__new__(cls)
-        model._set_up(config, tensors, device, dtype, False, kv_dtype)
+        model._set_up(config, tensors, device, Formats(dtype, kv_dtype))
         return model
 
     _checkpoint: Checkpoint | None = None
@@ -175,39 +181,42 @@ class Model(Generic[Weights]):
         config: ModelConfig,
         tensors: Tensors,
         device: str | None,
-        dtype: str,
-        allow_nonfinite: bool,
-        kv_dtype: str | None,
+        formats: Formats,
     ) -> None:
-        check_dtype(dtype)
-        check_flag("allow_nonfinite", allow_nonfinite)
-        self.config, self.dtype = config, dtype
-        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
+        self.config, self.formats = config, formats
         index = resolve_device(device)
         self.engine: TracedEngine
         if index is None:
             from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
-            self.engine = NumpyModel(config, tensors, dtype, allow_nonfinite, kv_dtype)
+            self.engine = NumpyModel(config, tensors, formats)
         else:
             from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
-            given = dtype, index, allow_nonfinite, kv_dtype
-            self.engine = CudaModel(config, tensors, *given)
+            self.engine = CudaModel(config, tensors, formats, index)
 
     def __repr__(self) -> str:
         c = self.config
         sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
         return (
             f"{type(self).__name__}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
-            f"{self.dtypes}, {self.device}, {self.nbytes:,} bytes)"
+            f"{self.formats}, {self.device}, {self.nbytes:,} bytes)"
         )
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights' matrices."""
+        return self.formats.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of keys and values in the kv_cache."""
+        return self.formats.cache_dtype
 
     @property
     def dtypes(self) -> str:
         """The dtype of the weights, and of another kv_cache than usual."""
-        own = kv_cache_dtype(self.dtype)
-        return self.dtype if self.kv_dtype == own else f"{self.dtype}, kv_cache {self.kv_dtype}"
+        return str(self.formats)
 
     @property
     def device(self) -> str:
@@ -715,9 +724,19 @@ def from_pretrained(
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """
-    model: Model[Any] = Model.from_pretrained(
-        name, device, dtype, progress, allow_nonfinite, revision, kv_dtype
-    )
+    formats = Formats(dtype, kv_dtype, allow_nonfinite)
+    return load(name, device, formats, progress, revision)
+
+
+def load(
+    name: str | Path | Checkpoint,
+    device: str | None,
+    formats: Formats,
+    progress: Progress = iter,
+    revision: str | None = None,
+) -> Model[Any]:
+    """`from_pretrained`, in these formats."""
+    model: Model[Any] = Model._loaded(name, device, formats, progress, revision)
     return model
 
 

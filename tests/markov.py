@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.config import GPT2Config
+from gpt2block.config.formats import USUAL
 from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.sampling import Sampling
 
@@ -63,7 +64,7 @@ class MarkovEngine:
     def __init__(
         self, table: Floats, n_ctx: int = 64, script: Sequence[Iterable[int]] | None = None
     ) -> None:
-        self.dtype, self.divides_prompts = "float32", True
+        self.formats, self.divides_prompts = USUAL, True
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script

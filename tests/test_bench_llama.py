@@ -28,6 +28,7 @@ from gpt2block.bench.measure import tolerance
 from gpt2block.bench.token_works import Steps
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
+from gpt2block.config.formats import USUAL, Formats
 from gpt2block.cuda import cupy
 from gpt2block.emulator import loader
 from gpt2block.passes.forward import Product
@@ -53,7 +54,7 @@ def test_bytes_of_llama_7b() -> None:
     """13.5 GB in float16, of which a step does not read wte; a token's keys take 512 KiB."""
     model = RandomLlama(SHAPES["7b"], "float16")
     wte = 2 * 32000 * 4096
-    assert model.weight_bytes == weight_bytes(model.config, "float16") - wte
+    assert model.weight_bytes == weight_bytes(model.config, Formats("float16")) - wte
     assert model.token_bytes == 2 * 32 * 4096 * 2
     step = llama_decode(model, 1)
     assert step.traffic == pytest.approx(13.48e9, rel=0.01)
@@ -181,7 +182,7 @@ def check_exact(model: RandomLlama) -> None:
     """The logits that results are compared with are NumPy's, but for keys stored in float16."""
     ids = Steps(model, 1, 6).prompts()[0]
     tensors = list(model.on(0).tensors())
-    exact = NumpyModel(TINY, tensors, "float32").forward([ids], "last")[0]
+    exact = NumpyModel(TINY, tensors, USUAL).forward([ids], "last")[0]
     off = np.abs(model.last_logits(ids) - exact).max() / np.abs(exact).max()
     assert off < tolerance("float16")
 

@@ -23,6 +23,7 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
+from gpt2block.config.formats import Formats
 from gpt2block.run.model import in_groups
 from tests.command_line import gpt2block
 from tests.markov import MarkovEngine, cycle
@@ -198,12 +199,16 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
         ({"dtype": "int8"}, "dtype: expected one of float32, "),
-        ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
+        (
+            {"kv_dtype": "float8_e5m2"},
+            "kv_dtype 'float8_e5m2': expected weights of 16 bits",
+        ),
     ],
 )
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:
+    stored = {name: wrong.pop(name) for name in ("dtype", "kv_dtype") if name in wrong}
     with pytest.raises(InputError, match=message):
-        Job("score", output="nowhere", **wrong).checked()
+        Job("score", output="nowhere", formats=Formats(**stored), **wrong).checked()
 
 
 @pytest.mark.parametrize(

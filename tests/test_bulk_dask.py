@@ -29,6 +29,7 @@ from gpt2block.bulk.job import Job, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import map as cli_map
+from gpt2block.config.formats import Formats
 from gpt2block.run.model import weight_bytes
 from tests.command_line import gpt2block
 from tests.inline_cluster import contents
@@ -178,7 +179,7 @@ def test_one_worker_for_each_core_by_default(
 def test_workers_are_limited_by_shards_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     job, todo = Job("score", output="nowhere"), [object()] * 9
     assert driver._most(job, todo) == 9  # type: ignore[arg-type]
-    weights = weight_bytes(Checkpoint.open("shakespeare").config, "float32")
+    weights = weight_bytes(Checkpoint.open("shakespeare").config, Formats("float32"))
     file = ROOT / "gpt2block/models/shakespeare/model.safetensors"
     assert weights == pytest.approx(file.stat().st_size * 2, rel=0.02)  # it is stored in float16
     for memory, count in ((7 * weights, 3), (weights, 1)):

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from gpt2block import GPT2Weights, LlamaWeights, from_pretrained, reference
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli.generate import DEFAULT_PROMPT
+from gpt2block.config.formats import DTYPES
 from gpt2block.cuda.kernels import FP8
 from gpt2block.model import Model
-from gpt2block.run.model import DTYPES
 from gpt2block.tokenizers import tokenizer
 
 ROOT = Path(__file__).parent.parent

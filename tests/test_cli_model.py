@@ -20,6 +20,7 @@ from gpt2block.cli import generate as cli_generate
 from gpt2block.cli import score as cli_score
 from gpt2block.cli.info import _print_info
 from gpt2block.cli.model import ModelOptions, load_model
+from gpt2block.config.formats import USUAL, Formats
 from gpt2block.errors import CheckpointError
 from gpt2block.run.model import weight_bytes
 from gpt2block.sampling import DEFAULT_TEMPERATURE
@@ -37,8 +38,7 @@ def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
         config=engine.config,
         tokenizer=byte_encoding(end=end),
         name="a table",
-        dtype="float32",
-        kv_dtype="float32",
+        formats=USUAL,
         dtypes="float32",
         device="no device",
     )
@@ -110,7 +110,7 @@ def test_options_arrive(command: Command) -> None:
         "--min-new-tokens=2 --samples=2 --json"
     )
     ran = command("generate", "abc", *options.split())
-    assert command.asked == [ModelOptions("m", "v1", "float16", "float8_e5m2", "cpu")]
+    assert command.asked == [ModelOptions("m", "v1", Formats("float16", "float8_e5m2"), "cpu")]
     command("generate", "abc", "--max-new-tokens=1")
     decoding, default = command.model.engine.decodings
     assert default.sampling[0].temperature == DEFAULT_TEMPERATURE
@@ -390,13 +390,13 @@ def test_memory_of_each_dtype() -> None:
     checkpoint = Checkpoint.open("shakespeare")
     matrices = 6 * 12 * 256 * 256 + 256 * 256
     rest = 4 * (4_870_144 - matrices)
-    assert weight_bytes(checkpoint.config, "bfloat16") == 2 * matrices + rest
-    assert weight_bytes(checkpoint.config, "float8_e5m2") == matrices + rest
+    assert weight_bytes(checkpoint.config, Formats("bfloat16")) == 2 * matrices + rest
+    assert weight_bytes(checkpoint.config, Formats("float8_e5m2")) == matrices + rest
     scales = 4 * (6 * (768 + 256 + 1024 + 256) + 256)
-    assert weight_bytes(checkpoint.config, "float8_e4m3fn") == matrices + rest + scales
+    assert weight_bytes(checkpoint.config, Formats("float8_e4m3fn")) == matrices + rest + scales
     more_tokens = replace(checkpoint.config, vocab_size=300)  # more than channels
     added = 44 * (256 + 4)  # rows of wte, and their scales
-    assert weight_bytes(more_tokens, "float8_e4m3fn") == matrices + rest + scales + added
+    assert weight_bytes(more_tokens, Formats("float8_e4m3fn")) == matrices + rest + scales + added
 
 
 def test_help_imports_nothing_slow() -> None:

@@ -30,7 +30,7 @@ from gpt2block import (
 )
 from gpt2block.bench.measure import tolerance
 from gpt2block.checks import FLOATS
-from gpt2block.run.model import DTYPES
+from gpt2block.config.formats import DTYPES
 from tests.devices import assert_same_bits, running_on
 
 SMALL = {

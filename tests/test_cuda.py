@@ -29,9 +29,9 @@ from tests.gpus import large_memory
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
 from gpt2block.checks import FLOATS
+from gpt2block.config.formats import DTYPES
 from gpt2block.run import recording
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
-from gpt2block.run.model import DTYPES
 
 pytestmark = pytest.mark.gpu
 Block = partial(gpt2block.Block, kernels="skeleton")  # the documents' kernels

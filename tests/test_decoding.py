@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.config.formats import DTYPES
 from gpt2block.generation import generate
 from gpt2block.generation.rows import Generation
 from gpt2block.run import cuda_decoding
-from gpt2block.run.model import DTYPES, Ids, Start, start_all
+from gpt2block.run.model import Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, SOMEWHERE, running_on
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table

@@ -24,6 +24,7 @@ from gpt2block.bench.token_works import RandomGPT2
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
+from gpt2block.config.formats import USUAL, Formats, with_cache
 from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import cupy, kernels
 from gpt2block.emulator import loader
@@ -31,7 +32,6 @@ from gpt2block.ops import _linear_mma_tiles
 from gpt2block.ops.attention_cached import APPEND, append_geometry
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
-from gpt2block.run.model import kv_cache_dtype, kv_cache_dtypes
 from tests import gpus
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
@@ -346,13 +346,14 @@ def test_compare_shows_what_rounding_costs(device: Any) -> None:
 
 
 def test_the_dtype_of_the_cache() -> None:
-    assert kv_cache_dtype("float8_e5m2") == "float16"
-    assert kv_cache_dtype("bfloat16", "bfloat16") == "bfloat16"
-    assert kv_cache_dtype("float8_e5m2", "float8_e4m3fn") == "float8_e4m3fn"
-    narrow = kv_cache_dtypes("float8_e5m2")
+    assert Formats("float8_e5m2").cache_dtype == "float16"
+    assert Formats("bfloat16", "bfloat16").cache_dtype == "bfloat16"
+    assert Formats("float8_e5m2", "float8_e4m3fn").cache_dtype == "float8_e4m3fn"
+    narrow = {each.dtype: each.cache_dtype for each in with_cache("float8_e5m2")}
     assert set(narrow) == {"float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"}
     assert set(narrow.values()) == {"float8_e5m2"}
-    assert kv_cache_dtypes(None)["float32"] == "float32"
+    assert next(with_cache(None)) == USUAL
+    assert (USUAL.dtype, USUAL.cache_dtype) == ("float32", "float32")
     model = made("gpt2", "float16", "float8_e5m2")
     assert model.kv_dtype == "float8_e5m2"
     assert "float16, kv_cache float8_e5m2, CPU" in repr(model)
@@ -448,7 +449,8 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
     arguments = "map", "score", str(lines), "--output", str(tmp_path / "out")
     text = gpt2block(*arguments, "--kv-dtype", "float8_e5m2").error
     assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits" in text
-    job = bulk_job.Job("score", output="out", kv_dtype="float8_e5m2")
+    formats = Formats("bfloat16", "float8_e5m2")
+    job = bulk_job.Job("score", output="out", formats=formats)
     assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"
 
 

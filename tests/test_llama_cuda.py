@@ -17,6 +17,7 @@ from gpt2block.bench.measure import tolerance
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
+from gpt2block.config.formats import USUAL
 from gpt2block.run.model import weight_bytes
 from tests.devices import GPU, running_on
 from tests.tokenizer_files import sentence_piece
@@ -156,7 +157,7 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
 
     path = GOLDEN / "llama-grouped"
     needed = Llama.from_pretrained(path, device=device).nbytes
-    assert needed == weight_bytes(Llama.from_pretrained(path, device="cpu").config, "float32")
+    assert needed == weight_bytes(Llama.from_pretrained(path, device="cpu").config, USUAL)
     if cuda.replaced():
         monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed - 1, 1 << 40))
         message = f"the weights take {needed:,} bytes in float32, the GPU has {needed - 1:,} bytes"

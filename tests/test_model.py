@@ -20,9 +20,10 @@ from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.checks import SAMPLING_OPTIONS
 from gpt2block.cli.model import GenerateOptions
+from gpt2block.config.formats import DTYPES, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.generation.generate import Run
-from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
+from gpt2block.run.model import start_all
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import running_on
@@ -197,7 +198,7 @@ def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) 
     wte = rounded(w.wte, "NK")
     same = replace(w, blocks=tuple(blocks), wte=wte, lm_head=wte)
     expected = truth(same, ids)
-    kept = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[kv_cache_dtype(dtype)]
+    kept = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[own_cache_dtype(dtype)]
     limit = max(2 * float32_error(same, ids), kept * np.abs(expected).max())
     assert np.abs(model(SMALL, device, dtype)(ids) - expected).max() <= limit
     if dtype in FP8:

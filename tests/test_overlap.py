@@ -28,6 +28,7 @@ from gpt2block import (
 )
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checks import FLOATS
+from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, kernels, overlap, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
@@ -182,7 +183,7 @@ def model_and_ids(
     weights = kind.random(3, config).tensors()
     length = 14 if replaced() else 33  # with fewer tiles, and so programs to compile
     ids = np.random.default_rng(0).integers(config.vocab_size, size=length, dtype=np.int32)
-    return CudaModel(config, weights, "bfloat16", 0, kv_dtype=kv_dtype), ids
+    return CudaModel(config, weights, Formats("bfloat16", kv_dtype), 0), ids
 
 
 # --- the probes themselves, and the emulator's error ----------------------------------------------

@@ -29,6 +29,7 @@ from gpt2block import GPT2, GPT2Config, cuda, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
 from gpt2block.checks import FLOATS
 from gpt2block.config import block_shapes
+from gpt2block.config.formats import Formats
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -136,7 +137,7 @@ class Truth:
     """What a model should give for a sequence, in float64 and in its own precision."""
 
     def __init__(self, model: Any, ids: Array) -> None:
-        dtype = FLOATS[model.dtype if model.dtype in FLOATS else "float16"]
+        dtype = FLOATS.get(model.formats.dtype, np.float16)
         w = stored(model)
         self.ids = ids
         self.exact = computed(w, ids, np.asarray, np.float64)
@@ -202,7 +203,7 @@ def on(config: GPT2Config, dtype: str) -> Any:
 
 
 def made(config: GPT2Config, dtype: str) -> CudaModel:
-    model = CudaModel(config, weights(config).tensors(), dtype, 0)
+    model = CudaModel(config, weights(config).tensors(), Formats(dtype), 0)
     if not cuda.replaced() and model.products != PRODUCTS[dtype]:
         pytest.skip("needs tensor cores of compute capability 8.0")
     assert model.products == PRODUCTS[dtype]
@@ -474,7 +475,8 @@ def test_weights_that_float16_or_scales_cannot_hold(machine: Machine) -> None:
 
     def products(w: GPT2Weights, dtype: str, **changed: Any) -> str:
         tensors = [(name, changed.get(name, a), layout) for name, a, layout in w.tensors()]
-        return str(CudaModel(w.config, tensors, dtype, 0, allow_nonfinite=bool(changed)).products)
+        formats = Formats(dtype, allow_nonfinite=bool(changed))
+        return str(CudaModel(w.config, tensors, formats, 0).products)
 
     final = replace(w, gamma_f=w.gamma_f * np.float32(1e4))
     assert products(with_weight(4e3), "float8_e4m3fn") == "fp8"
@@ -541,4 +543,4 @@ def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e5m2", "bfloat16"])
 def test_heads_that_stay_in_float32(dtype: str) -> None:
     config = replace(SMALL, n_head=8)
-    assert not CudaModel(config, weights(config).tensors(), dtype, 0).on_tensor_cores
+    assert not CudaModel(config, weights(config).tensors(), Formats(dtype), 0).on_tensor_cores

@@ -628,7 +628,7 @@ def test_json_has_what_the_table_has(tmp_path: Path, what: str) -> None:
         (["--rows", "4096", "--tokens", "64"], "expected at most 131,072 tokens in all rows"),
         (["--tokens", "255"], "--tokens 255 and --steps 3: expected at most 256 together"),
         (["score", "--tokens", "1"], "--tokens: expected 2 to 256, the context of the model"),
-        (["block", "--kv-dtype", "float8_e5m2"], "--kv-dtype: a block has no kv_cache"),
+        (["block", "--dtype=float16", "--kv-dtype=float8_e5m2"], "--kv-dtype: a block has no kv"),
         (["block", "--dtype", "float8_e5m2"], "--dtype"),
         (["--size", "gpt2", "--model", "gpt2"], "--size uses random weights: leave out --model"),
         (["--size", "gpt9"], "gpt9"),

@@ -20,6 +20,8 @@ from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
 from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
 from gpt2block.config import GPT2Config
+from gpt2block.config.formats import DTYPES as WEIGHTS_DTYPES
+from gpt2block.config.formats import Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
@@ -33,7 +35,6 @@ from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.run import cuda_model
 from gpt2block.run.cuda_decoding import DecodingSteps
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import DTYPES as WEIGHTS_DTYPES
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
@@ -331,15 +332,17 @@ def test_the_option_activations_is_gone() -> None:
         assert "--activations is no option any more" in gpt2block(command, "--activations=a").error
 
 
-def test_a_predictor_pickled_with_the_option_activations() -> None:
-    """It loads without it; else what it asks for is refused."""
-    given = Arguments("score", device="cpu", dtype="float16")
+def test_a_predictor_pickled_by_version_0_2() -> None:
+    """It had dtypes one by one, and the option activations; what that asks for is refused."""
+    expected = Arguments("score", device="cpu", formats=Formats("float16", "float8_e5m2"))
     for activations in (None, "float16"):
-        vars(given)["activations"] = activations
-        pickled = pickle.dumps(Predictor.later(given))
+        old = object.__new__(Arguments)
+        state = {name: each for name, each in vars(expected).items() if name != "formats"}
+        state |= {"dtype": "float16", "kv_dtype": "float8_e5m2", "activations": activations}
+        vars(old).update(state)
+        pickled = pickle.dumps(Predictor.later(old))
         if activations is None:
-            again = pickle.loads(pickled)
-            assert again.arguments == Arguments("score", device="cpu", dtype="float16")
+            assert pickle.loads(pickled).arguments == expected
             continue
         with pytest.raises(InputError, match="activations is no option any more"):
             pickle.loads(pickled)

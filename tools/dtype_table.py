@@ -16,9 +16,9 @@ from pathlib import Path
 
 from gpt2block import from_pretrained
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES
+from gpt2block.config.formats import DTYPES
 from gpt2block.cuda.kernels import FP8
 from gpt2block.generation.scoring import Score
-from gpt2block.run.model import DTYPES
 
 
 def main() -> None:

@@ -40,10 +40,11 @@ from gpt2block import (
 from gpt2block.bench.llama_works import RandomLlama, llama_decode
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config.formats import DTYPES
 from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.run.model import DTYPES, start_all
+from gpt2block.run.model import start_all
 
 Program = Callable[[Recorder], None]
 PAIRS = (  # dtypes of weights and of the kv_cache

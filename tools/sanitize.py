@@ -41,13 +41,14 @@ from gpt2block import (
 )
 from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
+from gpt2block.config.formats import DTYPES
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
-from gpt2block.run.model import DTYPES, Ids, start_all
+from gpt2block.run.model import Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}

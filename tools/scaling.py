@@ -43,6 +43,7 @@ from gpt2block import GPT2Weights
 from gpt2block.bulk import records, shards
 from gpt2block.bulk.job import Job, engine_of, prepare, run_shard, threads_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.config.formats import Formats
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import tokens_of
 
@@ -160,7 +161,7 @@ class Measurement:
         if args.what == "generate":
             options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8, "seed": 0}
         self._job = Job(
-            args.what, model, args.device, args.dtype, args.tokenizer, options=options,
+            args.what, model, args.device, Formats(args.dtype), args.tokenizer, options=options,
             output="", shard_size=size, batch_tokens=args.batch_tokens,
         )  # fmt: skip
         self.device = ""
@@ -193,7 +194,12 @@ class Measurement:
         edges = 5 * workers * part.threads * job.shard_size
         needed = MARGIN * rate * workers * args.seconds + edges
         files = [str(self._lines)] * math.ceil(needed / self._count)
-        options = {"output": output, "workers": workers, "model": job.model, "dtype": job.dtype}
+        options = {
+            "output": output,
+            "workers": workers,
+            "model": job.model,
+            "dtype": job.formats.dtype,
+        }
         options |= {"shard-size": job.shard_size, "device": job.device, "tokenizer": job.tokenizer}
         options |= {name.replace("_", "-"): value for name, value in job.options.items()}
         if args.what != "generate":
@@ -282,7 +288,8 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 def run_loop(spec: dict[str, Any]) -> None:
     """Compute shards like a worker, without Dask, until the time is over, and `EDGE` more."""
-    job = Job(**{**spec["job"], "keep": tuple(spec["job"]["keep"])}).checked()
+    given = {**spec["job"], "keep": tuple(spec["job"]["keep"])}
+    job = Job(**{**given, "formats": Formats(given["formats"]["dtype"])}).checked()
     job = replace(job, device=engine_of(job.device))
     files = records.find_files([spec["lines"]] * spec["repeat"])
     waiting = iter(records.cut(files, job.shard_size, [job.column]))

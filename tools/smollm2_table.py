@@ -24,7 +24,7 @@ import numpy as np
 
 from gpt2block import Llama
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.run.model import DTYPES
+from gpt2block.config.formats import DTYPES
 from gpt2block.tokenizers import tokenizer
 
 WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens; rows that are computed together

@@ -30,6 +30,7 @@ from gpt2block.bench.token_works import (
 from gpt2block.bench.works import Work, Written
 from gpt2block.checks import FLOATS, check_choice
 from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config.formats import DTYPES
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
@@ -44,7 +45,7 @@ from gpt2block.passes.forward import Product, To, forward
 from gpt2block.passes.machine import Machine, Value
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import DTYPES, Ids, Tensors, cache_tensors
+from gpt2block.run.model import Ids, Tensors, cache_tensors
 from gpt2block.weights.matrix import WeightMatrix
 
 if TYPE_CHECKING:
@@ -185,9 +186,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
             if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
-                engine = _Float32Activations(
-                    self.config, tensors, self.dtype, self.device, kv_dtype=self.kv_dtype
-                )
+                engine = _Float32Activations(self.config, tensors, self.formats, self.device)
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
 

@@ -21,18 +21,16 @@ from gpt2block.bench.race import Capture, Contender, Run, refuse
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Sets, Work, Written
 from gpt2block.checks import check_choice
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes, size
+from gpt2block.config.formats import DTYPES, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.model import GPT2, Model
 from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import (
-    DTYPES,
     Floats,
     Ids,
     Sampled,
-    itemsize,
-    kv_cache_dtype,
     start_all,
 )
 from gpt2block.sampling import Sampling
@@ -69,8 +67,8 @@ class RandomModel(ABC, Generic[Config]):
         dtype: str,
         kv_dtype: str | None = None,
     ) -> None:
-        """kv_dtype: as in `kv_cache_dtype`."""
-        self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
+        self.config, self.formats = config, Formats(dtype, kv_dtype)
+        self.dtype, self.kv_dtype = dtype, self.formats.cache_dtype
         self.device = 0  # that of the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
@@ -179,7 +177,7 @@ def model_work(
     def contenders(captures: Captures, peer: bool) -> Iterator[Contender]:
         for by, capture in captures.items():
             note = partial(str, NOTES.get(by, ""))
-            yield Contender(by, peer, capture, kv_cache_dtype(model.dtype), note)
+            yield Contender(by, peer, capture, own_cache_dtype(model.dtype), note)
 
     def peers(sets: Sets, torch: TorchPeers) -> Iterator[Contender]:
         captures = theirs(torch)

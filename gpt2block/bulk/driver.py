@@ -22,6 +22,7 @@ from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.config.formats import USUAL
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
 from gpt2block.run.model import weight_bytes
 
@@ -165,7 +166,7 @@ def _open_manifest(
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
     """Return the useful number of CPU workers: one per shard, and models that fit in memory."""
-    weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, "float32")
+    weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, USUAL)
     return max(1, min(len(todo), int(MEMORY_LIMIT) // (2 * weights)))
 
 

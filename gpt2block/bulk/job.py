@@ -22,14 +22,13 @@ from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.checks import check_choice
 from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
-from gpt2block.run.model import check_dtype, kv_cache_dtype
 from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # of the manifest
 # How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
 SWITCH_SECONDS = 1e-4
-# The hashes identify the model and the tokenizer, wherever their files are.
-_LOCATIONS = ("output", "model", "revision", "tokenizer", "device")
+# The hashes identify the model and the tokenizer, wherever their files are; formats do themselves.
+_APART = ("output", "model", "revision", "tokenizer", "device", "formats")
 
 
 def threads_of(task: str, engine: str) -> int:
@@ -62,8 +61,6 @@ class Job(Arguments):
         worker.
         """
         check_count("shard_size", self.shard_size)
-        check_dtype(self.dtype)
-        kv_cache_dtype(self.dtype, self.kv_dtype)
         if self.device not in (None, "cuda", "cpu"):
             raise InputError(
                 f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
@@ -97,11 +94,10 @@ class Job(Arguments):
 
         inputs: the files as `records.described` returns them.
         """
-        given = {name: each for name, each in asdict(self).items() if name not in _LOCATIONS}
+        given = {name: each for name, each in asdict(self).items() if name not in _APART}
         return {
             "gpt2block map": FORMAT,
-            **json.loads(json.dumps(given)),
-            "activations": None,  # an option that there was
+            **json.loads(json.dumps(given | self.formats.identity())),
             "engine": engine,
             "inputs": inputs,
             "lines": lines,

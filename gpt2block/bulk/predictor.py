@@ -17,9 +17,9 @@ from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, prob
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.checks import check_choice, check_integer
 from gpt2block.config import ModelConfig, check_count
-from gpt2block.config.formats import REMOVED, refuse_removed
+from gpt2block.config.formats import REMOVED, USUAL, Formats, refuse_removed
 from gpt2block.errors import CheckpointError, InputError
-from gpt2block.model import Model, from_pretrained
+from gpt2block.model import Model, load
 from gpt2block.run.model import Ids
 from gpt2block.run.numpy_model import NumpyModel
 from gpt2block.tokenizers import tokenizer as tokenizers
@@ -43,17 +43,21 @@ class Arguments:
     task: TaskName
     model: str | Path = BUNDLED
     device: str | None = None
-    dtype: str = "float32"
+    formats: Formats = USUAL
     tokenizer: str | Path | None = None
     revision: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     batch_tokens: int = 16384
-    kv_dtype: str | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of a pickle from when there were other options."""
-        refuse_removed(name for name in state if state[name] is not None)
-        vars(self).update({name: each for name, each in state.items() if name not in REMOVED})
+        """Also of a pickle from before there were Formats, which has their fields."""
+        if "formats" not in state:
+            refuse_removed(name for name in state if state[name] is not None)
+            names = {"dtype", "kv_dtype", *REMOVED}
+            formats = Formats(state["dtype"], state.get("kv_dtype"))
+            state = {name: each for name, each in state.items() if name not in names}
+            state["formats"] = formats
+        vars(self).update(state)
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
         """Return the task for a model. Raises InputError for an unknown one and wrong options."""
@@ -104,12 +108,11 @@ class Predictor:
             task,
             model,
             device,
-            dtype,
+            Formats(dtype, kv_dtype),
             tokenizer,
             revision,
             options,
             batch_tokens,
-            kv_dtype,
         )
         self._task  # noqa: B018  (loads the model and checks the options)
 
@@ -127,13 +130,7 @@ class Predictor:
     def model(self) -> Model[Any]:
         """The loaded model."""
         given = self.arguments
-        return from_pretrained(
-            given.model,
-            given.device,
-            given.dtype,
-            revision=given.revision,
-            kv_dtype=given.kv_dtype,
-        )
+        return load(given.model, given.device, given.formats, revision=given.revision)
 
     @cached_property
     def _lookup(self) -> Lookup:

@@ -9,9 +9,9 @@ import typer
 from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.config import SIZES
+from gpt2block.config.formats import DTYPES
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.run.model import DTYPES
 
 Completion = Callable[[str], list[str]]
 

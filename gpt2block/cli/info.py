@@ -11,29 +11,30 @@ from typing import Any
 from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
-from gpt2block.cli.model import json_option, kv_dtype_option, revision_option
-from gpt2block.cli.options import argument
+from gpt2block.cli.model import json_option, revision_option
+from gpt2block.cli.options import argument, option_of
+from gpt2block.config.formats import Formats, itemsize, with_cache
 
 
 def info(
     model: str = argument("As in generate --model.", BUNDLED, complete=complete.models),
     revision: str | None = revision_option(),
-    kv_dtype: str | None = kv_dtype_option(),
+    kv_dtype: str | None = option_of(Formats, "kv_dtype"),
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
-    from gpt2block.run.model import itemsize, kv_cache_dtypes, weight_bytes  # noqa: PLC0415
+    from gpt2block.run.model import weight_bytes  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(model, revision)
     c = checkpoint.config
     per_token = 2 * c.n_layer * c.kv_width
     memory = {
-        dtype: {
-            "weights": weight_bytes(c, dtype),
-            "kv_cache_dtype": cache,
-            "kv_cache_per_row": per_token * c.n_ctx * itemsize(cache),
+        formats.dtype: {
+            "weights": weight_bytes(c, formats),
+            "kv_cache_dtype": formats.cache_dtype,
+            "kv_cache_per_row": per_token * c.n_ctx * itemsize(formats.cache_dtype),
         }
-        for dtype, cache in kv_cache_dtypes(kv_dtype).items()
+        for formats in with_cache(kv_dtype)
     }
     facts = {
         "name": checkpoint.name,

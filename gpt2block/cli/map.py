@@ -148,7 +148,7 @@ def _map(
     from gpt2block.bulk import driver  # noqa: PLC0415
     from gpt2block.bulk.job import Job  # noqa: PLC0415
 
-    fields = asdict(options) | asdict(model)
+    fields = asdict(options) | vars(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)

@@ -12,6 +12,7 @@ from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import option, path_option
+from gpt2block.config.formats import USUAL, Formats
 from gpt2block.errors import CheckpointError
 from gpt2block.sampling import DEFAULT_TEMPERATURE
 
@@ -29,18 +30,6 @@ model_option = partial(
     complete=complete.models,
 )
 revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")
-dtype_option = partial(
-    option,
-    "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
-    "float32",
-    complete=complete.dtypes,
-)
-kv_dtype_option = partial(
-    option,
-    "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; by "
-    "default that of the weights, float16 with FP8.",
-    complete=complete.dtypes,
-)
 device_option = partial(
     option,
     "cuda, cuda:N or cpu; by default the GPU if there is one.",
@@ -60,8 +49,7 @@ class ModelOptions:
 
     model: str = model_option(BUNDLED)
     revision: str | None = revision_option()
-    dtype: str = dtype_option()
-    kv_dtype: str | None = kv_dtype_option()
+    formats: Formats = USUAL
     device: str | None = device_option()
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
@@ -109,7 +97,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     hint: added to the error if the model has no tokenizer; None for token ids, for which only files
     next to the weights are read.
     """
-    from gpt2block.model import from_pretrained  # noqa: PLC0415
+    from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(options.model, options.revision)
@@ -126,14 +114,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
-    loaded = from_pretrained(
-        checkpoint,
-        device=options.device,
-        dtype=options.dtype,
-        progress=progress,
-        kv_dtype=options.kv_dtype,
-    )
-    return loaded, encoding
+    return load(checkpoint, options.device, options.formats, progress), encoding
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:
@@ -141,6 +122,5 @@ def model_facts(loaded: Model[Any]) -> dict[str, Any]:
     return {
         "model": loaded.name,
         "device": loaded.device,
-        "dtype": loaded.dtype,
-        "kv_dtype": loaded.kv_dtype,
+        **loaded.formats.facts(),
     }

@@ -10,19 +10,21 @@
     add_command(app, score, "score hamlet.txt --device cpu")
 
 A parameter whose type is a dataclass stands for the options that are its fields, so that commands
-share them; other parameters are options themselves. The help shows all in this order.
+share them, and so does such a field; other parameters are options themselves. The help shows all in
+this order. Fields of dataclasses of the library, as of Formats, are options where they say a help.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
 
+from gpt2block.cli.complete import one_of
 from gpt2block.errors import Argument, PrintableError
 
 OTHER_NAMES = {"weights": "model"}  # arguments of the library whose option has another name
@@ -74,16 +76,16 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         kind = hints[name]
         if is_dataclass(kind):
             groups[name] = kind
-            infos |= {each.name: each.metadata["info"] for each in fields(kind)}
-            types |= get_type_hints(kind)
+            for option_, info, type_ in _options_of(kind):
+                infos[option_], types[option_] = info, type_
         else:
             infos[name], types[name] = parameter.default.metadata["info"], kind
 
     def run(**given: Any) -> None:
         values = dict(given)
-        for name, group in groups.items():
-            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
         try:
+            for name, group in groups.items():
+                values[name] = _made(group, values)
             function(**values)
         except PrintableError as error:
             raise type(error)(error.message(_spelling(infos, given))) from error
@@ -100,6 +102,45 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # without its line breaks
     app.command(function.__name__, help=text, epilog=f"Example: gpt2block {example}")(run)
+
+
+def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, declaration and type of the options in a dataclass, and in those that it has."""
+    types = get_type_hints(kind)
+    for each in fields(kind):
+        if is_dataclass(types[each.name]):
+            yield from _options_of(types[each.name])
+        elif (info := _info_of(each)) is not None:
+            yield each.name, info, types[each.name]
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of its options, which are taken from the values."""
+    types, given = get_type_hints(kind), {}
+    for each in fields(kind):
+        if is_dataclass(types[each.name]):
+            given[each.name] = _made(types[each.name], values)
+        elif each.name in values:
+            given[each.name] = values.pop(each.name)
+    return kind(**given)
+
+
+def _info_of(each: Field[Any]) -> Any:
+    """How Typer declares a field that is an option; None for one that is not.
+
+    A field of the library says its help and its values.
+    """
+    told = each.metadata
+    if "help" not in told:
+        return told.get("info")
+    completed = one_of(*told["values"])
+    return typer.Option(each.default, help=told["help"], autocompletion=completed)
+
+
+def option_of(kind: Any, name: str) -> Any:
+    """A parameter that is the option of this name in a dataclass of the library."""
+    (found,) = (each for each in fields(kind) if each.name == name)
+    return field(default=found.default, metadata={"info": _info_of(found)})
 
 
 def _spelling(infos: Mapping[str, Any], given: Mapping[str, Any]) -> Callable[[Argument], str]:

@@ -25,14 +25,13 @@ from gpt2block.cli.display import (
 from gpt2block.cli.model import (
     ModelOptions,
     device_option,
-    dtype_option,
     json_option,
-    kv_dtype_option,
     load_model,
     model_option,
     revision_option,
 )
 from gpt2block.cli.options import argument, option, path_option
+from gpt2block.config.formats import USUAL, Formats
 from gpt2block.errors import InputError
 from gpt2block.files import check_file, write_file
 
@@ -53,8 +52,7 @@ class ProfileOptions:
     size: str | None = option(
         "Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.", complete=complete.sizes
     )
-    dtype: str = dtype_option()
-    kv_dtype: str | None = kv_dtype_option()
+    formats: Formats = USUAL
     device: str | None = device_option()
     rows: int = option("Sequences that are computed together.", 1)
     tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
@@ -81,7 +79,7 @@ def profile(
     check_file(output)
     if options.size is not None and (options.model, options.revision) != (BUNDLED, None):
         raise InputError("--size uses random weights: leave out --model and --revision")
-    if what == "block" and options.kv_dtype is not None:
+    if what == "block" and options.formats.kv_dtype is not None:
         raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
     sizes = options.rows, options.tokens, options.steps
     profiling.check_sizes(*sizes)
@@ -106,15 +104,16 @@ def profile(
 def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     """The model, its name and its dtypes."""
     if options.size is None:
-        stored = options.dtype, options.kv_dtype, options.device
-        loaded, _ = load_model(ModelOptions(options.model, options.revision, *stored), None)
+        chosen = options.model, options.revision, options.formats, options.device
+        loaded, _ = load_model(ModelOptions(*chosen), None)
         return loaded, loaded.name, loaded.dtypes
     from gpt2block.architectures.gpt2_weights import GPT2Weights  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
     from gpt2block.model import GPT2  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
-    made = GPT2(weights, options.device, options.dtype, False, options.kv_dtype)
+    given = options.formats
+    made = GPT2(weights, options.device, given.dtype, given.allow_nonfinite, given.kv_dtype)
     return made, f"random weights, the shape of {options.size}", made.dtypes
 
 
@@ -128,7 +127,7 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     from gpt2block.llama_block import LlamaBlock  # noqa: PLC0415
 
     made: Block | LlamaBlock
-    where: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    where: dict[str, Any] = {"device": options.device, "dtype": options.formats.dtype}
     if options.size is not None:
         made = Block(BlockWeights.random(0, size(options.size)), **where)
         return made, f"random weights, the shape of {options.size}", made.dtype

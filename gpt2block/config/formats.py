@@ -1,16 +1,122 @@
-"""How the numbers of a model are stored."""
+"""How the numbers of a model are stored: `Formats`, made once of what a user says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from gpt2block.errors import UnknownOption
+import numpy as np
 
+from gpt2block.checks import FLOATS, check_choice, check_flag, meant
+from gpt2block.errors import Argument, InputError, UnknownOption, shown
+
+FP8 = ("float8_e5m2", "float8_e4m3fn")
+DTYPES = (*FLOATS, *FP8)
+CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 REMOVED = {  # name of an option that there was → why there is none
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
     "float16 where the weights are float16 or FP8 and the GPU is a Hopper, and keeps 22 bits "
     "elsewhere: leave it out"
 }
+
+
+def own_cache_dtype(dtype: str) -> str:
+    """The dtype of a KV cache that has none of its own, for weights of this dtype."""
+    return CACHE_WITH_FP8 if dtype in FP8 else dtype
+
+
+def told(default: Any, text: str) -> Any:
+    """A field that is an option of the command line, too, with this help; its values are dtypes."""
+    return field(default=default, metadata={"help": text, "values": DTYPES})
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How the numbers of a model are stored.
+
+    dtype: of the matrices of the weights. kv_dtype: of keys and values, or None for what follows
+    from dtype. allow_nonfinite: whether weights may be infinite or NaN. Raises InputError.
+
+    cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
+    """
+
+    dtype: str = told(
+        "float32",
+        "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
+    )
+    kv_dtype: str | None = told(
+        None,
+        "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; "
+        "by default that of the weights, float16 with FP8.",
+    )
+    allow_nonfinite: bool = False
+    cache_dtype: str = field(init=False, repr=False, compare=False)
+    fp8_cache: str | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, DTYPES)
+        check_flag("allow_nonfinite", self.allow_nonfinite)
+        self._check_kv_dtype()
+        kept = self.kv_dtype or own_cache_dtype(self.dtype)
+        vars(self).update(cache_dtype=kept, fp8_cache=kept if kept in FP8 else None)
+
+    def _check_kv_dtype(self) -> None:
+        own, kv_dtype = own_cache_dtype(self.dtype), self.kv_dtype
+        if kv_dtype is None:
+            return
+        if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
+            raise InputError(
+                f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {self.dtype}, "
+                f"got {shown(kv_dtype)}{meant(kv_dtype, (own, *FP8))}"
+            )
+        if kv_dtype != own and self.dtype == "float32":
+            raise InputError(
+                Argument("kv_dtype"),
+                f" {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use ",
+                Argument("dtype", "bfloat16"),
+                ", or another one of them",
+            )
+
+    def __str__(self) -> str:
+        """The dtype of the weights, and of another KV cache than usual."""
+        usual = self.cache_dtype == own_cache_dtype(self.dtype)
+        return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
+
+    def facts(self) -> dict[str, str]:
+        """What --json prints of them."""
+        return {"dtype": self.dtype, "kv_dtype": self.cache_dtype}
+
+    def identity(self) -> dict[str, Any]:
+        """What the manifest of a job has of them; what came later only where it was chosen."""
+        found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
+        found["activations"] = None  # which there was
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.init and each.name not in found and value != each.default:
+                found[each.name] = value
+        return found
+
+
+USUAL = Formats()
+
+
+def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
+    """Those with a kv_dtype, for each dtype of weights that it fits. InputError if it fits none."""
+    found = []
+    for dtype in DTYPES:
+        try:
+            found.append(Formats(dtype, kv_dtype))
+        except InputError:
+            continue
+    if not found:
+        check_choice("kv_dtype", kv_dtype, DTYPES)
+    yield from found
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number in `dtype`."""
+    return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)
 
 
 def refuse_removed(names: Iterable[str], callee: str = "") -> None:

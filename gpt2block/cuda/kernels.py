@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kernels_cu
+from gpt2block.config.formats import own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.requests import Function
 from gpt2block.cuda.tensor_maps import TensorMap
@@ -72,14 +73,11 @@ FP8_CACHE: Mapping[str, Defines] = {
 _LARGE_CLUSTERS = 14  # CUfunction_attribute: whether clusters may have more than 8 blocks
 TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
 WEIGHTS: Mapping[str, Defines] = {**FP8, TWO_PART: (("WEIGHT_TWO_PART", 1),)}  # that are not T
-CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
 def cache_dtype(weights: str) -> str:
-    """The dtype of a KV cache that has none of its own, for weights of this dtype."""
-    if weights == TWO_PART:
-        return "float32"
-    return CACHE_WITH_FP8 if weights in FP8 else weights
+    """The dtype of a KV cache that has none of its own, for weights stored as this dtype."""
+    return "float32" if weights == TWO_PART else own_cache_dtype(weights)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
         "name": name,
         "kind": type(config).__name__.removesuffix("Config"),
         "device": engine.describe(),
-        "dtype": engine.dtype,
+        "dtype": engine.formats.dtype,
         "n_kv_head": config.kv_width // config.head_size,
         **{size: getattr(config, size) for size in sizes},
     }

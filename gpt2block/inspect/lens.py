@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook, reference
-from gpt2block.cuda.kernels import FP8
 from gpt2block.passes import architecture_of, final_step
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_machine import apply
@@ -101,12 +100,12 @@ def rows_of_attention(
 ) -> Floats:
     """Q, K and V as attention of a layer reads them: rows [Q | K | V] (T, W), float32."""
     config = engine.config
-    _, _, kv_dtype, _ = engine.cache_kind
     rows = traced[f"h.{layer}.{architecture_of(config).QKV}"].astype(np.float32)
     rows = rows.reshape(len(rows), -1)
-    if kv_dtype in FP8:  # the kv_cache has rounded keys and values
+    fp8 = engine.formats.fp8_cache
+    if fp8:  # the kv_cache has rounded keys and values
         n_kv_head = config.kv_width // config.head_size
-        rows = reference.kv_round(rows, config.n_head, n_kv_head, kv_dtype)
+        rows = reference.kv_round(rows, config.n_head, n_kv_head, fp8)
     return rows
 
 

@@ -17,6 +17,7 @@ from math import ceil, gcd
 from typing import Any
 
 from gpt2block.checks import check_integer
+from gpt2block.config.formats import CACHE_WITH_FP8
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
@@ -28,7 +29,7 @@ from gpt2block.cuda.arrays import (
     launch_at,
     storage,
 )
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     MOST_BLOCKS,

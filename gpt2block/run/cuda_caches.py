@@ -8,10 +8,10 @@ from typing import Any
 
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats, itemsize
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
+from gpt2block.run.model import cache_kind, describe_cache, rounded_up
 
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
 KEPT_STARTS = 160  # prefill shapes kept for a decoding
@@ -33,13 +33,19 @@ class CudaCache:
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, n_ctx: int, dtype: str, layers: int | None = None
+        self,
+        config: ModelConfig,
+        batch: int,
+        n_ctx: int,
+        formats: Formats,
+        layers: int | None = None,
     ) -> None:
-        """dtype: of keys and values. layers: the number of layers to store; None for all."""
+        """layers: the number of layers to store; None for all."""
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
-        self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
+        self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
-        shape, stored = (batch, n_ctx, config.kv_width), "uint8" if dtype in FP8 else FLOATS[dtype]
+        shape = batch, n_ctx, config.kv_width
+        stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
         self.layers = [
             tuple(cupy.zeros(shape, stored) for _ in "kv")
             for _ in range(config.n_layer if layers is None else layers)
@@ -64,10 +70,9 @@ class CudaCache:
 class DecodingCaches:
     """The caches of a model's decodings; those of ended ones are kept for the next."""
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        """dtype: of keys and values."""
-        self._config, self._dtype = config, dtype
-        self._itemsize = itemsize(dtype)
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+        self._config, self._formats = config, formats
+        self._itemsize = itemsize(formats.cache_dtype)
         self._ended: deque[CudaCache] = deque()
 
     def give_back(self, cache: CudaCache) -> None:
@@ -100,12 +105,12 @@ class DecodingCaches:
         """A new cache; those of ended decodings make room for it. Raises MemoryError."""
         try:
             try:
-                return CudaCache(self._config, batch, n_ctx, self._dtype)
+                return CudaCache(self._config, batch, n_ctx, self._formats)
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return CudaCache(self._config, batch, n_ctx, self._dtype)
+            return CudaCache(self._config, batch, n_ctx, self._formats)
         except cupy.cuda.memory.OutOfMemoryError as error:
             c = self._config
             size = 2 * c.n_layer * batch * n_ctx * c.kv_width * self._itemsize

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, storage, to_host
-from gpt2block.cuda.kernels import FP8, TWO_PART
+from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
@@ -66,7 +67,7 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 
 
 class CudaModel(StoredModel):
-    """A model on one GPU. Matrices are stored in `dtype`, (N, K).
+    """A model on one GPU. Matrices are stored in their dtype, (N, K).
 
     Activations are float32, except for what decoding's products multiply, where they round it, and
     in prefill on a GPU with tensor cores, with heads of a size that the architecture names
@@ -82,40 +83,36 @@ class CudaModel(StoredModel):
         self,
         config: ModelConfig,
         tensors: Tensors,
-        dtype: str,
+        formats: Formats,
         device: int,
-        allow_nonfinite: bool = False,
-        kv_dtype: str | None = None,
     ) -> None:
-        """kv_dtype: as in `kv_cache_dtype`."""
-        super().__init__(config, dtype, kv_dtype, f"cuda:{device}")
+        super().__init__(config, formats, f"cuda:{device}")
         self.device = device
-        self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
         self._architecture, self._settings = architecture_of(config), Settings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
-        self._caches = DecodingCaches(config, self.kv_dtype)
+        self._caches = DecodingCaches(config, formats)
         self._lock = threading.RLock()
         self._two_part: dict[str, TwoPartMatrix] = {}
         self._divisors: dict[str, float] = {}
         self._divided: dict[str, Any] = {}
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
-            _check_room(config, dtype)
+            _check_room(config, formats)
             self.stream = cupy.cuda.Stream(non_blocking=True)
             made = cupy.cuda.Event(disable_timing=True)
             made.record()  # the caller's stream may still compute tensors in device memory
             self.stream.wait_event(made)
             with self.stream:
-                request_kernels(config, dtype)
-                largest = self._store(tensors, allow_nonfinite)
+                request_kernels(config, formats)
+                largest = self._store(tensors)
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 # Attention of a continued prompt leaves the tensor cores with these two.
-                slower = self.products == "two_part" or self.fp8_cache is not None
+                slower = self.products == "two_part" or self.formats.fp8_cache is not None
                 self.divides_prompts = not (self.on_tensor_cores and slower)
                 if self.products == "two_part":
                     self._two_part = {
@@ -139,15 +136,13 @@ class CudaModel(StoredModel):
     def _vector(self, array: NDArray[Any]) -> CudaArray:
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
-    def _matrix(
-        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
-    ) -> WeightMatrix:
-        rows = cupy.asarray(array)
+    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+        rows, given = cupy.asarray(array), self.formats
         if not self._matrices:
-            request(storage(rows), self.dtype)
+            request(storage(rows), given.dtype)
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
-        return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
+        return WeightMatrix.quantize(rows, given.dtype, "NK", name, given.allow_nonfinite)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Those of prefill, and bounds of their operands; see `choose_products`."""
@@ -170,13 +165,13 @@ class CudaModel(StoredModel):
         head = self.config.n_embd, self.config.vocab_size
         shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
         rounded = self._x_dtype is not None
-        return terms_of(TWO_PART if self._two_part else self.dtype, rows, shapes, rounded)
+        return terms_of(TWO_PART if self._two_part else self.formats.dtype, rows, shapes, rounded)
 
     @property
     def _x_dtype(self) -> str | None:
         """What the x of decoding's products is rounded to."""
         inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
-        return ROUNDED if can_round(self.dtype, inputs) else None
+        return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.
@@ -269,7 +264,7 @@ class CudaModel(StoredModel):
         cache = kept.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
-            cache = CudaCache(self.config, *shape, self.kv_dtype, layers)
+            cache = CudaCache(self.config, *shape, self.formats, layers)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
             self._forget_oldest(kept, most)
@@ -430,9 +425,9 @@ class CudaModel(StoredModel):
             cached=bool(cache.layers),
             continued=continued and self.on_tensor_cores,
             ends=ends,
-            kv_dtype=self.fp8_cache,
+            kv_dtype=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
-            appends=hopper and self.fp8_cache is None,
+            appends=hopper and self.formats.fp8_cache is None,
         )
 
     def prefill_programs(
@@ -499,7 +494,7 @@ class CudaModel(StoredModel):
             yield recording.out
 
     def _prefill_pass(self, shape: Prefill, do: Machine) -> PrefillPass:
-        return shape.over(do, self._settings, self.dtype, self._bounds)
+        return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
         """A prefill of this shape, to what is wanted."""
@@ -511,21 +506,23 @@ class CudaModel(StoredModel):
         None: all results can be read, so no layer has fewer of them either.
         """
         norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
-        splits = splits_of(self.dtype, rows, self.config.block_shapes()) if terms == {} else 0
+        shapes, dtype = self.config.block_shapes(), self.formats.dtype
+        splits = splits_of(dtype, rows, shapes) if terms == {} else 0
+        fp8_cache = self.formats.fp8_cache
         step: DecodePass
         if splits:
-            step = SumsPass(do, self._settings, splits, self.fp8_cache, self._x_dtype)
+            step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype)
         else:
-            given = norms, terms, self.fp8_cache, bounds, self._x_dtype
+            given = norms, terms, fp8_cache, bounds, self._x_dtype
             step = DecodePass(do, self._settings, *given)
         return forward(step, self._architecture, self.config, "logits")
 
 
-def _check_room(config: ModelConfig, dtype: str) -> None:
+def _check_room(config: ModelConfig, formats: Formats) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device."""
-    needed, free = weight_bytes(config, dtype), free_bytes()
+    needed, free = weight_bytes(config, formats), free_bytes()
     if needed > free:
         raise MemoryError(
-            f"Out of memory: the weights take {needed:,} bytes in {dtype}, the GPU has {free:,} "
-            "bytes free: expected a narrower dtype, or a GPU with more memory"
+            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}, the GPU has "
+            f"{free:,} bytes free: expected a narrower dtype, or a GPU with more memory"
         )

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
+from gpt2block.config.formats import FP8, Formats, own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
-from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.ops import registry
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
@@ -29,13 +29,13 @@ FLOAT16 = float(np.finfo(np.float16).max)
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
 
-def request_kernels(config: ModelConfig, dtype: str) -> None:
+def request_kernels(config: ModelConfig, formats: Formats) -> None:
     """Begin to compile the sampler and attention of one prompt, before the weights are read.
 
     These two take longest.
     """
     request_sampler(config.vocab_size)
-    products, width = possible_products(config, dtype), config.q_width + 2 * config.kv_width
+    products, width = possible_products(config, formats.dtype), config.q_width + 2 * config.kv_width
     if products == "float32":
         return
     qkv: Any
@@ -43,7 +43,7 @@ def request_kernels(config: ModelConfig, dtype: str) -> None:
         parts = cupy.empty((2, 1, width), "float16")
         qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
-        qkv = cupy.empty((1, width), FLOATS[cache_dtype(dtype)])
+        qkv = cupy.empty((1, width), FLOATS[own_cache_dtype(formats.dtype)])
     heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
     options = {**heads, "causal": True, "max_seqlen": 1}
     registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)

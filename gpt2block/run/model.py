@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import FLOATS, check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
-from gpt2block.errors import Argument, InputError, shown
+from gpt2block.config.formats import FP8, Formats, itemsize
+from gpt2block.errors import InputError
 from gpt2block.passes import architecture_of
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
@@ -26,62 +25,16 @@ Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
 
-DTYPES = (*STORAGE, *FP8)
 
-
-def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
-    """The dtype of the KV cache: kv_dtype or, without one, that of the weights.
-
-    With FP8 weights it is float16 then. Raises InputError for a kv_dtype that does not fit `dtype`.
-    """
-    own = cache_dtype(dtype)
-    if kv_dtype is None:
-        return own
-    if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
-        raise InputError(
-            f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {dtype}, "
-            f"got {shown(kv_dtype)}{meant(kv_dtype, (own, *FP8))}"
-        )
-    if kv_dtype != own and dtype == "float32":
-        raise InputError(
-            Argument("kv_dtype"),
-            f" {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use ",
-            Argument("dtype", "bfloat16"),
-            ", or another one of them",
-        )
-    return kv_dtype
-
-
-def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
-    """Dtype of weights → that of the KV cache, for the dtypes that kv_dtype fits.
-
-    Raises InputError where it fits none.
-    """
-    found = {}
-    for dtype in DTYPES:
-        try:
-            found[dtype] = kv_cache_dtype(dtype, kv_dtype)
-        except InputError:
-            continue
-    if not found:
-        check_choice("kv_dtype", kv_dtype, DTYPES)
-    return found
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of a number in `dtype`."""
-    return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)
-
-
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of a model's weights: matrices in `dtype`, with scales for E4M3; others in float32."""
+def weight_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of a model's weights: matrices in their dtype, with scales for E4M3; others float32."""
     total = 0
     for name, shape in model_shapes(config).items():
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += math.prod(shape) * itemsize(dtype)
-        if dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
+        total += math.prod(shape) * itemsize(formats.dtype)
+        if formats.dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
 
@@ -103,17 +56,13 @@ def stored_tensors(
 
 
 class StoredModel(ABC):
-    """What engines of a model share: its weights, as they are stored.
-
-    kv_dtype: as in `kv_cache_dtype`.
-    """
+    """What engines of a model share: its weights, as they are stored."""
 
     divides_prompts = True
 
-    def __init__(self, config: ModelConfig, dtype: str, kv_dtype: str | None, device: str) -> None:
-        self.config, self.dtype = config, dtype
-        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
-        self.cache_kind = cache_kind(config, self.kv_dtype, device)
+    def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
+        self.config, self.formats = config, formats
+        self.cache_kind = cache_kind(config, formats, device)
         self._vectors: dict[str, Any] = {}
         self._matrices: dict[str, WeightMatrix] = {}
 
@@ -122,7 +71,7 @@ class StoredModel(ABC):
         matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
         return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
 
-    def _store(self, tensors: Tensors, allow_nonfinite: bool) -> dict[str, float]:
+    def _store(self, tensors: Tensors) -> dict[str, float]:
         """Store the tensors. Returns the largest magnitude of each; InputError if one does not fit.
 
         Vectors are biases, γ, β and wpe.
@@ -130,16 +79,16 @@ class StoredModel(ABC):
         largest: dict[str, float] = {}
         for name, array, layout in tensors:
             if layout is None:
-                if not allow_nonfinite:
+                if not self.formats.allow_nonfinite:
                     check_finite(name, array)
                 largest[name] = float(np.abs(array.astype(np.float32, copy=False)).max())
                 self._vectors[name] = self._vector(array)
             else:
-                matrix = self._matrix(name, array, layout, allow_nonfinite)
+                matrix = self._matrix(name, array, layout)
                 largest[name] = matrix.largest or 0.0
                 self._matrices[name] = matrix
             del array  # before the next one is read
-        if not allow_nonfinite:
+        if not self.formats.allow_nonfinite:
             check_stream(self.config, largest)
         self._matrices.setdefault("lm_head", self._matrices["wte"])
         return largest
@@ -149,9 +98,7 @@ class StoredModel(ABC):
         """A vector in float32."""
 
     @abstractmethod
-    def _matrix(
-        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
-    ) -> WeightMatrix:
+    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
         """A matrix in the dtype of the model."""
 
 
@@ -218,17 +165,12 @@ def rounded_up(n: int, steps: int) -> int:
     return -(-n // step) * step
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise InputError unless weights can be stored in `dtype`."""
-    check_choice("dtype", dtype, DTYPES)
-
-
 CacheKind = tuple[int, int, str, str]  # n_layer, channels of keys, dtype, device
 
 
-def cache_kind(config: ModelConfig, dtype: str, device: str) -> CacheKind:
+def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
     """The properties that a cache and its model must share."""
-    return config.n_layer, config.kv_width, dtype, device
+    return config.n_layer, config.kv_width, formats.cache_dtype, device
 
 
 class KVCache(Protocol):
@@ -335,7 +277,7 @@ class Decoding(Protocol):
 class ModelEngine(Protocol):
     """A model on one backend. The caller checks sequences: ids in range, not too long."""
 
-    dtype: str
+    formats: Formats
 
     @property
     def divides_prompts(self) -> bool:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
-from gpt2block.cuda.kernels import FP8
 from gpt2block.passes import architecture_of, model_steps
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
@@ -41,11 +41,11 @@ SLOTS = 16  # of a decoding, unless more are requested
 
 
 class NumpyCache:
-    """Keys and values, (n_layer, 2, batch, n_ctx, KV): rounded to `dtype`, stored as float32."""
+    """Keys and values, (n_layer, 2, batch, n_ctx, KV), in the cache's dtype, stored as float32."""
 
-    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, formats: Formats) -> None:
         self.batch, self.n_ctx = batch, n_ctx
-        self.kind = cache_kind(config, dtype, "cpu")
+        self.kind = cache_kind(config, formats, "cpu")
         self.lengths = [0] * batch
         self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.kv_width), np.float32)
 
@@ -60,21 +60,13 @@ class NumpyCache:
 class NumpyModel(NumpySteps, StoredModel):
     """A model in host memory. Arithmetic is float32.
 
-    Matrices are rounded to `dtype` and stored as float32: NumPy multiplies in no narrower type, and
-    converting a matrix for every product takes many times as long as the product.
+    Matrices are rounded to their dtype and stored as float32: NumPy multiplies in no narrower type,
+    and converting a matrix for every product takes many times as long as the product.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        dtype: str,
-        allow_nonfinite: bool = False,
-        kv_dtype: str | None = None,
-    ) -> None:
-        """kv_dtype: as in `kv_cache_dtype`."""
-        super().__init__(config, dtype, kv_dtype, "cpu")
-        self._store(tensors, allow_nonfinite)
+    def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
+        super().__init__(config, formats, "cpu")
+        self._store(tensors)
         matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
@@ -82,21 +74,21 @@ class NumpyModel(NumpySteps, StoredModel):
     def _vector(self, array: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
 
-    def _matrix(
-        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
-    ) -> WeightMatrix:
-        rounded = WeightMatrix.quantize(array, self.dtype, layout, name, allow_nonfinite)
-        return rounded.widened()
+    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+        stored = self.formats
+        given = stored.dtype, layout, name, stored.allow_nonfinite
+        return WeightMatrix.quantize(array, *given).widened()
 
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
-            stored = FLOATS.get(self.dtype, np.float32) if layout else np.float32  # FP8: the values
+            dtype = self.formats.dtype if layout else "float32"
+            stored = FLOATS.get(dtype, np.float32)  # of FP8 the values
             read = array.astype(stored, copy=False).view()
             read.flags.writeable = False  # the model computes with these
             yield name, read, layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
-        return NumpyCache(self.config, batch, n_ctx, self.kv_dtype)
+        return NumpyCache(self.config, batch, n_ctx, self.formats)
 
     def forward(
         self, sequences: Sequence[Ids], want: Output, cache: NumpyCache | None = None
@@ -104,7 +96,7 @@ class NumpyModel(NumpySteps, StoredModel):
         if cache is None:  # no later call continues: all layers share one layer's memory
             config = replace(self.config, n_layer=1)
             longest = max(map(len, sequences))
-            cache = NumpyCache(config, len(sequences), longest, self.kv_dtype)
+            cache = NumpyCache(config, len(sequences), longest, self.formats)
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
@@ -194,10 +186,11 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _rounded(self, qkv: Floats) -> Floats:
         """Rows [Q | K | V] with K and V rounded to the dtype of the cache; Q may be rounded."""
-        if self.kv_dtype in FP8:
+        fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
+        if fp8:
             heads = self.config.n_head, self.config.kv_width // self.config.head_size
-            return unchecked(reference.kv_round)(qkv, *heads, self.kv_dtype)
-        return qkv.astype(FLOATS[self.kv_dtype], copy=False).astype(np.float32, copy=False)
+            return unchecked(reference.kv_round)(qkv, *heads, fp8)
+        return qkv.astype(FLOATS[dtype], copy=False).astype(np.float32, copy=False)
 
 
 class NumpyDecoding:

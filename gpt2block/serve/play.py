@@ -114,7 +114,7 @@ class Play:
         found = {
             "model": self._name,
             "device": engine.describe(),
-            "dtype": engine.dtype,
+            "dtype": engine.formats.dtype,
             "n_ctx": config.n_ctx,
             "vocab_size": config.vocab_size,
             "chat": chat,
