@@ -100,7 +100,7 @@ def terms_of(
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
 
 
-ROUNDING: tuple[str, ...] = ()  # dtypes of the weights with which decoding rounds x
+ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn")  # weights with which decoding rounds x
 
 
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
