@@ -22,6 +22,7 @@ TELLING = (  # programs of the golden file, which has more than can run in a few
     r"9.0 (block .* (2/2|4/1|2/1)x.*|stages (bfloat16|float8_e5m2)|conversions)",
     r"9.0 (attention bfloat16|products linear bfloat16|products gemm (float32|bfloat16))",
     r"9.0 operation .*",
+    r"9.0 model (large gpt2 12x64|llama 4/1x32|gpt2 3x11) float16 own",
     r"9.0 model gpt2 2x18 bfloat16 own",
     r"8.0 (model (gpt2 2x64|llama 6/2x64).* (float32|float8_e5m2) .*|products \w+ float16)",
     r"10.0 (model llama 2/1x64 (bfloat16|float8_e5m2) own|operation (attention|rmsnorm_\w+) .*)",
