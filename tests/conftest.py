@@ -50,8 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     device is a failure, never a silent skip.
     """
     if PROGRAMS not in os.environ:
-        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="gpt2block-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ[PROGRAMS] = temporary_folder(config)
+    if config.getoption("numprocesses", None) and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Hundreds of programs would compile the package again. Not beside the sources: another
+        # session may have others, written in the same second, as those of tools/planted_bugs.py.
+        os.environ["PYTHONPYCACHEPREFIX"] = temporary_folder(config)
     os.environ.pop("COLUMNS", None)  # tables have their usual width
     os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it past os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -68,6 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
         problem = doctor.cuda_problem()
         if problem:
             raise pytest.UsageError(f"--gpu: no CUDA device can be used: {problem}")
+
+
+def temporary_folder(config: pytest.Config) -> str:
+    """A folder that is removed at the end of the session."""
+    folder = tempfile.mkdtemp(prefix="gpt2block-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return folder
 
 
 def is_worker(config: pytest.Config) -> bool:

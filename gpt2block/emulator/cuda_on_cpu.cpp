@@ -10,6 +10,8 @@
 //
 // A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which kernels write. They are
 // poisoned for a thread until it waits for the previous kernel, or passes a barrier after another thread has waited.
+#include <cmath>  // before cuda_on_cpu.h, which leaves out a part of it
+
 #include "cuda_on_cpu.h"
 #include "events.h"
 
@@ -533,6 +535,8 @@ int cuda_on_cpu::stack_owner(const void* address) {
 }
 
 const char* cuda_on_cpu::kernel_name() { return kernel->name; }
+
+double cuda_on_cpu::bessel_i(double order, double x) { return std::cyl_bessel_i(order, x); }
 
 int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }
 

@@ -4,10 +4,13 @@
 #include <cfenv>
 #include <cfloat>
 #include <climits>
-#include <cmath>
 #include <cstdint>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // C++17's Bessel functions: with them, <cmath> takes four times as long
+#include <bits/stl_algobase.h>      // std::min and std::max: <algorithm> has much more
+#include <cmath>
 #include <cstring>
 #include <ctime>  // clock()
+#include <limits>
 #include <math.h>    // the overloads of <cmath> and <cstdlib> without std::, as CUDA has them
 #include <stdlib.h>
 #include <type_traits>
@@ -61,6 +64,7 @@ void barrier(const char* file, int line);
 const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int line, int delay = 0);
 unsigned active_lanes(const char* file, int line);
 int lane();
+double bessel_i(double order, double x);  // std::cyl_bessel_i
 void* dynamic_shared(const char* name, std::size_t element);
 bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh

@@ -111,6 +111,7 @@ _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
 _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
 _HEADER = "cuda_on_cpu.h"
+_WITH_HALVES = "with_halves.h"
 _POOL = ThreadPoolExecutor(2)
 _ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
 _messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
@@ -519,16 +520,26 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 
 
 @cache
-def _precompiled(flags: tuple[str, ...]) -> dict[str, Path]:
-    """The header that every program begins with, precompiled where programs are kept.
+def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
+    """The header that a program begins with, precompiled where programs are kept.
 
-    A fifth of the time of a program; for the two or three of a process it does not pay.
+    A third of the time of a program; for the two or three of a process it does not pay.
     """
     if not os.environ.get(_KEPT):
         return {}
-    precompiled = f"{_HEADER}.gch"
-    arguments = ("-x", "c++-header", str(HERE / _HEADER), *flags, "-w")
+    precompiled = f"{header}.gch"
+    arguments = ("-x", "c++-header", str(HERE / header), *flags, "-w")
     return {precompiled: _build(precompiled, {}, arguments)}
+
+
+def _first_header(source: Source) -> str:
+    """The header that a program begins with.
+
+    A user's file has to include the types of 16 bits itself. NVRTC compiles the shipped ones, too,
+    and finds there what one of them does not include.
+    """
+    shipped = not Path(source.name).is_absolute()
+    return _WITH_HALVES if shipped and os.environ.get(_KEPT) else _HEADER
 
 
 @cache
@@ -544,7 +555,7 @@ def _compile(
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     options = _options(source, races, build)
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
-    salt, links = repr(sorted(headers.items())), _precompiled(options)
+    salt, links = repr(sorted(headers.items())), _precompiled(_first_header(source), options)
     first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # see events.h
     if not races:
         return _build(source.name, files, (first, "unit.cpp", last, *flags), salt, links)
@@ -593,8 +604,8 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
     # static variables of a function that other translation units may share.
     return (
-        f'#include "{_HEADER}"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n'
-        f'#line 1 "{END}"\n'
+        f'#include "{_first_header(source)}"\n{constants}'
+        f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
     )
