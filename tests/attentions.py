@@ -205,7 +205,7 @@ class Kernel:
     kind: of the cache that K and V come from, if they do; alike: the kernel without a cache that
     has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
     so that a value that is not finite changes how those of other channels are rounded. infinity:
-    whether one in V comes out as such, not as NaN.
+    whether one in V comes out as such, not as NaN. channels: of a head, if it takes no others.
     """
 
     run: Run
@@ -217,6 +217,7 @@ class Kernel:
     emulated: bool = True
     one_scale: bool = False
     infinity: bool = True
+    channels: int = 0
 
     def __call__(
         self,
@@ -272,6 +273,8 @@ class Family(NamedTuple):
         for n, (name, kernel) in enumerate(self.kernels.items()):
             own = self.heads[n + 1 :: len(self.kernels)]
             for heads in (*self.heads, *self.wide):
+                if kernel.channels not in (0, heads[2]):
+                    continue
                 there = heads in own or heads == self.heads[0]
                 yield name, kernel, heads, kernel.emulated and there
 
@@ -287,7 +290,7 @@ def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
             yield f"hopper-{way}-{name}", Kernel(run, dtype, **hopper)
     rows: Any = {"one_scale": True, "infinity": False}
     yield "mma-two-part", Kernel(partial(in_two_parts, "mma"), **rows)
-    yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper)
+    yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper, channels=64)
 
 
 def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:

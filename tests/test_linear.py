@@ -756,7 +756,7 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
         given |= {name: value for name, value in change.items() if name in given}
         named = change.get("variant", variant)
         with pytest.raises(InputError, match=message):
-            OPERATION.bind(tuple(given.values()), change.get("out"), variant=named)
+            OPERATION.bind_on_device(tuple(given.values()), change.get("out"), variant=named)
 
 
 @one_order
