@@ -44,12 +44,16 @@ def cp(where: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def every_kernel(
-    all_heads: bool = False, orders: Sequence[str] = ("shuffled",), names: Sequence[str] = ("",)
+    all_heads: bool = False,
+    orders: Sequence[str] = ("shuffled",),
+    names: Sequence[str] = ("",),
+    wide: bool = True,
 ) -> pytest.MarkDecorator:
     """Where, kernel, heads, and whether there is a mask.
 
     all_heads: not the first ones alone, and on a GPU the wide ones. orders: on the emulator for the
-    first heads; one is enough for others. names: what those of the kernels begin with.
+    first heads; one is enough for others. names: what those of the kernels begin with. wide:
+    whether a GPU runs the wide heads, too.
     """
     found = []
     for family in FAMILIES:
@@ -58,7 +62,7 @@ def every_kernel(
             places: list[str] = []
             if emulated and (first or all_heads):
                 places += orders if first else orders[-1:]
-            if first or all_heads or heads in family.wide:
+            if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
             for where, causal in product(places, kernel.masks):
                 if name.startswith(tuple(names)):
@@ -212,7 +216,7 @@ def test_scores_that_are_not_finite(
     assert_right(got[130:], qkv[130:], [T - 130], alone, causal)
 
 
-@every_kernel()
+@every_kernel(wide=False)
 def test_scores_of_any_size(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
