@@ -268,6 +268,12 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     assert BlockWeights.from_pretrained(directory, layer=np.int64(1)).n_head == 3
 
 
+@pytest.mark.parametrize("layer", [True, 1.0, "1", None])
+def test_a_layer_that_is_no_integer(directory: Path, layer: Any) -> None:
+    read = partial(BlockWeights.from_pretrained, layer=layer)
+    refused(directory, f"layer: expected an integer, got {layer!r}", read=read)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
