@@ -99,7 +99,11 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     shapes: list[tuple[Entry, Any]] = []
 
     def expect(entry: Entry, value: Any) -> None:
-        expected, shape = _expected(entry, value, call)
+        try:
+            expected, shape = _expected(entry, value, call)
+        except InputError:
+            check_each(arrays)  # what is wrong with an earlier array is said first
+            raise
         arrays.extend(expected)
         shapes.append((entry, shape))
 
