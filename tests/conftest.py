@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Hundreds of programs would compile the package again. Not beside the sources: another
         # session may have others, written in the same second, as those of tools/planted_bugs.py.
-        os.environ["PYTHONPYCACHEPREFIX"] = temporary_folder(config)
+        os.environ.update(PYTHONPYCACHEPREFIX=temporary_folder(config))
     os.environ.pop("COLUMNS", None)  # tables have their usual width
     os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it past os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
