@@ -60,7 +60,8 @@ def _as_imported(child: griffe.Function | griffe.Class) -> None:
     del child.parameters["options"]
     for name, each in known.items():
         if name not in child.parameters:
-            kind, default = griffe.ParameterKind.keyword_only, repr(each.default)
+            kind: Any = griffe.ParameterKind.keyword_only
+            default = repr(each.default)
             child.parameters.add(
                 griffe.Parameter(name, annotation=each.annotation, kind=kind, default=default)
             )
