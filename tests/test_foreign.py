@@ -64,7 +64,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
         monkeypatch.setattr(device.Stream, "wait_event", lambda s, e: write("wait", e.ptr, 0))
         monkeypatch.setattr(runtime, "eventRecord", lambda e, s: write("record", e, s))
         monkeypatch.setattr(runtime, "streamWaitEvent", lambda s, e: write("wait", e, s))
-        monkeypatch.setattr(device.Function, "_run", lambda *_: write("kernels"))
+        monkeypatch.setattr(device.EmulatedFunction, "_run", lambda *_: write("kernels"))
         yield entries
 
 
