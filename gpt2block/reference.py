@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_integer
 from gpt2block.contract import Contract, takes
 from gpt2block.errors import InputError, shown
+from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
+from gpt2block.fp8 import to_fp8 as to_fp8  # noqa: PLC0414  (part of the reference)
 from gpt2block.sampling import (
     MOST_ALTERNATIVES,
     Sampling,
@@ -831,92 +833,6 @@ def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
     """Weights (K, N) in the dtype of `like`."""
     matrix: Array = w if isinstance(w, np.ndarray) else w.dequantized()
     return matrix.astype(like.dtype)
-
-
-class _Fp8(NamedTuple):
-    """An FP8 format: a byte has the sign, the exponent and `fraction` fraction bits."""
-
-    fraction: int
-    bias: int
-    largest: int  # the byte of the largest number; the next byte represents larger ones
-    nan: int
-
-
-FP8_FORMATS: Mapping[str, _Fp8] = {
-    "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # 57344; 0x7c is infinity
-    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, for larger numbers, is its only NaN
-}
-
-
-def _fp8_format(name: str) -> _Fp8:
-    if not isinstance(name, str) or name not in FP8_FORMATS:
-        raise InputError(f"unknown FP8 format {name!r}: expected one of {', '.join(FP8_FORMATS)}")
-    return FP8_FORMATS[name]
-
-
-@takes("x any ...; scale? f32 N -> out u8 ...")
-def to_fp8(
-    x: Array,
-    format: str = "float8_e5m2",
-    saturate: bool = True,
-    scale: Array | None = None,
-    layout: str = "KN",
-) -> NDArray[np.uint8]:
-    """x as FP8 bytes, rounded once to nearest even, for any float dtype. → shape of x, uint8.
-
-    With `saturate`, numbers beyond the largest one, ±57344 (E5M2) or ±448 (E4M3FN), including
-    infinity, become that number; else infinity (E5M2) or NaN (E4M3FN). NaN stays NaN, with its
-    sign. scale (N,), float32: one number for each output channel of a matrix (K, N) or, with layout
-    "NK", (N, K); then x / scale, rounded to float32, is converted.
-    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
-    """
-    fp8 = _fp8_format(format)
-    wide = x if x.dtype == np.float64 else x.astype(np.float32)
-    if not isinstance(layout, str) or layout not in ("KN", "NK"):
-        raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
-    if scale is not None:
-        outputs = x.shape[layout.index("N")] if x.ndim == 2 else None
-        if scale.shape != (outputs,):
-            raise InputError(
-                f"scale: expected a number for each output of a matrix with layout {layout}, "
-                f"got {scale.shape} for {x.shape}"
-            )
-        wide = wide / (scale if layout == "KN" else scale[:, None])
-    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps are constant
-    beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
-    magnitude = np.fmin(np.abs(wide), beyond)
-    e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
-    # FP8 numbers are multiples of 2^(e-F) there. A division by a power of two is exact, and rint
-    # rounds ties to even. The leading bit, 2^F steps, adds one to e in the byte; so does a carry.
-    steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
-    code = (e - lowest << fp8.fraction) + steps
-    code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)
-    code = np.where(np.isnan(wide), fp8.nan, code)
-    return np.where(np.signbit(wide), code | 0x80, code).astype(np.uint8)
-
-
-@takes("x u8 ...")
-def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
-    """The numbers that FP8 bytes represent, exactly. → shape of x, float32."""
-    magnitudes = _fp8_magnitudes(format)
-    values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
-    return values
-
-
-def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
-    """The numbers that the bytes 0x00 … 0x7f represent."""
-    fp8 = _fp8_format(format)
-    code = np.arange(128)
-    exponent, fraction = code >> fp8.fraction, code & (1 << fp8.fraction) - 1
-    leading = np.where(exponent > 0, 1 << fp8.fraction, 0)
-    steps = np.maximum(exponent, 1) - fp8.bias - fp8.fraction
-    values: NDArray[np.float32] = np.ldexp((leading + fraction).astype(np.float32), steps)
-    if format == "float8_e5m2":
-        values[fp8.largest + 1] = np.inf
-        values[fp8.largest + 2 :] = np.nan
-    else:
-        values[fp8.nan] = np.nan
-    return values
 
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")

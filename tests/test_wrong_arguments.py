@@ -21,6 +21,7 @@ from gpt2block import (
     Sampling,
     TwoPartMatrix,
     WeightMatrix,
+    fp8,
     random_input,
     reference,
 )
@@ -39,7 +40,7 @@ SCALARS: tuple[Any, ...] = (
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
     for name, function in vars(reference).items()
-    if inspect.isfunction(function) and function.__module__ == reference.__name__
+    if inspect.isfunction(function) and function.__module__ in (reference.__name__, fp8.__name__)
     and not name.startswith("_")
 } | {
     "from_packed": BlockWeights.from_packed,

@@ -93,8 +93,9 @@ class KernelPages:
         """The NumPy functions of the operations whose kernels a file has, folded."""
         for name in dict.fromkeys(name for name, variant in self.variants if variant.file == file):
             if hasattr(reference, name):
-                code = indent(f"```python\n{function_source(name)['text']}```", "    ")
-                yield f'??? note "{name} in NumPy (gpt2block/reference.py)"\n{code}'
+                found = function_source(name)
+                code = indent(f"```python\n{found['text']}```", "    ")
+                yield f'??? note "{name} in NumPy ({found["file"]})"\n{code}'
 
 
 def header(source: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -38,12 +39,14 @@ def operation_of(op: str) -> Operation | None:
 
 @cache
 def function_source(name: str) -> dict[str, Any]:
-    """The text of a function of `gpt2block.reference`, and the line of its def."""
-    text = inspect.getsource(reference)
+    """The text of a function of `gpt2block.reference`, its file and the line of its def."""
+    module = inspect.unwrap(getattr(reference, name)).__module__
+    text = inspect.getsource(sys.modules[module])
     named = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
     node = next(named)
     lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
-    return {"file": "gpt2block/reference.py", "line": node.lineno, "text": "".join(lines)}
+    file = f"{module.replace('.', '/')}.py"
+    return {"file": file, "line": node.lineno, "text": "".join(lines)}
 
 
 def readable_kernel(operation: Operation) -> Variant:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import reference
 from gpt2block.checks import FLOATS, is_plain, meant
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
+from gpt2block.fp8 import FP8_FORMATS, from_fp8, to_fp8
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import LAYOUTS
 
@@ -56,7 +56,7 @@ class WeightMatrix(Composite):
         if self.scale is not None:
             self._check_scale()
         if self.dtype in FP8 and self.largest is None:  # quantize has checked the weights
-            largest = reference.FP8_FORMATS[self.dtype].largest
+            largest = FP8_FORMATS[self.dtype].largest
             bad = (self.data & 0x7F) > largest
             if bool(bad.any()):
                 raise InputError(f"weights: {_some(on_host(bad))} infinity or NaN in {self.dtype}")
@@ -143,7 +143,7 @@ class WeightMatrix(Composite):
         """The weights as NumPy float32 (K, N); a view of float32 data on the host."""
         values = on_host(self.data)
         if self.dtype in FP8:
-            values = reference.from_fp8(values, self.dtype)
+            values = from_fp8(values, self.dtype)
         values = values.astype(np.float32, copy=False)
         if self.layout == "NK":
             values = values.T
@@ -266,7 +266,7 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
     first = 0
     for some, to in zip(_rows(w), _rows(found), strict=True):
         own = scale[first : first + len(some)] if scale is not None and layout == "NK" else scale
-        to[...] = reference.to_fp8(some, dtype, True, own, layout)
+        to[...] = to_fp8(some, dtype, True, own, layout)
         first += len(some)
     return found
 
