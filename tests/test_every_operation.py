@@ -19,6 +19,7 @@ import pytest
 
 from gpt2block import InputError, WeightMatrix, emulator, ops, reference
 from gpt2block.bench import measure
+from gpt2block.checks import SCALARS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import stand_in
 from gpt2block.ops.operation import Operation, Variant
@@ -165,7 +166,7 @@ def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
 @on_devices
 @every_operation
 def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
-    """The first array as integers, empty, with an axis less, reversed in memory, and as a list."""
+    """The first array as integers, empty, of no axes, as a list, None; others; each option."""
     here = replace(operation, attrs=attrs_of(operation, 0))
     dtype, sizes = operation.dtypes[0], sizes_of(operation, 0)
     host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.layout)
@@ -187,6 +188,10 @@ def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -
         inputs[i + 1] = cupy.asarray(np.ones((3, 1, 2, 1, 5), "float32"))
         with pytest.raises(InputError):
             here.bind(tuple(inputs), **here.attrs)
+    for name in operation.options.keys() & SCALARS.keys():
+        for value in ["text", *([] if operation.options[name] is None else [None])]:
+            with pytest.raises(InputError, match=f"{name}: expected"):
+                here.bind((first, *others), **{**here.attrs, name: value})
     if len(operation.variants) > 1:
         with pytest.raises(InputError, match="unknown variant 'nothing'"):
             here.bind((first, *others), **{**here.attrs, "variant": "nothing"})

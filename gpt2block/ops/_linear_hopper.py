@@ -18,7 +18,7 @@ from gpt2block.ops._products import room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import unfit
+from gpt2block.ops.operation import Unfit
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
@@ -239,7 +239,8 @@ def launch(
     matrices: w, and where the kernel takes one, up of a gated product. args: the kernel's arguments
     after x and the matrices. head: the channels of a head, with RoPE.
     """
-    unfit(c.K % UNIT, f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles")
+    if c.K % UNIT:
+        raise Unfit(f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles")
     gated = c.up is not None
     two = gated or head > 0
     sizes = c.M, c.N // 2 if head else c.N, c.K, c.w.dtype

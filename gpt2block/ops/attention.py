@@ -49,7 +49,7 @@ from gpt2block.ops._attention_tiles import (
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import TWO_PART, Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, Unfit, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -106,26 +106,20 @@ def _fit_dtype(c: Call, *dtypes: str) -> None:
     if c.storage == TWO_PART and TWO_PART not in dtypes:
         raise Unfit("takes no two-part matrix: use variant mma")
     expected = " or ".join(dtypes[:2])
-    unfit(
-        c.storage not in dtypes,
-        f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')",
-    )
+    if c.storage not in dtypes:
+        raise Unfit(f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')")
 
 
 def _fit_naive(c: Call) -> None:
     _fit_dtype(c, "float32")
-    unfit(
-        c.cu_seqlens is not None,
-        "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16",
-    )
+    if c.cu_seqlens is not None:
+        raise Unfit("cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16")
 
 
 def _fit_online(c: Call) -> None:
     _fit_naive(c)
-    unfit(
-        c.HS > LARGEST_HEAD,
-        f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)",
-    )
+    if c.HS > LARGEST_HEAD:
+        raise Unfit(f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)")
 
 
 def _fit_mha(c: Call) -> Geometry:
@@ -134,17 +128,18 @@ def _fit_mha(c: Call) -> Geometry:
     Also the limits of the grid's third axis, and of that row.
     """
     _fit_online(c)
-    unfit(c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
+    if c.B > MAX_BATCH:
+        raise Unfit(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
     defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
-    unfit(
-        limit < geometry.shared,
-        f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
-        f"GPU has {limit:,} for it: T can be at most {limit // 4:,}",
-    )
+    if limit < geometry.shared:
+        raise Unfit(
+            f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
+            f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
+        )
     return geometry
 
 
@@ -207,16 +202,16 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    unfit(
-        compute_capability() < MMA_CAPABILITY,
-        "needs a GPU of compute capability 8.0 or newer: use float32 and variant online",
-    )
+    if compute_capability() < MMA_CAPABILITY:
+        raise Unfit(
+            "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
+        )
     _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
-    unfit(
-        c.HS not in TENSOR_HEADS,
-        f"head size {c.HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: use float32, "
-        f"of which variant online takes heads of up to {LARGEST_HEAD}",
-    )
+    if c.HS not in TENSOR_HEADS:
+        raise Unfit(
+            f"head size {c.HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
+            f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
+        )
 
 
 @variant(
@@ -259,10 +254,11 @@ def _mma(c: Call) -> Launch:
     source="Ootomo and Yokota (2022), for two-part matrices",
 )
 def _hopper_two_part(c: Call) -> Launch:
-    unfit(
-        c.HS != HOPPER_TWO_PART_HEAD,
-        f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: use variant mma",
-    )
+    if c.HS != HOPPER_TWO_PART_HEAD:
+        raise Unfit(
+            f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: "
+            "use variant mma"
+        )
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
     geometry, together = hopper_two_part_geometry(
@@ -300,10 +296,8 @@ def _hopper_few(c: Call) -> Launch:
 )
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
-    unfit(
-        compute_capability() != HOPPER_CAPABILITY,
-        "needs a GPU of compute capability 9.0 (Hopper): use variant mma",
-    )
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     launch: Launch
     if c.storage == TWO_PART:
         launch = _hopper_two_part.launch(c)

@@ -43,7 +43,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Unfit, variant
 from gpt2block.ops.warm import call
 
 TILES = "attention/cached.cu"
@@ -244,19 +244,15 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """As `_tiles`; a query has the bits of attention's variant mma over its whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    unfit(
-        compute_capability() < MMA_CAPABILITY,
-        "needs a GPU of compute capability 8.0 or newer: use variant tiles",
-    )
-    unfit(
-        c.kv_dtype is not None or c.storage not in SIXTEEN_BITS,
-        "takes qkv, k and v of float16 or bfloat16: use variant tiles",
-    )
-    unfit(
-        HS not in TENSOR_HEADS,
-        f"head size {HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
-        "use variant tiles",
-    )
+    if compute_capability() < MMA_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tiles")
+    if c.kv_dtype is not None or c.storage not in SIXTEEN_BITS:
+        raise Unfit("takes qkv, k and v of float16 or bfloat16: use variant tiles")
+    if HS not in TENSOR_HEADS:
+        raise Unfit(
+            f"head size {HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
+            "use variant tiles"
+        )
     for name in ("qkv", "k", "v", "out"):
         check_address(name, getattr(c, name))
     sms = device_attribute("MultiProcessorCount")
@@ -339,7 +335,8 @@ def _append(c: Call) -> Launch:
 
 @variant("append split", APPEND_TWO_PART, "kv_append_split")
 def _append_two_part(c: Call) -> Launch:
-    unfit(c.storage != TWO_PART, "qkv: expected a TwoPartMatrix")
+    if c.storage != TWO_PART:
+        raise Unfit("qkv: expected a TwoPartMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)

@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpt2block.checks import SCALARS, meant
+from gpt2block.checks import meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
@@ -86,14 +86,10 @@ class Asked(NamedTuple):
 def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
     """Check a call of an operation.
 
-    inputs, out: in the order of the contract; missing ones are None. Options with a known meaning
-    are checked too (`checks.SCALARS`). Raises InputError with the name of what is wrong.
+    inputs, out: in the order of the contract; missing ones are None. options: become attributes of
+    the call; integers are sizes. Raises InputError with the name of what is wrong.
     """
-    checked_options = {
-        name: SCALARS[name](name, option) if name in SCALARS and option is not None else option
-        for name, option in options.items()
-    }
-    call = Call(contract=contract, **checked_options)
+    call = Call(contract=contract, **options)
     sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []

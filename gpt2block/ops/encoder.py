@@ -19,7 +19,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -37,11 +37,11 @@ def _launch(c: Call, kernel: str, threads: int) -> Launch:
 
 
 def _check_vectors(c: Call) -> None:
-    unfit(
-        row_alignment(c.C, c.wte, c.wpe, c.out) != 16,
-        f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
-        f"bytes: use variant 1",
-    )
+    if row_alignment(c.C, c.wte, c.wpe, c.out) != 16:
+        raise Unfit(
+            f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
+            f"bytes: use variant 1"
+        )
 
 
 @variant("1", FILE, "encoder_forward_kernel1", blocks=BLOCKS)

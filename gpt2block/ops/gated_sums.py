@@ -29,7 +29,7 @@ from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, storage_o
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Unfit, variant
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_ffn.cu"
@@ -142,22 +142,22 @@ def _check_addresses(c: Call, *names: str) -> None:
 
 @variant("gated_sums", FILE, "ffn_decode")
 def _gated_sums(c: Call) -> Launch:
-    unfit(
-        compute_capability() != HOPPER_CAPABILITY,
-        "needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul",
-    )
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul")
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
-    unfit(len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
+    if len(dtypes) > 1:
+        raise Unfit(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
     sms = device_attribute("MultiProcessorCount")
     found = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
-    unfit(
-        found is None,
-        f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows of up "
-        f"to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the channels "
-        f"between the products, and weights of {', '.join(DTYPES)}: use linear and silu_mul",
-    )
-    assert found is not None
-    unfit(c.splits != mma.splits(c.H)[0], f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+    if found is None:
+        raise Unfit(
+            f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
+            f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
+            f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
+            "silu_mul"
+        )
+    if c.splits != mma.splits(c.H)[0]:
+        raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
     found = _rounding(found, c, c.w_gate)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
@@ -174,11 +174,15 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
     """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels."""
     if (c.sums is None) != (c.w_down is None):
         raise InputError("expected sums and w_down, or neither")
-    unfit(compute_capability() < MMA_CAPABILITY, "needs a GPU of compute capability 8.0 or newer")
-    unfit(c.M > MOST_ROWS, f"{c.M:,} rows: expected up to {MOST_ROWS}")
+    if compute_capability() < MMA_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer")
+    if c.M > MOST_ROWS:
+        raise Unfit(f"{c.M:,} rows: expected up to {MOST_ROWS}")
     multiple = mma.LOADED // c.w.data.itemsize
-    unfit(c.K % multiple, f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
-    unfit(c.N >= mma.MANY_COLUMNS, f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
+    if c.K % multiple:
+        raise Unfit(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
+    if c.N >= mma.MANY_COLUMNS:
+        raise Unfit(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     found = mma.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype),
@@ -186,7 +190,8 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
     )
-    unfit(found is None, f"K {c.K:,}: a row does not fit in shared memory")
+    if found is None:
+        raise Unfit(f"K {c.K:,}: a row does not fit in shared memory")
     assert found is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
     return _rounding(found.with_defines(defines), c, c.w)
@@ -208,7 +213,8 @@ def _linear_sums(c: Call) -> Launch:
 @variant("rope_sums", mma.FILE, "rope_decode_sums")
 def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
-    unfit(c.K > MOST_CHANNELS, f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
+    if c.K > MOST_CHANNELS:
+        raise Unfit(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
     found = _product(c, "rope_decode_sums", D)
     _check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)

@@ -34,7 +34,7 @@ from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
@@ -131,9 +131,13 @@ def _mma_two_part(c: Call) -> Launch:
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
     old = compute_capability() < MMA_CAPABILITY
-    unfit(old, "needs a GPU of compute capability 8.0 or newer: use ops.linear")
+    if old:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     two = c.up is not None
-    unfit(two, "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products")
+    if two:
+        raise Unfit(
+            "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
+        )
     if c.two_part:
         return _mma_two_part.launch(c)
     outputs, none = (c.residual, c.out), (None, None)
@@ -182,7 +186,8 @@ def _hopper_fp8(c: Call) -> Launch:
 @variant("hopper", hopper.FILE, hopper.KERNEL)
 def _hopper(c: Call) -> Any:
     other = compute_capability() != HOPPER_CAPABILITY
-    unfit(other, "needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    if other:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out)
     if c.two_part:

@@ -30,7 +30,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
@@ -123,7 +123,8 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
     dtype: that of x, gamma and beta; None: any of x, float32 of gamma and beta. parts: the result
     can be a TwoPartMatrix.
     """
-    unfit(c.two_part and not parts, "a two-part result is for variant narrow alone")
+    if c.two_part and not parts:
+        raise Unfit("a two-part result is for variant narrow alone")
     if dtype is not None and c.storage != dtype:
         raise Unfit(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
@@ -145,7 +146,8 @@ def _options(c: Call) -> bool:
     source="LeetGPU's GPT-2 block challenge",
 )
 def _skeleton(c: Call) -> Launch:
-    unfit(_options(c), "block, mean and rstd need a variant: pass variant=1 to 6")
+    if _options(c):
+        raise Unfit("block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
@@ -241,7 +243,8 @@ def _rows(c: Call) -> Launch:
     source="gpt2block",
 )
 def _narrow(c: Call) -> Launch:
-    unfit(_options(c), "narrow has no block, mean and rstd: use variant 6")
+    if _options(c):
+        raise Unfit("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
@@ -254,7 +257,8 @@ def _narrow(c: Call) -> Launch:
 @variant(DECODE, "layernorm/decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",))
 def _decode(c: Call) -> Launch:
     """One warp per row, in as many blocks as possible. The loads are part of the order of sums."""
-    unfit(_options(c), "decode has no block, mean and rstd: use variant 6")
+    if _options(c):
+        raise Unfit("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)
     for name in ("x", "gamma", "beta", "out"):

@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, unfit, variant
+from gpt2block.ops.operation import Operation, Unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
@@ -27,8 +27,10 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """The arguments of the documented kernels."""
-    unfit(c.gamma is not None or c.beta is not None, "has no gamma and beta: use variant 'rows'")
-    unfit(same_memory(c.x, c.out), "out: overlaps x: expected another array")
+    if c.gamma is not None or c.beta is not None:
+        raise Unfit("has no gamma and beta: use variant 'rows'")
+    if same_memory(c.x, c.out):
+        raise Unfit("out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 

@@ -40,7 +40,7 @@ from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, Parts, st
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Variant, unfit, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, Variant, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -128,11 +128,12 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
     args: its last arguments.
     """
-    unfit(c.N > MAX_OUTPUTS, f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
-    unfit(
-        c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up,
-        "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper",
-    )
+    if c.N > MAX_OUTPUTS:
+        raise Unfit(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
+    if c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up:
+        raise Unfit(
+            "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
+        )
     size = c.w.data.itemsize
     geometry: Geometry | None = module.geometry(
         kernel,
@@ -142,17 +143,15 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         most_shared=_most_shared(),
         **({"terms": True} if c.terms else {}),
     )
-    unfit(
-        geometry is None,
-        f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
-        "shared memory: variant tiles has no such limit",
-    )
+    if geometry is None:
+        raise Unfit(
+            f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
+            "shared memory: variant tiles has no such limit"
+        )
     assert geometry is not None
     geometry = geometry.with_defines(count_define(c.rounded))
-    unfit(
-        geometry.grid[1] > MAX_BLOCKS,
-        f"{c.M:,} rows: too many for this variant: use variant tiles",
-    )
+    if geometry.grid[1] > MAX_BLOCKS:
+        raise Unfit(f"{c.M:,} rows: too many for this variant: use variant tiles")
     of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
     check_address("w", c.w.data, of_w)
     for name in ("x", "gamma", "beta"):
@@ -166,34 +165,39 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 def _on_tensor_cores(c: Call) -> None:
     """Raise Unfit where a product cannot have the order of additions of decoding on them."""
     old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
-    unfit(old, "needs a GPU of compute capability 8.0 or newer: use variant matvec")
+    if old:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
-    unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
+    if c.K % multiple:
+        raise Unfit(f"K {c.K:,}: {expected}: use variant matvec")
 
 
 def _on_cuda_cores(c: Call) -> None:
     """Raise Unfit where a product needs tensor cores."""
-    unfit(c.w.dtype == TWO_PART, "takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
-    unfit(c.rounded, "does not round x: use variant mma")
+    if c.w.dtype == TWO_PART:
+        raise Unfit("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+    if c.rounded:
+        raise Unfit("does not round x: use variant mma")
 
 
 def _check_sizes(c: Call) -> None:
     """Raise Unfit for more rows or outputs than kernels count."""
     expected = f"expected at most {MAX_OUTPUTS:,} of both"
-    unfit(max(c.M, c.N) > MAX_OUTPUTS, f"x {c.x.shape}, {c.N:,} outputs: {expected}")
+    if max(c.M, c.N) > MAX_OUTPUTS:
+        raise Unfit(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
-    unfit(
-        c.gamma is not None,
-        "takes no gamma and beta: use variant mma, or layernorm's variant decode before it",
-    )
+    if c.gamma is not None:
+        raise Unfit(
+            "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
+        )
     _check_sizes(c)
-    unfit(
-        c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)),
-        "takes and gives floats, or terms in their places, of one matrix: use variant hopper",
-    )
+    if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
+        raise Unfit(
+            "takes and gives floats, or terms in their places, of one matrix: use variant hopper"
+        )
     _on_tensor_cores(c)
     check_address("w", c.w.data)
     check_address("x", c.x)
@@ -215,13 +219,12 @@ def _by_wgmma(
     c: Call, kernel: str, matrices: tuple[WeightMatrix | None, ...], args: tuple[Any, ...]
 ) -> Launch:
     """A kernel of matmul/decode_hopper.cu; args: the arguments after the matrices."""
-    unfit(
-        compute_capability() != HOPPER_CAPABILITY,
-        "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles",
-    )
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles")
     _check_sizes(c)
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
-    unfit(not ordered, "takes and gives terms in the order of wgmma: use variant mma_tiles")
+    if not ordered:
+        raise Unfit("takes and gives terms in the order of wgmma: use variant mma_tiles")
     return hopper.launch(c, kernel, matrices, args)
 
 
@@ -261,17 +264,16 @@ def _hopper(c: Call) -> Launch:
 @variant("tiles", tiles.FILE, tiles.KERNEL)
 def _tiles(c: Call) -> Launch:
     _on_cuda_cores(c)
-    unfit(c.gamma is not None, "takes no gamma and beta: use variant matvec")
-    unfit(
-        c.terms or c.to_terms or c.up,
-        "takes and gives floats, of one matrix: use variant hopper",
-    )
+    if c.gamma is not None:
+        raise Unfit("takes no gamma and beta: use variant matvec")
+    if c.terms or c.to_terms or c.up:
+        raise Unfit("takes and gives floats, of one matrix: use variant hopper")
     M, N, K, data = c.M, c.N, c.K, c.w.data
-    unfit(
-        max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K,
-        f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
-        f"and {tiles.MAX_K:,} inputs",
-    )
+    if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
+        raise Unfit(
+            f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
+            f"and {tiles.MAX_K:,} inputs"
+        )
     geometry = tiles.geometry(
         M,
         N,
@@ -316,14 +318,14 @@ def _qkv_hopper(c: Call) -> Launch:
 
 @variant("rope_hopper", hopper.ROPE_FILE, "rope_decode_hopper")
 def _rope_hopper(c: Call) -> Launch:
-    unfit(
-        compute_capability() != HOPPER_CAPABILITY,
-        "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append",
-    )
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append")
     wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
-    unfit(c.terms != wanted, f"terms of {c.terms}: expected {wanted}")
+    if c.terms != wanted:
+        raise Unfit(f"terms of {c.terms}: expected {wanted}")
     multiple = 2 * hopper.ROPE_BOX
-    unfit(D % multiple, f"heads of {D} channels: expected a multiple of {multiple}")
+    if D % multiple:
+        raise Unfit(f"heads of {D} channels: expected a multiple of {multiple}")
     arrays = (c.w.scale, c.bias, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, c.M, c.K, c.n_head, c.C // D, c.B, c.S)
     return hopper.launch(c, "rope_decode_hopper", (c.w,), args, head=D)

@@ -38,7 +38,6 @@ from gpt2block.ops.operation import (
     Sizes,
     Unfit,
     Variant,
-    unfit,
     variant,
 )
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
@@ -134,12 +133,14 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
         )
     most = MAX_BLOCKS * (c.rows // geometry.grid[1])
     too_many = f"x: about {most:,} rows of K {c.K:,} at most for matvec, got {c.rows:,}"
-    unfit(geometry.grid[1] > MAX_BLOCKS, too_many)
+    if geometry.grid[1] > MAX_BLOCKS:
+        raise Unfit(too_many)
     return geometry
 
 
 def _mma(c: Call) -> tuple[Launch, ...]:
-    unfit(problem := _mma_problem(c), problem)
+    if problem := _mma_problem(c):
+        raise Unfit(problem)
     return _fused(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
@@ -191,15 +192,17 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 
 def _hopper(c: Call) -> tuple[Launch, ...]:
     other = compute_capability() != HOPPER_CAPABILITY
-    unfit(other, "needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    if other:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
-    unfit(not narrow, types)
-    unfit(
-        not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE,
-        "expected K and N in multiples of 8, weights and out on 16 bytes, "
-        f"got K {c.K}, N {c.N}: use variant matvec",
-    )
+    if not narrow:
+        raise Unfit(types)
+    if not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE:
+        raise Unfit(
+            "expected K and N in multiples of 8, weights and out on 16 bytes, "
+            f"got K {c.K}, N {c.N}: use variant matvec"
+        )
     norm, head_dim = _norm(c), _fused_head_dim(c)
     matrices = tuple(w.data for w in c.matrices)
     turn = _turn(c, head_dim)

@@ -13,7 +13,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, unfit, variant
+from gpt2block.ops.operation import Operation, Sizes, Unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -54,11 +54,11 @@ def _online_block(c: Call) -> Launch:
 )
 def _rows(c: Call) -> Launch:
     """A requested block is the number of threads that share a row."""
-    unfit(
-        c.T > LONGEST_IN_REGISTERS,
-        f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
-        "registers: use another variant",
-    )
+    if c.T > LONGEST_IN_REGISTERS:
+        raise Unfit(
+            f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
+            "registers: use another variant"
+        )
     width, sms = _width(c), device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
     return _launch(

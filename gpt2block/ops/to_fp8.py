@@ -11,7 +11,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, unfit, variant
+from gpt2block.ops.operation import Operation, Unfit, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
 from gpt2block.weights.matrix import check_layout
@@ -57,7 +57,8 @@ def _absmax(c: Call) -> Launch:
 
 @variant("row_norms", NORMS_FILE, "row_norms")
 def _row_norms(c: Call) -> Launch:
-    unfit(c.K % NORMS_WIDTH, f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
+    if c.K % NORMS_WIDTH:
+        raise Unfit(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)
     return launch_at(
         NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype

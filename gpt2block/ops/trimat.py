@@ -24,7 +24,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, Variant, unfit, variant
+from gpt2block.ops.operation import Operation, Sizes, Unfit, Variant, variant
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
@@ -134,9 +134,11 @@ def _tri5(c: Call) -> Launch:
 @variant("tri6", MMA, "matmul_tri6", block=MMA_THREADS, source="gpt2block")
 def _tri6(c: Call) -> Launch:
     heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
-    unfit(c.HS > MMA_LARGEST_HEAD, heads)
+    if c.HS > MMA_LARGEST_HEAD:
+        raise Unfit(heads)
     old = compute_capability() < MMA_CAPABILITY
-    unfit(old, "needs a GPU of compute capability 8.0 or newer: use variant tri5")
+    if old:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)

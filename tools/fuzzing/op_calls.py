@@ -290,8 +290,9 @@ def _encoder_truth(name: str) -> Truth:
         ends = {"ids": wte.N if isinstance(wte, WeightMatrix) else len(wte)}
         if "positions" in host:
             ends["positions"] = 2**31 if wpe is None else len(wpe)
-        inside = {key: (host[key] >= 0) & (host[key] < end) for key, end in ends.items()}
-        places = {key: np.where(known, host[key], 0) for key, known in inside.items()}
+        given = {key: np.asarray(host[key]) for key in ends}  # ids may be a list
+        inside = {key: (given[key] >= 0) & (given[key] < end) for key, end in ends.items()}
+        places = {key: np.where(known, given[key], 0) for key, known in inside.items()}
         (out,) = by_reference(name)(host | places, {})
         return [np.where(np.all([*inside.values()], axis=0)[..., None], out, np.nan)]
 
