@@ -58,9 +58,7 @@ def possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def matrix(seed: int, N: int, K: int, dtype: str) -> WeightMatrix:
     w = (plain.normal(seed, N, K) - np.float32(0.5)) / np.float32(K**0.5)
-    made = WeightMatrix.quantize(w, dtype, "NK")
-    scale = None if made.scale is None else cupy.asarray(made.scale)
-    return WeightMatrix(cupy.asarray(made.data), dtype, scale, "NK")
+    return WeightMatrix.quantize(w, dtype, "NK").mapped(cupy.asarray)
 
 
 def run(op: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
@@ -154,9 +152,8 @@ def model_steps(model: Llama) -> list[Any]:
     return do.steps
 
 
-def on_host(w: Any) -> Any:
-    scale = None if w.scale is None else w.scale.get()
-    return type(w)(w.data.get(), w.dtype, scale, w.layout)
+def on_host(w: WeightMatrix) -> WeightMatrix:
+    return w.mapped(lambda array: array.get())
 
 
 CASES = [("shuffled", *case) for case in (

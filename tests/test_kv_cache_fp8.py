@@ -37,8 +37,8 @@ from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
 from tests.compiling import assert_clean
 from tests.devices import GPU, assert_same_bits, combinations, one_order, running_on
-from tests.linears import KERNELS, use_variant
 from tests.plain import normal
+from tests.products import QKV_KERNELS, use_variant
 from tests.test_terms import matrix
 
 Array = NDArray[Any]
@@ -125,7 +125,7 @@ def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
 
 @combinations(
     times=1,
-    kernel=KERNELS,
+    kernel=QKV_KERNELS,
     dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"],
     kv_dtype=list(FORMATS),
 )
@@ -134,7 +134,7 @@ def test_qkv_writes_what_numpy_rounds(
 ) -> None:
     """With W and KV of one format and of two; tokens outside the cache are not stored."""
     M, K, C, n_ctx = 5, 272, 10, 4
-    n = KERNELS.index(kernel)
+    n = QKV_KERNELS.index(kernel)
     use_variant(monkeypatch, n)
     x, w, bias = device.asarray(normal(0, M, K)), matrix(3 * C, K, dtype), normal(2, 3 * C)
     rows, places = np.array([3, 0, 1, 9, 2], np.int32), np.array([2, 0, n_ctx, 1, 3], np.int32)

@@ -1,4 +1,7 @@
-"""The products of decoding by wgmma (matmul/decode_hopper.cu): the bits of the other kernels."""
+"""Products of decoding by wgmma into terms, of two matrices, with RoPE and into the kv_cache.
+
+They have the bits of the other kernels; those of a product alone are in test_product_laws.py.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +10,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
+from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.errors import InputError
-from gpt2block.ops import _linear_hopper as hopper
-from gpt2block.ops._linear_mma import splits
+from gpt2block.ops._linear_hopper import terms as wanted_terms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
-from tests.compiling import Job, assert_clean
 from tests.devices import assert_same_bits, on_gpu
 from tests.test_terms import DTYPES, assert_terms, matrix, rounded_to_float16, terms
 
 Array = NDArray[Any]
 device = devices.device
 WEIGHTS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
-every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
 # Weights, and whether x is rounded to float16.
 KINDS = (*((dtype, False) for dtype in WEIGHTS), ("float16", True), ("float8_e4m3fn", True))
 every_kind = pytest.mark.parametrize(("dtype", "rounded"), KINDS, ids=str)
-# Up to 3, 64 and 65 rows, a part of a tile, several tiles; N with and without whole tiles.
-SHAPES = (
-    (1, 768, 768),
-    (3, 200, 1024),
-    (17, 130, 384),
-    (64, 768, 128),
-    (65, 100, 4096),
-    (200, 64, 768),
-)
-# Groups, splits, shares, blocks on a multiprocessor.
-TILES = (
-    (1, 1, 1, 2),
-    (2, 1, 1, 1),
-    (1, 2, 1, 1),
-    (1, 4, 1, 3),
-    (2, 8, 1, 1),
-    (1, 1, 4, 1),
-    (2, 2, 2, 1),
-    (3, 1, 1, 1),
-    (3, 2, 2, 1),
-    (1, 3, 1, 1),
-    (1, 6, 1, 2),
-    (3, 6, 1, 1),
-)
-
-
-def wanted(dtype: str, rounded: bool = False) -> Terms:
-    kind = "bfloat16" if dtype == "bfloat16" else "float16"
-    return Terms(kind, hopper.width(dtype), rounded=rounded)
 
 
 def handed(x: Array, dtype: str, rounded: bool = False) -> Any:
-    order = wanted(dtype, rounded)
+    order = wanted_terms(dtype, rounded)
     return cupy.asarray(terms(x, order.dtype, order.width, rounded))
 
 
@@ -79,72 +48,13 @@ def on_device(seed: int, *shape: int) -> Any:
 
 
 @every_kind
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@on_gpu
-def test_the_bits_are_those_of_mma(
-    device: Any,
-    shape: tuple[int, int, int],
-    dtype: str,
-    rounded: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of every tile, from poisoned memory, with bias, GELU and residual.
-
-    Rounded values have one term, others two; numbers of float16 have the same bits either way.
-    """
-    gpus.cupy_with(90)
-    M, N, K = shape
-    x, w = drawn(0, M, K, rounded), matrix(N, K, dtype)
-    bias, before = on_device(2, N), on_device(3, M, N)
-    expected = LINEAR.bind(
-        (cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles"
-    )
-    truth = expected.run().get()
-    rows = max(4, 1 << (min(M, 64) - 1).bit_length())
-    given = (handed(x, dtype, rounded), w, bias, None, None, before)
-    tried = 0
-    for groups, parts, shares, blocks in TILES:
-        if parts > splits(K)[0] or parts > groups * rows:
-            continue
-        tile = hopper.HopperLinearTile(rows, groups, parts, shares, blocks)
-        if hopper.shared_bytes(tile, K, dtype, rounded) > gpus.H200["most_shared"]:
-            continue
-        monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
-        out = cupy.full((M, N), np.nan, "float32")
-        LINEAR.bind(given, out, gelu=True, terms=wanted(dtype, rounded), decoding=True).run()
-        assert_same_bits(out.get(), truth)
-        tried += 1
-    assert tried >= 3
-
-
-@every_weight
-@on_gpu
-def test_outputs_at_any_address(device: Any, dtype: str) -> None:
-    """Two neighbours are one store where both are aligned to 8 bytes, else two."""
-    gpus.cupy_with(90)
-    for M, N in ((5, 130), (70, 130), (70, 131)):
-        x, w = plain.normal(0, M, 256), matrix(N, 256, dtype)
-        bound = LINEAR.bind(
-            (cupy.asarray(x), w, None, None, None, on_device(3, M, N)), variant="mma"
-        )
-        truth = bound.run().get()
-        for offset in (0, 1):
-            before, out = (cupy.full(offset + M * N, np.nan, "float32") for _ in range(2))
-            before[offset:] = on_device(3, M * N)
-            arrays = [array[offset:].reshape(M, N) for array in (before, out)]
-            inputs = (handed(x, dtype), w, None, None, None, arrays[0])
-            LINEAR.bind(inputs, arrays[1], terms=wanted(dtype), decoding=True).run()
-            assert_same_bits(arrays[1].get(), truth)
-
-
-@every_kind
 @on_gpu
 def test_gelu_to_terms(device: Any, dtype: str, rounded: bool) -> None:
     gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
         x, w, bias = drawn(0, M, 768, rounded), matrix(N, 768, dtype), on_device(2, N)
         floats = LINEAR.bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
-        order = wanted(dtype, rounded)
+        order = wanted_terms(dtype, rounded)
         given = (handed(x, dtype, rounded), w, bias)
         made = LINEAR.bind(given, gelu=True, decoding=True, terms=order, to_terms=order)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
@@ -160,7 +70,7 @@ def test_a_gated_product_and_its_terms(device: Any, dtype: str, rounded: bool) -
             drawn(0, M, 256, rounded),
             *(matrix(192, 256, dtype) for _ in range(2)),
         )
-        order = wanted(dtype, rounded)
+        order = wanted_terms(dtype, rounded)
         inputs = (handed(x, dtype, rounded), gate, None, None, None, None, up)
         made = LINEAR.bind(inputs, terms=order, decoding=True)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
@@ -182,7 +92,7 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str, rounded: boo
     x, w, bias = drawn(0, B, K, rounded), matrix(3 * C, K, dtype), on_device(2, 3 * C)
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     found = []
-    orders = (None, wanted(dtype, rounded))
+    orders = (None, wanted_terms(dtype, rounded))
     for rows, order in zip((cupy.asarray(x), handed(x, dtype, rounded)), orders, strict=True):
         k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
@@ -220,7 +130,7 @@ def test_rope_has_the_bits_of_the_step_alone(
             if fused:
                 by = STEPS["rotations"].bind((position, frequencies)).run()
                 inputs = (handed(x, dtype, rounded), w, bias, by, *cache)
-                options: Any = {"terms": wanted(dtype, rounded), "kv_dtype": kv_dtype}
+                options: Any = {"terms": wanted_terms(dtype, rounded), "kv_dtype": kv_dtype}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
@@ -246,7 +156,7 @@ def test_rope_has_the_bits_of_the_step_alone(
 @on_gpu
 def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
     gpus.cupy_with(90)
-    options: dict[str, Any] = {"n_head": 2, "terms": wanted("bfloat16"), **change}
+    options: dict[str, Any] = {"n_head": 2, "terms": wanted_terms("bfloat16"), **change}
     D = options.pop("D", 128)
     w = matrix(4 * D, 128, "bfloat16")
     k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
@@ -288,62 +198,3 @@ def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str
     config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
     model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype)
     assert_same_bits_in_any_batch(model, (33, 64, 130))
-
-
-def test_the_chosen_kernels_compile_without_spills() -> None:
-    """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
-    jobs: list[Job] = []
-    only = []
-    sms, most_shared = gpus.H200["sms"], gpus.H200["most_shared"]
-    for i, M in enumerate((1, 16, 64)):
-        for N, K, gated, head in (
-            (4096, 11008, False, 0),
-            (11008, 4096, True, 0),
-            (6144, 4096, False, 128),
-        ):
-            stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
-            sizes = M, N, K, stored[-1]
-            tile = hopper.choose(*sizes, gated or head > 0, sms, most_shared)
-            options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
-            made = hopper.geometry("", *sizes, tile, **options)
-            file = hopper.ROPE_FILE if head else hopper.FILE
-            jobs.append((file, "sm_90a", (*stored_as(*stored), *made.defines)))
-            only.append("linear_decode_hopper" if gated else "")
-    for M in (64, 256, 512):
-        for N, K, to_terms in ((2304, 768, False), (3072, 768, True), (768, 3072, False)):
-            sizes = M, N, K, "bfloat16"
-            tile = hopper.choose(*sizes, False, sms, most_shared)
-            made = hopper.geometry("", *sizes, tile, to_terms=to_terms)
-            jobs.append((hopper.FILE, "sm_90a", (*stored_as("bfloat16"), *made.defines)))
-            only.append("qkv_decode_hopper" if N == 2304 else "linear_decode_hopper")
-            rounded = ("TERM_COUNT", 1)
-            jobs.append((hopper.FILE, "sm_90a", (*stored_as("float16"), *made.defines, rounded)))
-            only.append(only[-1])
-    assert_clean(jobs, only)
-
-
-@settings(max_examples=200)
-@given(
-    st.integers(1, 600),
-    st.integers(1, 300_000),
-    st.integers(1, 256).map(lambda units: 128 * units),
-    st.sampled_from(WEIGHTS),
-    st.booleans(),
-    st.sampled_from([132, 114, 8]),
-    st.booleans(),
-)
-def test_a_chosen_tile_can_run(
-    M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
-) -> None:
-    """It fits in the memory, a cluster has at most 8 blocks, and each one has sums to finish."""
-    most = gpus.H200["most_shared"]
-    tile = hopper.choose(M, N, K, dtype, gated, sms, most, rounded)
-    assert hopper.shared_bytes(tile, K, dtype, rounded) <= most
-    assert tile.rows >= 4
-    assert tile.splits * tile.shares <= 8
-    assert splits(K)[0] % tile.splits == 0
-    assert tile.splits <= tile.groups * tile.rows
-    assert min(M, 64) <= tile.rows <= 64
-    assert tile.stages >= 2
-    columns = tile.grid(M, N, gated) // (tile.splits * -(-M // 64)) * tile.columns(gated)
-    assert columns >= N

@@ -1,6 +1,6 @@
 """Two-part matrices: TwoPartMatrix, what makes one, and the ops that take one.
 
-How products and attention add up is in test_gemm.py and test_attention_laws.py.
+How products and attention add up is in test_product_laws.py and test_attention_laws.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,658 @@
+"""Every kernel of matrix products behind one call, for tests/test_product_laws.py.
+
+A kernel is a function from rows, matrices and what is done besides (`Case`) to rows. What it is
+tried with are lines of `ON_CPU` and `ON_GPU`; what is special to it has a file of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib import import_module
+from itertools import product
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import arrays_of, mapped
+from gpt2block.cuda.kernels import FP8, TWO_PART
+from gpt2block.ops import (
+    _gemm_hopper,
+    _gemm_mma,
+    _linear_hopper,
+    _linear_matvec,
+    _linear_mma,
+    _linear_mma_tiles,
+    _linear_tiles,
+    _rmsnorm_hopper,
+    _rmsnorm_mma,
+)
+from gpt2block.ops._gemm_mma import MmaGemmTile
+from gpt2block.ops._linear_mma_tiles import MmaLinearTile
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._rmsnorm_mma import RmsnormTile
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.operation import Operation
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
+from tests import plain
+from tests.devices import H200, assert_same_bits, moved, running_on
+from tests.gpus import H200 as H200_LIMITS
+from tests.gpus import cupy_with
+from tests.test_terms import rounded_to_float16, terms
+
+Array = NDArray[Any]
+Given = dict[str, Any]  # arrays and matrices by name
+DTYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+}
+WEIGHTS = (*DTYPES, *FP8)
+FP8_E5M2, FP8_E4M3 = FP8
+GPT2 = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # N, K
+EPS = 1e-3
+START, THETA = 3, 500.0  # of RoPE
+LINEAR = import_module("gpt2block.ops.linear")
+MATMUL = import_module("gpt2block.ops.matmul_bias")
+LINEAR_OP, MATMUL_OP = OPERATIONS["linear"], OPERATIONS["matmul_bias"]
+RMSNORM_MATMUL, RMSNORM_FFN = OPERATIONS["rmsnorm_matmul"], OPERATIONS["rmsnorm_ffn"]
+QKV_KERNELS = ("qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles")  # in the order of the variants
+NAMES = {"a": "x", "w1": "w", "w3": "up"}  # of arguments that have another one here
+# Of an operation and a variant: the module and the function that choose a tile or layout, and the
+# option that takes the place of the choice, or "" where the function gives it.
+CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
+    ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
+    ("linear", "mma"): (_linear_mma, "geometry", "cut"),
+    ("linear", "mma_tiles"): (_linear_mma_tiles, "choose", ""),
+    ("linear", "hopper"): (_linear_hopper, "choose", ""),
+    ("linear", "tiles"): (_linear_tiles, "geometry", "tile"),
+    ("gemm", "mma"): (_gemm_mma, "geometry", "tile"),
+    ("gemm", "hopper"): (_gemm_hopper, "choose_tile", ""),
+    ("matmul_bias", "registers"): (MATMUL, "choose_tile", ""),
+}
+for _name in ("rmsnorm_matmul", "rmsnorm_ffn"):
+    for _variant in ("mma", "unfused"):
+        CHOOSERS[_name, _variant] = _rmsnorm_mma, "geometry", "tile"
+    CHOOSERS[_name, "hopper"] = _rmsnorm_hopper, "choose_tile", ""
+
+
+class Case(NamedTuple):
+    """Sizes, and what is done besides the product, where the operation does it.
+
+    tile: or layout, instead of the one that is chosen. sms: multiprocessors of the emulated device;
+    with few of them a block has several tiles. head_dim, half_split: of RoPE. sequences: that share
+    the rows, if x has an axis of them. apart: elements between the rows of x.
+    """
+
+    M: int
+    K: int
+    N: int
+    bias: bool = True
+    norm: bool = False
+    gelu: bool = False
+    residual: bool = False
+    tile: Any = None
+    sms: int = H200
+    head_dim: int | None = None
+    half_split: bool = False
+    sequences: int = 0
+    apart: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(WeightMatrix):
+    """float32 weights that kernels get as a TwoPartMatrix."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """dtype: of x, or "two_part". weights: dtype of the matrices, if another. out: of the result.
+
+    layout: of the matrices. terms: that x has in the place of floats. alike: the kernel that has
+    the same bits. alone: whether a row has the same bits alone and among others, with any tile.
+    """
+
+    name: str
+    operation: Operation
+    variant: str
+    dtype: str = "float32"
+    weights: str = ""
+    out: str = ""
+    layout: str = "NK"
+    terms: Terms | None = None
+    alike: str = ""
+    alone: bool = True
+
+    @property
+    def capability(self) -> int:
+        if self.variant == "hopper":
+            return HOPPER_CAPABILITY
+        return MMA_CAPABILITY if self.variant.startswith("mma") else 0
+
+    @property
+    def may_be_in_place(self) -> bool:
+        """Whether the residual may be the output."""
+        return self.operation is not RMSNORM_FFN and self.out != TWO_PART
+
+    @property
+    def multiple(self) -> int:
+        """What K and N are multiples of."""
+        return 8 if self.operation is not LINEAR_OP and self.capability else 1
+
+    def matrix(self, seed: int, K: int, N: int) -> WeightMatrix:
+        values = plain.normal(seed, N, K)
+        if self.operation is GEMM:  # long sums do not grow: tensor cores would truncate them all
+            values -= np.float32(0.5)
+        values /= np.float32(math.sqrt(K))
+        if self.layout == "KN":
+            values = np.ascontiguousarray(values.T)
+        dtype = self.weights or self.dtype
+        kind, stored = (Joined, "float32") if dtype == TWO_PART else (WeightMatrix, dtype)
+        return kind.quantize(values, stored, self.layout)
+
+    def made(self, case: Case) -> Given:
+        """What the operation takes, in host memory."""
+        M, K, N = case[:3]
+        rows = (case.sequences, M // case.sequences) if case.sequences else (M,)
+        x = np.full((*rows, K + case.apart), np.nan, np.float32)[..., :K]
+        x[...] = plain.normal(0, *rows, K)
+        if self.dtype == TWO_PART:
+            x -= np.float32(0.5)
+            x[len(x) // 2] = 0  # a row of zeros
+            x[..., K // 2] *= 100  # a column that sticks out
+        if self.terms and self.terms.rounded:
+            x = rounded_to_float16(x)
+        if self.dtype in DTYPES and self.dtype != "float32":
+            x = (x if x.base is None else x.base).astype(DTYPES[self.dtype])[..., :K]
+        of_x, of_out = (
+            DTYPES.get(name, np.float32) for name in (self.dtype, self.out or self.dtype)
+        )
+        ffn = self.operation is RMSNORM_FFN
+        norm = case.norm or self.operation in (RMSNORM_MATMUL, RMSNORM_FFN)
+        everything: Given = {
+            "x": x,
+            "w": self.matrix(1, K, N),
+            "up": self.matrix(6, K, N) if ffn else None,
+            "bias": plain.normal(2, N) if case.bias else None,
+            "gamma": plain.normal(3, K).astype(of_x) if norm else None,
+            "beta": plain.normal(4, K) if norm else None,
+            "residual": plain.normal(5, *rows, K if ffn else N).astype(of_out)
+            if case.residual
+            else None,
+        }
+        return {name: everything[name] for name in self.names if name in everything}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the inputs."""
+        names = [entry.name for entry in self.operation.contract.inputs]
+        return [NAMES.get(name, name) for name in names]
+
+    def inputs(self, given: Given) -> tuple[Any, ...]:
+        return tuple(given.get(name) for name in self.names)
+
+    def attrs(self, case: Case) -> dict[str, Any]:
+        """The options that the reference has, too."""
+        known: dict[str, Any] = {"gelu": case.gelu, "eps": EPS, "start": START, "theta": THETA}
+        known |= {"head_dim": case.head_dim, "half_split": case.half_split}
+        return {name: value for name, value in known.items() if name in self.operation.options}
+
+    def __call__(
+        self, where: str, given: Given, case: Case, in_place: bool = False, away: Sequence[str] = ()
+    ) -> Array:
+        """The result; on a GPU twice, with the same bits. No input may change.
+
+        in_place: into the residual. away: what is an element after a multiple of 512 bytes.
+        """
+        with running_on(where, case.sms) as cp, self.forced(case):
+            cupy_with(self.capability)
+            runs = range(1 if where != "gpu" else 2)
+            found = [self.run(cp, given, case, in_place, away) for _ in runs]
+        assert_same_bits(found[0], found[-1])
+        return found[0]
+
+    def run(
+        self, cp: Any, given: Given, case: Case, in_place: bool, away: Sequence[str] = ()
+    ) -> Array:
+        there = {name: self.uploaded(cp, name, each, away) for name, each in given.items()}
+        shape = (*given["x"].shape[:-1], case.N)
+        out = there["residual"] if in_place else self.poisoned(cp, shape)
+        if "out" in away:
+            out = moved(np.full(shape, np.nan, np.float32), 1)
+        kept = [
+            array
+            for name, each in there.items()
+            for array in arrays_of(name, each).values()
+            if each is not out
+        ]
+        before = [array.get() for array in kept]
+        chosen: dict[str, Any] = {"variant": self.variant}
+        if self.terms:
+            chosen = {"terms": self.terms, "decoding": True}
+        bound = self.operation.bind(self.inputs(there), out, **self.attrs(case), **chosen)
+        assert bound.run() is out
+        for array, old in zip(kept, before, strict=True):
+            assert_same_bits(array.get(), old)
+        if self.operation is RMSNORM_FFN and case.residual:
+            assert_same_bits(bound.extra[0].get(), summed(given))
+        return np.asarray(out.get())
+
+    def uploaded(self, cp: Any, name: str, given: Any, away: Sequence[str] = ()) -> Any:
+        upload = partial(moved, offset=1) if name in away else cp.asarray
+        if isinstance(given, Joined):
+            return TwoPartMatrix.from_float32(given.data).mapped(cp.asarray)
+        if name == "w" and self.operation is MATMUL_OP:
+            return upload(given.data)
+        if name == "x" and self.dtype == TWO_PART:
+            return TwoPartMatrix.from_float32(given).mapped(cp.asarray)
+        if name == "x" and self.terms:
+            return cp.asarray(terms(given, self.terms.dtype, self.terms.width, self.terms.rounded))
+        if name == "x" and not given.flags.c_contiguous:
+            return cp.asarray(given.base)[..., : given.shape[-1]]
+        return given if given is None else mapped(upload, given)
+
+    def poisoned(self, cp: Any, shape: tuple[int, ...]) -> Any:
+        if self.out == TWO_PART:
+            parts = cp.full((2, *shape), np.nan, "float16")
+            return TwoPartMatrix.empty(shape, 2.0**11, parts)
+        out = self.out or (self.dtype if self.dtype in DTYPES else "float32")
+        return cp.full(shape, np.nan, DTYPES[out])
+
+    @contextmanager
+    def forced(self, case: Case) -> Iterator[None]:
+        """Let the kernel have this tile, or layout, unless it is None."""
+        tile, key = case.tile, (self.operation.name, self.variant)
+        if tile is None:
+            yield
+            return
+        module, name, option = CHOOSERS[key]
+        if key == ("linear", "mma") and not tile.loop:
+            tile = tile._replace(warps=_linear_mma.splits(case.K)[0])
+        found = (
+            partial(getattr(module, name), **{option: tile}) if option else lambda *_, **__: tile
+        )
+        clear = getattr(getattr(module, "geometry", None), "cache_clear", lambda: None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, found)
+            clear()
+            yield
+        clear()
+
+    def exact(self, given: Given, case: Case) -> Array:
+        """By the reference in float64."""
+        if self.operation is RMSNORM_FFN and case.residual:
+            given = given | {"x": summed(given), "residual": None}
+        if self.operation is MATMUL_OP:
+            given = given | {"w": given["w"].dequantized()}
+        named = [name for name in self.names if given.get(name) is not None]
+        inputs = self.inputs(given)[: self.names.index(named[-1]) + 1]
+        return plain.exact(self.operation.name, *inputs, **self.attrs(case))
+
+    def plainly(
+        self, given: Given, case: Case, xp: Any = np, multiply: Any = plain.product
+    ) -> Array:
+        """In float32 with a way to multiply, rounded to what is stored; xp: NumPy or CuPy."""
+        x, bias, before = given["x"], given.get("bias"), given.get("residual")
+        if self.operation in (RMSNORM_MATMUL, RMSNORM_FFN):
+            h = summed(given) if case.residual else x
+            x = rms_normed(h, given["gamma"])
+        elif given.get("gamma") is not None:
+            x = plain.layernorm(x, given["gamma"], given["beta"], EPS)
+        x = xp.asarray(x.astype(np.float32))
+        y = multiply(x, xp.asarray(given["w"].dequantized()), xp)
+        if given.get("up") is not None:
+            up = multiply(x, xp.asarray(given["up"].dequantized()), xp)
+            return self.rounded(y / (np.float32(1) + xp.exp(-y)) * up)
+        y = y if bias is None else y + xp.asarray(bias)
+        attrs = self.attrs(case)
+        y = plain.gelu(y, xp) if attrs.get("gelu") else y
+        y = y if before is None else xp.asarray(before.astype(np.float32)) + y
+        if size := attrs.get("head_dim"):
+            heads = on_host(y).reshape(*y.shape[:-1], -1, size)
+            y = plain.rope(heads, START, THETA, case.half_split).reshape(y.shape)
+        return self.rounded(y)
+
+    def rounded(self, y: Any) -> Array:
+        """To what is stored, as float32."""
+        dtype = DTYPES.get(self.out or self.dtype, np.float32)
+        return on_host(y).astype(dtype).astype(np.float32)
+
+    def assert_right(self, got: Array, given: Given, case: Case, where: str = "") -> None:
+        """As accurate as sequential sums in float32, and as the terms of x permit.
+
+        Where no rounding to 16 bits is larger than the difference, and K is long, such sums as
+        tensor cores have may be less accurate: then as accurate as those.
+        """
+        stored = DTYPES.get(self.out or self.dtype, np.float32)
+        assert got.dtype == stored
+        xp = cupy if where == "gpu" else np
+        truth, expected = self.exact(given, case), self.plainly(given, case, xp)
+        allowed = 0.0
+        if self.operation is GEMM and self.out == "float32" and where == "gpu":
+            cut = self.plainly(given, case, xp, plain.tensor_core_product)
+            expected = max(expected, cut, key=lambda y: float(np.abs(y - truth).max()))
+        if self.operation is LINEAR_OP and self.capability and self.weights == "bfloat16":
+            x = given["x"]
+            if case.norm:
+                x = plain.layernorm(x, given["gamma"], given["beta"], EPS)
+            allowed = plain.rounding_of_bfloat16_terms(x, given["w"].dequantized())
+        plain.assert_as_accurate(got.astype(np.float32), truth, expected, allowed)
+
+
+def on_host(array: Any) -> Array:
+    return np.asarray(array if isinstance(array, np.ndarray) else array.get())
+
+
+def rows_of(given: Given, rows: slice) -> Given:
+    """The same for some rows of x."""
+    some = {name: given[name][rows] for name in ("x", "residual") if given.get(name) is not None}
+    return given | some
+
+
+def summed(given: Given) -> Array:
+    """x + residual as it is stored."""
+    both = given["x"].astype(np.float32) + given["residual"].astype(np.float32)
+    return np.asarray(both.astype(given["x"].dtype))
+
+
+def rms_normed(h: Array, gamma: Array) -> Array:
+    """In float32 one sum after the other, then rounded to what is stored."""
+    w = h.astype(np.float32)
+    mean = plain.running_sum(w * w) / np.float32(h.shape[-1])
+    normed = w / np.sqrt(mean + np.float32(EPS)) * gamma.astype(np.float32)
+    return np.asarray(normed.astype(h.dtype))
+
+
+def use_variant(patch: pytest.MonkeyPatch, n: int) -> None:
+    """Let decoding steps take variant n of `linear` and `linear_qkv`."""
+    patch.setattr(LINEAR, "_decoding", lambda c, operation: (operation.variants[n],))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def linears() -> Iterator[Kernel]:
+    for weights in (*WEIGHTS, TWO_PART):
+        for variant in ("matvec", "mma", "mma_tiles", "tiles"):
+            if weights != TWO_PART or variant.startswith("mma"):
+                alike = f"linear-mma-{weights}" if variant == "mma_tiles" else ""
+                name = f"linear-{variant}-{weights}"
+                yield Kernel(name, LINEAR_OP, variant, weights=weights, alike=alike)
+    for weights in ("float16", "bfloat16", *FP8):
+        for rounded in (False, True) if weights in ("float16", FP8_E4M3) else (False,):
+            name = f"linear-hopper-{weights}{'-rounded' * rounded}"
+            order = _linear_hopper.terms(weights, rounded)
+            alike = f"linear-mma_tiles-{weights}"
+            yield Kernel(name, LINEAR_OP, "hopper", weights=weights, terms=order, alike=alike)
+
+
+def gemms() -> Iterator[Kernel]:
+    outs = [(dtype, out) for dtype in ("bfloat16", "float16") for out in (dtype, "float32")]
+    outs += [(TWO_PART, "float32"), (TWO_PART, TWO_PART)]
+    for variant, (dtype, out) in product(("mma", "hopper"), outs):
+        yield Kernel(f"gemm-{variant}-{dtype}-to-{out}", GEMM, variant, dtype, out=out)
+
+
+def after_rmsnorm() -> Iterator[Kernel]:
+    """mma takes 16 bits, hopper neither FP8."""
+    variants = ("matvec", "mma", "unfused", "hopper")
+    for dtype, weights, layout, variant in product(DTYPES, ("", *FP8), ("KN", "NK"), variants):
+        if variant in ("mma", "hopper") and (
+            dtype == "float32" or (variant == "hopper" and weights)
+        ):
+            continue
+        for operation in (RMSNORM_MATMUL, RMSNORM_FFN):
+            name = f"{operation.name}-{variant}-{weights or 'own'}-{dtype}-{layout}"
+            yield Kernel(name, operation, variant, dtype, weights, layout=layout, alone=False)
+
+
+def all_kernels() -> Iterator[Kernel]:
+    yield from linears()
+    yield from gemms()
+    for variant in ("naive", "tiled", "coarsened", "registers"):
+        name, alone = f"matmul-{variant}", variant != "registers"
+        yield Kernel(name, MATMUL_OP, variant, layout="KN", alone=alone)
+    yield from after_rmsnorm()
+
+
+KERNELS = {kernel.name: kernel for kernel in all_kernels()}
+
+
+# --- tiles and layouts for the emulator: they end within and after the matrices -------------------
+
+
+# width, split, steps, columns, groups, loop, blocks, rows
+ROUNDS = _linear_matvec.MatvecLayout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, many groups
+SMALL = _linear_matvec.MatvecLayout(4, 3, 1, 2, 2, False, 1, 1)
+LONG = _linear_matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # a row is more than registers hold
+# columns, flight, loop, warps, blocks, rows
+LOOP = _linear_mma.MmaLayout(16, 1, True, 2, 1, 2)
+ODD_LOOP = _linear_mma.MmaLayout(5, 1, True, 1, 1, 8)
+WIDE = _linear_mma.MmaLayout(19, 1, False, 1, 1, 4)
+TALL = WIDE._replace(rows=16)
+ODD, EVEN = MmaLinearTile(48, 64, (1, 4), 2), MmaLinearTile(32, 64, (2, 2), 3)
+# Odd numbers of fragments side by side: groups of four, two and one; rows and columns of warps.
+NARROW = MmaGemmTile(16, 72, (1, 1), 64, 3, 2)
+SQUARE = MmaGemmTile(64, 48, (2, 2), 64, 3, 1)
+BROAD = MmaGemmTile(32, 128, (1, 2), 128, 3, 1)
+PARTS = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # of two-part matrices
+PAIRS = MmaGemmTile(32, 64, (1, 2), 128, 3, 1)
+# Two warps share K and a row's squares; four warps share rows and columns, each has an odd number
+# of fragments side by side, and threads are left over when weights are copied.
+TINY = RmsnormTile(16, 32, (1, 1, 2), 32, 3, 1)
+UNEVEN = RmsnormTile(32, 48, (2, 2, 1), 64, 2, 1)
+GROUPED = [(tile, tile.groups * n) for tile in MATMUL.TILES for n in (1, 2)]
+TILES_ON_CPU: dict[str, Sequence[Any]] = {
+    "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
+    "linear-mma-*": (None, TALL, ODD_LOOP),
+    "linear-mma_tiles-*": (None,),
+    "linear-tiles-*": (*_linear_tiles.TILES, None),
+    "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
+    "gemm-mma-two_part-*": (PARTS, PAIRS),
+}
+
+
+TILES_ON_GPU: dict[str, Sequence[Any]] = {
+    "linear-tiles-*": _linear_tiles.TILES,
+    "gemm-mma-*16-*": _gemm_mma.TILES,
+    "gemm-mma-two_part-*": _gemm_mma.TWO_PART_TILES,
+    "gemm-hopper-*16-*": _gemm_hopper.TILES,
+    "gemm-hopper-two_part-*": _gemm_hopper.TWO_PART_TILES,
+    "matmul-registers": GROUPED,
+    "rmsnorm_*-mma-*": _rmsnorm_mma.TILES,
+    "rmsnorm_matmul-hopper-*": _rmsnorm_hopper.MATMUL_TILES,
+    "rmsnorm_ffn-hopper-*-KN": _rmsnorm_hopper.FFN_TILES["KN"],
+    "rmsnorm_ffn-hopper-*-NK": _rmsnorm_hopper.FFN_TILES["NK"],
+}
+
+
+def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
+    """The tiles, or layouts, to try; None is the one that is chosen."""
+    if where == "gpu" and kernel.terms:
+        yield from _of_decoding_by_wgmma(kernel, case)
+        return
+    table = TILES_ON_CPU
+    if where == "gpu":
+        table = TILES_ON_GPU
+        yield None
+    if where == "gpu" and kernel.variant == "mma_tiles":
+        yield from _of_decoding(kernel, case)
+    for name, tiles in table.items():
+        if fnmatchcase(kernel.name, name):
+            yield from tiles
+
+
+def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
+    """Tiles of decode_tiles.cu with clusters of blocks."""
+    yield ODD
+    dtype = kernel.weights
+    clusters = (1, 2, 3, 6, 8) if int(cupy.cuda.Device().compute_capability) >= 90 else (1,)
+    for tile, cluster in product(_linear_mma_tiles.TILES, clusters):
+        pairs = math.prod(tile.warps) % 4 == 0  # the threads copy whole groups of rows
+        if dtype == TWO_PART and not pairs:
+            continue
+        chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
+        one = tile._replace(cluster=cluster, chunks=chunks)
+        if _linear_mma_tiles.shared_bytes(one, case.K, dtype) <= H200_LIMITS["most_shared"] - 1024:
+            yield one
+
+
+# Groups, splits, shares, blocks on a multiprocessor.
+WGMMA_TILES = (
+    *((1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 3), (2, 8, 1, 1), (1, 1, 4, 1)),
+    *((2, 2, 2, 1), (3, 1, 1, 1), (3, 2, 2, 1), (1, 3, 1, 1), (1, 6, 1, 2), (3, 6, 1, 1)),
+)
+
+
+def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper.HopperLinearTile]:
+    assert kernel.terms
+    rows, tried = max(4, 1 << (min(case.M, 64) - 1).bit_length()), 0
+    for groups, parts, shares, blocks in WGMMA_TILES:
+        if parts > _linear_mma.splits(case.K)[0] or parts > groups * rows:
+            continue
+        tile = _linear_hopper.HopperLinearTile(rows, groups, parts, shares, blocks)
+        sizes = tile, case.K, kernel.weights, kernel.terms.rounded
+        if _linear_hopper.shared_bytes(*sizes) <= H200_LIMITS["most_shared"]:
+            tried += 1
+            yield tile
+    assert tried >= 3
+
+
+# --- cases, by the names of kernels ---------------------------------------------------------------
+
+
+Table = Mapping[str, Sequence[Case]]
+ENDS: Any = {"gelu": True, "residual": True}
+FULL: Any = {"norm": True, **ENDS}
+SIZES = [Case(1, 1, 1), Case(65, 65, 36, bias=False), Case(33, 67, 35, sequences=3)]
+OF_TILES = [Case(33, 33, 35, residual=True), Case(34, 8, 36, **ENDS, sequences=2)]
+RAGGED = Case(17, 72, 136, sms=2)  # of gemm
+SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # of two-part matrices
+PART = Case(25, 176, 37, **ENDS, tile=ODD)
+TURNED = Case(21, 144, 80, head_dim=16, sequences=3, apart=16, tile=TINY)
+# By turns with loads of 16 bytes and of one float.
+TURNS = [((131, 70, 132), (70, 19, 101))[(i + i // 2) % 2] for i in range(len(GROUPED))]
+ON_CPU: Table = {
+    "linear-matvec-float32": [Case(3, 48, 21, **FULL),
+                              Case(1, 1100, 9, norm=True, tile=LONG, sms=2)],
+    "linear-matvec-bfloat16": [Case(3, 784, 31, norm=True, tile=ROUNDS, sms=2)],
+    "linear-matvec-float16": [Case(1, 33, 5, gelu=True)],
+    "linear-matvec-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
+    "linear-matvec-float8_e5m2": [
+        Case(9, 264, 7, residual=True, tile=SMALL._replace(width=8, rows=4))],
+    "linear-mma-float32": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
+                           Case(3, 1104, 37, norm=True, tile=ODD_LOOP, sms=2)],
+    "linear-mma-bfloat16": [Case(3, 784, 31, norm=True, tile=LOOP, sms=2),
+                            Case(17, 1160, 20, norm=True, tile=TALL._replace(flight=2))],
+    "linear-mma-float16": [Case(1, 2064, 9, gelu=True, tile=WIDE)],
+    "linear-mma-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
+    "linear-mma-float8_e5m2": [Case(2, 1168, 19, residual=True)],
+    "linear-mma-two_part": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
+                            Case(3, 1104, 37, tile=ODD_LOOP, sms=2)],
+    "linear-mma_tiles-*": [PART],
+    "linear-mma_tiles-two_part": [PART._replace(tile=EVEN)],
+    "linear-mma_tiles-float16": [Case(33, 1168, 32, **ENDS, tile=EVEN)],
+    "linear-mma_tiles-float8_e5m2": [Case(33, 176, 32, **ENDS, tile=EVEN)],
+    "linear-tiles-*": OF_TILES,
+    "linear-tiles-float16": [*(Case(37, 24, N, residual=True) for N in (40, 41)), Case(33, 1, 70)],
+    "gemm-mma-bfloat16-to-bfloat16": [
+        RAGGED._replace(bias=False, tile=NARROW), RAGGED._replace(residual=True, tile=NARROW),
+        RAGGED._replace(**ENDS, tile=BROAD),
+        *(Case(130, K, 72, bias=False, tile=SQUARE, sms=2) for K in (24, 200))],
+    "gemm-mma-bfloat16-to-float32": [RAGGED._replace(bias=False, residual=True, tile=SQUARE)],
+    "gemm-mma-float16-to-float32": [RAGGED._replace(tile=SQUARE), Case(1, 8, 8, tile=SQUARE)],
+    "gemm-mma-float16-to-float16": [RAGGED._replace(gelu=True, tile=BROAD)],
+    "gemm-mma-two_part-to-float32": [SPLIT._replace(bias=False), SPLIT._replace(residual=True),
+                                     Case(1, 8, 8, residual=True, tile=PARTS)],
+    "gemm-mma-two_part-to-two_part": [SPLIT._replace(gelu=True)],
+    "matmul-*": SIZES,
+    "matmul-registers": [
+        Case(*sizes, tile=tile) for sizes, tile in zip(TURNS, GROUPED, strict=True)],
+    "rmsnorm_matmul-matvec-own-float32-KN": [Case(1, 40, 24, sequences=1)],
+    "rmsnorm_matmul-matvec-own-float16-KN": [
+        Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3)],
+    "rmsnorm_matmul-matvec-own-float16-NK": [Case(5, 33, 17)],
+    "rmsnorm_matmul-matvec-float8_e4m3fn-float16-KN": [Case(1, 544, 32, head_dim=8)],
+    "rmsnorm_matmul-matvec-float8_e5m2-float32-NK": [Case(1, 64, 64, head_dim=32, half_split=True)],
+    "rmsnorm_matmul-matvec-own-bfloat16-NK": [Case(9, 8, 40, head_dim=10, sequences=3)],
+    "rmsnorm_ffn-matvec-own-bfloat16-*": [Case(2, 520, 33, residual=True)],
+    "rmsnorm_ffn-matvec-own-float32-KN": [Case(7, 36, 12, residual=True, apart=4)],
+    "rmsnorm_ffn-matvec-own-float16-NK": [Case(1, 2056, 6)],
+    "rmsnorm_ffn-matvec-float8_e4m3fn-float16-NK": [Case(3, 48, 80, residual=True)],
+    "rmsnorm_matmul-mma-own-float16-NK": [TURNED],
+    "rmsnorm_matmul-mma-float8_e4m3fn-float16-NK": [TURNED],
+    "rmsnorm_matmul-mma-float8_e4m3fn-bfloat16-KN": [TURNED],
+    "rmsnorm_ffn-mma-float8_e5m2-float16-KN": [TURNED],
+    "rmsnorm_ffn-mma-float8_e5m2-bfloat16-NK": [TURNED],
+    "rmsnorm_ffn-mma-own-float16-KN": [
+        Case(40, K, 40, residual=True, tile=UNEVEN) for K in (64, 64 * 5 + 8)],
+}  # fmt: skip
+
+
+def with_ends(ends: Iterable[Mapping[str, Any]], *sizes: tuple[int, int, int]) -> list[Case]:
+    return [Case(*each, **some) for each, some in product(sizes, ends)]
+
+
+ADDED: Any = {"residual": True}
+FEW_ROWS = [
+    *with_ends([ADDED], (1, 768, 768), (8, 3072, 768), (16, 3072, 768), (2, 6400, 1600)),
+    *with_ends([ADDED], (3, 16_384, 40)),
+    *with_ends([{"norm": True, **ADDED}], (64, 768, 2304), (17, 1600, 300), (1, 256, 50257)),
+    *with_ends([FULL], (3, 768, 3072), (2, 336, 77)),
+]
+MANY_ROWS = [
+    *with_ends([ADDED], (128, 3072, 768), (1024, 767, 771), (8192, 64, 768)),
+    *with_ends([ENDS], (1000, 768, 2304)),
+]
+OF_GPT2 = [
+    Case(M, K, N, **(ENDS, {}, {"gelu": True}, {"residual": True})[i % 4])
+    for i, (M, (N, K)) in enumerate(product((1, 17, 100, 128, 1000, 1024, 8192), GPT2))
+]
+LLAMA = Case(1, 4096, 512, head_dim=128)
+ALL_ENDS = [{"bias": False}, {"gelu": True}, {"residual": True}, ENDS]
+FLOAT_ENDS = [{}, {"bias": False}, {"residual": True}, {"bias": False, "residual": True}]
+
+
+THREE = (1, 8, 8), (130, 200, 72), (300, 520, 1032)
+ON_GPU: Table = {
+    "matmul-*": [*SIZES, Case(1, 768, 3072), *MANY_ROWS],
+    "linear-tiles-*": [*OF_TILES, Case(17, 768, 768, residual=True), *MANY_ROWS],
+    "linear-matvec-*": [*FEW_ROWS, *(case._replace(K=case.K // 2 - 1) for case in FEW_ROWS)],
+    "linear-mma-[bf]*": FEW_ROWS,
+    "gemm-*16-to-*16": with_ends(ALL_ENDS, *THREE),
+    "gemm-*16-to-float32": with_ends(FLOAT_ENDS, *THREE),
+    "gemm-*-two_part-to-float32": with_ends(FLOAT_ENDS, *THREE),
+    "gemm-*-two_part-to-two_part": with_ends([{"gelu": True}], *THREE),
+    "gemm-*-bfloat16-to-bfloat16": OF_GPT2[::2],
+    "gemm-*-float16-to-float16": OF_GPT2[1::2],
+    "gemm-*-float16-to-float32": [case._replace(gelu=False) for case in OF_GPT2[::3]],
+    "rmsnorm_matmul-*": [
+        Case(M, 272, 384, head_dim=64 * (M > 1) or None, half_split=M in (3, 70), apart=8 * (M > 3))
+        for M in (1, 3, 16, 70, 200)],
+    "rmsnorm_ffn-*": [Case(M, 272, 192, residual=M > 1, apart=8 * (M > 5))
+                      for M in (1, 5, 33, 130, 300)],
+    "rmsnorm_*-matvec-own-float16-*": [Case(3, 333, 77), Case(2, 12_000, 8)],
+    "rmsnorm_matmul-matvec-own-float16-*": [LLAMA],
+    "rmsnorm_matmul-matvec-float8_e4m3fn-bfloat16-*": [LLAMA._replace(half_split=True)],
+    "rmsnorm_*-mma-own-float16-*": [Case(M, 4096, 4096, head_dim=128) for M in (16, 500)],
+}  # fmt: skip
+
+
+def found_in(table: Table) -> Iterator[tuple[Kernel, Case]]:
+    """The kernels that a table names, with their cases."""
+    for name, cases in table.items():
+        kernels = [kernel for kernel in KERNELS.values() if fnmatchcase(kernel.name, name)]
+        assert kernels, name
+        yield from product(kernels, cases)
