@@ -142,14 +142,24 @@ class Kernel:
         return MMA_CAPABILITY if self.variant.startswith("mma") else 0
 
     @property
-    def may_be_in_place(self) -> bool:
-        """Whether the residual may be the output."""
-        return self.operation is not RMSNORM_FFN and self.out != TWO_PART
+    def stored(self) -> Any:
+        """The dtype of the result, as a caller reads it."""
+        return DTYPES.get(self.out or self.dtype, np.float32)
 
     @property
     def multiple(self) -> int:
         """What K and N are multiples of."""
         return 8 if self.operation is not LINEAR_OP and self.capability else 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it copies slices while it multiplies others, also on the emulator."""
+        return self.variant == "mma_tiles" or self.multiple > 1
+
+    def may_be_in_place(self, given: Given) -> bool:
+        """Whether the residual may be the output."""
+        own = self.operation is not RMSNORM_FFN and self.out != TWO_PART
+        return own and given.get("residual") is not None
 
     def matrix(self, seed: int, K: int, N: int) -> WeightMatrix:
         values = plain.normal(seed, N, K)
@@ -166,19 +176,18 @@ class Kernel:
         """What the operation takes, in host memory."""
         M, K, N = case[:3]
         rows = (case.sequences, M // case.sequences) if case.sequences else (M,)
-        x = np.full((*rows, K + case.apart), np.nan, np.float32)[..., :K]
-        x[...] = plain.normal(0, *rows, K)
+        x = plain.normal(0, *rows, K)
         if self.dtype == TWO_PART:
             x -= np.float32(0.5)
             x[len(x) // 2] = 0  # a row of zeros
             x[..., K // 2] *= 100  # a column that sticks out
         if self.terms and self.terms.rounded:
             x = rounded_to_float16(x)
-        if self.dtype in DTYPES and self.dtype != "float32":
-            x = (x if x.base is None else x.base).astype(DTYPES[self.dtype])[..., :K]
-        of_x, of_out = (
-            DTYPES.get(name, np.float32) for name in (self.dtype, self.out or self.dtype)
-        )
+        x = x.astype(DTYPES.get(self.dtype, np.float32))
+        if case.apart:
+            apart = np.full((*rows, K + case.apart), np.nan, x.dtype)
+            apart[..., :K] = x
+            x = apart[..., :K]
         ffn = self.operation is RMSNORM_FFN
         norm = case.norm or self.operation in (RMSNORM_MATMUL, RMSNORM_FFN)
         everything: Given = {
@@ -186,12 +195,12 @@ class Kernel:
             "w": self.matrix(1, K, N),
             "up": self.matrix(6, K, N) if ffn else None,
             "bias": plain.normal(2, N) if case.bias else None,
-            "gamma": plain.normal(3, K).astype(of_x) if norm else None,
+            "gamma": plain.normal(3, K).astype(x.dtype) if norm else None,
             "beta": plain.normal(4, K) if norm else None,
-            "residual": plain.normal(5, *rows, K if ffn else N).astype(of_out)
-            if case.residual
-            else None,
+            "residual": None,
         }
+        if case.residual:
+            everything["residual"] = plain.normal(5, *rows, K if ffn else N).astype(self.stored)
         return {name: everything[name] for name in self.names if name in everything}
 
     @property
@@ -223,20 +232,14 @@ class Kernel:
         assert_same_bits(found[0], found[-1])
         return found[0]
 
-    def run(
-        self, cp: Any, given: Given, case: Case, in_place: bool, away: Sequence[str] = ()
-    ) -> Array:
+    def run(self, cp: Any, given: Given, case: Case, in_place: bool, away: Sequence[str]) -> Array:
         there = {name: self.uploaded(cp, name, each, away) for name, each in given.items()}
         shape = (*given["x"].shape[:-1], case.N)
         out = there["residual"] if in_place else self.poisoned(cp, shape)
         if "out" in away:
             out = moved(np.full(shape, np.nan, np.float32), 1)
-        kept = [
-            array
-            for name, each in there.items()
-            for array in arrays_of(name, each).values()
-            if each is not out
-        ]
+        inputs = (arrays_of(name, each) for name, each in there.items() if each is not out)
+        kept = [a for arrays in inputs for a in arrays.values() if a.flags.c_contiguous]
         before = [array.get() for array in kept]
         chosen: dict[str, Any] = {"variant": self.variant}
         if self.terms:
@@ -267,8 +270,7 @@ class Kernel:
         if self.out == TWO_PART:
             parts = cp.full((2, *shape), np.nan, "float16")
             return TwoPartMatrix.empty(shape, 2.0**11, parts)
-        out = self.out or (self.dtype if self.dtype in DTYPES else "float32")
-        return cp.full(shape, np.nan, DTYPES[out])
+        return cp.full(shape, np.nan, self.stored)
 
     @contextmanager
     def forced(self, case: Case) -> Iterator[None]:
@@ -280,9 +282,9 @@ class Kernel:
         module, name, option = CHOOSERS[key]
         if key == ("linear", "mma") and not tile.loop:
             tile = tile._replace(warps=_linear_mma.splits(case.K)[0])
-        found = (
-            partial(getattr(module, name), **{option: tile}) if option else lambda *_, **__: tile
-        )
+        found: Any = lambda *_, **__: tile  # noqa: E731
+        if option:
+            found = partial(getattr(module, name), **{option: tile})
         clear = getattr(getattr(module, "geometry", None), "cache_clear", lambda: None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, found)
@@ -326,8 +328,7 @@ class Kernel:
 
     def rounded(self, y: Any) -> Array:
         """To what is stored, as float32."""
-        dtype = DTYPES.get(self.out or self.dtype, np.float32)
-        return on_host(y).astype(dtype).astype(np.float32)
+        return on_host(y).astype(self.stored).astype(np.float32)
 
     def assert_right(self, got: Array, given: Given, case: Case, where: str = "") -> None:
         """As accurate as sequential sums in float32, and as the terms of x permit.
@@ -335,12 +336,12 @@ class Kernel:
         Where no rounding to 16 bits is larger than the difference, and K is long, such sums as
         tensor cores have may be less accurate: then as accurate as those.
         """
-        stored = DTYPES.get(self.out or self.dtype, np.float32)
-        assert got.dtype == stored
+        assert got.dtype == self.stored
         xp = cupy if where == "gpu" else np
         truth, expected = self.exact(given, case), self.plainly(given, case, xp)
         allowed = 0.0
-        if self.operation is GEMM and self.out == "float32" and where == "gpu":
+        narrow = self.dtype not in (TWO_PART, "float32")
+        if self.operation is GEMM and narrow and self.out == "float32" and where == "gpu":
             cut = self.plainly(given, case, xp, plain.tensor_core_product)
             expected = max(expected, cut, key=lambda y: float(np.abs(y - truth).max()))
         if self.operation is LINEAR_OP and self.capability and self.weights == "bfloat16":

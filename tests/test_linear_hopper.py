@@ -16,31 +16,25 @@ from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWe
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.errors import InputError
-from gpt2block.ops._linear_hopper import terms as wanted_terms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.devices import assert_same_bits, on_gpu
-from tests.test_terms import DTYPES, assert_terms, matrix, rounded_to_float16, terms
+from tests.products import DTYPES, KERNELS, Case, Kernel
+from tests.test_terms import assert_terms, matrix
 
 Array = NDArray[Any]
 device = devices.device
-WEIGHTS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
-# Weights, and whether x is rounded to float16.
-KINDS = (*((dtype, False) for dtype in WEIGHTS), ("float16", True), ("float8_e4m3fn", True))
-every_kind = pytest.mark.parametrize(("dtype", "rounded"), KINDS, ids=str)
+# For weights of each dtype, and with x that is rounded to float16.
+KINDS = [kernel for kernel in KERNELS.values() if kernel.terms]
+every_kind = pytest.mark.parametrize("kernel", KINDS, ids=lambda kernel: kernel.name)
 
 
-def handed(x: Array, dtype: str, rounded: bool = False) -> Any:
-    order = wanted_terms(dtype, rounded)
-    return cupy.asarray(terms(x, order.dtype, order.width, rounded))
-
-
-def drawn(seed: int, M: int, K: int, rounded: bool) -> Array:
-    """Random rows of x, which are numbers of float16 if rounded."""
-    x = plain.normal(seed, M, K)
-    return rounded_to_float16(x) if rounded else x
+def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
+    """Random rows of x on the device, and their terms."""
+    x = kernel.made(Case(M, K, 1))["x"]
+    return cupy.asarray(x), kernel.uploaded(cupy, "x", x)
 
 
 def on_device(seed: int, *shape: int) -> Any:
@@ -49,36 +43,35 @@ def on_device(seed: int, *shape: int) -> Any:
 
 @every_kind
 @on_gpu
-def test_gelu_to_terms(device: Any, dtype: str, rounded: bool) -> None:
+def test_gelu_to_terms(device: Any, kernel: Kernel) -> None:
     gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
-        x, w, bias = drawn(0, M, 768, rounded), matrix(N, 768, dtype), on_device(2, N)
-        floats = LINEAR.bind((cupy.asarray(x), w, bias), gelu=True, variant="mma").run().get()
-        order = wanted_terms(dtype, rounded)
-        given = (handed(x, dtype, rounded), w, bias)
-        made = LINEAR.bind(given, gelu=True, decoding=True, terms=order, to_terms=order)
+        x, handed = drawn(kernel, M, 768)
+        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.terms
+        floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
+        options: Any = {"gelu": True, "decoding": True, "terms": order, "to_terms": order}
+        made = LINEAR.bind((handed, w, bias), **options)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
+        assert order is not None
         assert_terms(made.run().get(), floats, order)
 
 
 @every_kind
 @on_gpu
-def test_a_gated_product_and_its_terms(device: Any, dtype: str, rounded: bool) -> None:
+def test_a_gated_product_and_its_terms(device: Any, kernel: Kernel) -> None:
     gpus.cupy_with(90)
     for M in (1, 5, 40, 130):
-        x, gate, up = (
-            drawn(0, M, 256, rounded),
-            *(matrix(192, 256, dtype) for _ in range(2)),
-        )
-        order = wanted_terms(dtype, rounded)
-        inputs = (handed(x, dtype, rounded), gate, None, None, None, None, up)
+        (x, handed), order = drawn(kernel, M, 256), kernel.terms
+        gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
+        inputs = (handed, gate, None, None, None, None, up)
         made = LINEAR.bind(inputs, terms=order, decoding=True)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
         got = made.run().get()
-        parts = (LINEAR.bind((cupy.asarray(x), w), variant="mma").run().get() for w in (gate, up))
+        parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
         exact = reference.silu_mul(*(part.astype(np.float64) for part in parts))
         assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
         given = LINEAR.bind(inputs, terms=order, to_terms=order, decoding=True).run().get()
+        assert order is not None
         assert_terms(given, got, order)
 
 
@@ -86,14 +79,13 @@ def test_a_gated_product_and_its_terms(device: Any, dtype: str, rounded: bool) -
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @pytest.mark.parametrize("C", [128, 37])
 @on_gpu
-def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str, rounded: bool) -> None:
+def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
     gpus.cupy_with(90)
     B, K = 70, 128
-    x, w, bias = drawn(0, B, K, rounded), matrix(3 * C, K, dtype), on_device(2, 3 * C)
-    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
+    w, bias = matrix(3 * C, K, kernel.weights), on_device(2, 3 * C)
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
     found = []
-    orders = (None, wanted_terms(dtype, rounded))
-    for rows, order in zip((cupy.asarray(x), handed(x, dtype, rounded)), orders, strict=True):
+    for rows, order in zip(drawn(kernel, B, K), (None, kernel.terms), strict=True):
         k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
         inputs = (rows, w, bias, None, None, k, v, row, position)
@@ -109,17 +101,17 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, dtype: str, rounded: boo
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @on_gpu
 def test_rope_has_the_bits_of_the_step_alone(
-    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], dtype: str, rounded: bool
+    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], kernel: Kernel
 ) -> None:
     """Of one head of q or more for each of k, with biases, and rows outside the cache."""
     gpus.cupy_with(90)
     n_head, n_kv_head, D = heads
     N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
-    w, bias = matrix(N, K, dtype), on_device(1, N)
+    w, bias = matrix(N, K, kernel.weights), on_device(1, N)
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
-    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
     for M in (1, 9, 64, 130):
-        x = drawn(0, M, K, rounded)
+        x, handed = drawn(kernel, M, K)
         row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
         position = cupy.asarray(np.arange(M, dtype=np.int32) % (n_ctx + 1))
         found = []
@@ -129,13 +121,13 @@ def test_rope_has_the_bits_of_the_step_alone(
             cache = (k, v, row, position)
             if fused:
                 by = STEPS["rotations"].bind((position, frequencies)).run()
-                inputs = (handed(x, dtype, rounded), w, bias, by, *cache)
-                options: Any = {"terms": wanted_terms(dtype, rounded), "kv_dtype": kv_dtype}
+                inputs = (handed, w, bias, by, *cache)
+                options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
             else:
-                qkv = LINEAR.bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
+                qkv = LINEAR.bind((x, w, bias), variant="mma_tiles").run()
                 apart = (qkv, frequencies, *cache)
                 options = {"half_split": True, "kv_dtype": kv_dtype}
                 q = STEPS["rope_append"].bind(apart, n_head=n_head, **options).run()
@@ -156,7 +148,11 @@ def test_rope_has_the_bits_of_the_step_alone(
 @on_gpu
 def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
     gpus.cupy_with(90)
-    options: dict[str, Any] = {"n_head": 2, "terms": wanted_terms("bfloat16"), **change}
+    options: dict[str, Any] = {
+        "n_head": 2,
+        "terms": KERNELS["linear-hopper-bfloat16"].terms,
+        **change,
+    }
     D = options.pop("D", 128)
     w = matrix(4 * D, 128, "bfloat16")
     k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
