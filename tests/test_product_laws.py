@@ -208,6 +208,8 @@ def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Ca
         try:
             got = kernel(where, given, one)
         except ValueError:  # no room for this tile on this GPU, and none is left to choose from
+            assert where == "gpu"
+            assert tile is not None
             continue
         alone = kernel.alone and parts == 1
         if whole is None or not alone:
