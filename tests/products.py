@@ -461,7 +461,9 @@ UNEVEN = RmsnormTile(32, 48, (2, 2, 1), 64, 2, 1)
 GROUPED = [(tile, tile.groups * n) for tile in MATMUL.TILES for n in (1, 2)]
 TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
-    "linear-mma-*": (None, TALL, ODD_LOOP),
+    "linear-mma-bfloat16": (None, ODD_LOOP),
+    "linear-mma-float32": (None, TALL, ODD_LOOP),
+    "linear-mma-two_part": (None, TALL, ODD_LOOP),
     "linear-mma_tiles-*": (None,),
     "linear-tiles-*": (*_linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
@@ -566,8 +568,10 @@ ON_CPU: Table = {
     "linear-mma-float8_e5m2": [Case(2, 1168, 19, residual=True)],
     "linear-mma-two_part": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
                             Case(3, 1104, 37, tile=ODD_LOOP, sms=2)],
-    "linear-mma_tiles-*": [PART],
-    "linear-mma_tiles-two_part": [PART._replace(tile=EVEN)],
+    "linear-mma_tiles-float32": [PART],
+    "linear-mma_tiles-bfloat16": [PART],
+    "linear-mma_tiles-float8_e4m3fn": [PART],
+    "linear-mma_tiles-two_part": [PART, PART._replace(tile=EVEN)],
     "linear-mma_tiles-float16": [Case(33, 1168, 32, **ENDS, tile=EVEN)],
     "linear-mma_tiles-float8_e5m2": [Case(33, 176, 32, **ENDS, tile=EVEN)],
     "linear-tiles-*": OF_TILES,

@@ -45,8 +45,8 @@ def test_a_row_too_long_for_matvec_takes_tiles() -> None:
     np.testing.assert_allclose(ops.rmsnorm_matmul(x, gamma, w).get(), 1, rtol=1e-3)
 
 
-@one_order
-def test_the_functions_take_plain_matrices_and_give_pairs(device: Any) -> None:
+@pytest.mark.gpu
+def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
     ffn, case = KERNELS["rmsnorm_ffn-matvec-own-float32-KN"], Case(2, 64, 32, residual=True)
     given = ffn.made(case)
     x, gamma, residual = (cupy.asarray(given[name]) for name in ("x", "gamma", "residual"))
