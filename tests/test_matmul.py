@@ -20,8 +20,8 @@ device = devices.device
 
 
 @pytest.mark.parametrize("variant", [variant.name for variant in MATMUL.OPERATION.variants])
-@one_order
-def test_the_op(device: Any, variant: str) -> None:
+@pytest.mark.gpu
+def test_the_op(variant: str) -> None:
     """Of a batch, and of rows whose elements lie apart."""
     kernel, case = KERNELS[f"matmul-{variant}"], Case(42, 48, 52)
     given = kernel.made(case)
