@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2block.checkpoints import patterns
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.gguf import header_of
 from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from gpt2block.errors import CheckpointError, shown
-from gpt2block.tokenizers import patterns
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.files import about, read_json, read_object, read_start
 from gpt2block.checkpoints.gguf import is_gguf
+from gpt2block.checkpoints.patterns import SPLITS
 from gpt2block.checkpoints.tokenizer_files import (
     ADDED,
     LLM_C,
@@ -45,7 +46,6 @@ from gpt2block.tokenizers.encoding import (
     tokens_of,
     without_names,
 )
-from gpt2block.tokenizers.patterns import SPLITS
 from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"

@@ -18,6 +18,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints.patterns import SPLITS
 from gpt2block.errors import require
 from gpt2block.tokenizers.encoding import (
     UTF_8,
@@ -28,7 +29,6 @@ from gpt2block.tokenizers.encoding import (
     is_rust_failure,
     steps_of,
 )
-from gpt2block.tokenizers.patterns import SPLITS
 
 # GPT-2's pattern of words; SPLIT_NOTHING is for tokenizers with use_regex false.
 SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
