@@ -183,7 +183,7 @@ def shapes(*lengths: int, **options: Any) -> list[Shape]:
 def layernorms() -> Iterator[tuple[str, Kernel]]:
     every: Any = {"operation": LAYERNORM, "vectors": 2, "alone": True}
     lengths = (1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 8191, 8192, 16384, 16392, 50257)
-    widths = {C: (33,) if C < 5000 else (5,) for C in lengths}
+    widths: dict[int, Sequence[int]] = {C: (33,) if C < 5000 else (5,) for C in lengths}
     for n in "12345":
         yield (
             n,

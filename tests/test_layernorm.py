@@ -1,11 +1,10 @@
-"""LayerNorm with its statistics. What all norms must do is tested in test_norm_laws.py.
+"""LayerNorm with statistics, or with GELU. What all norms must do is tested in test_norm_laws.py.
 
 That `decode` has the bits of the LayerNorm in `linear` is tested in test_linear.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +17,19 @@ from gpt2block.cuda import cupy
 from gpt2block.ops.layernorm import NARROW
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from tests import plain
-from tests.devices import H200, assert_same_bits, on_one_order, outputs, running_on
-from tests.norms import KERNELS
+from tests.devices import (
+    H200,
+    assert_same_bits,
+    on_one_of_each,
+    on_one_order,
+    outputs,
+    running_on,
+)
+from tests.norms import KERNELS, NUMPY
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array, Array]  # x, gamma, beta
 EPS = 1e-5
-VARIANTS = "123456"  # those with statistics
 
 
 def inputs(rows: int, C: int) -> Arrays:
@@ -34,16 +39,6 @@ def inputs(rows: int, C: int) -> Arrays:
 def assert_right(got: Sequence[Array], arrays: Arrays) -> None:
     """The result, and mean and rstd if they are there, with the variance around the mean."""
     KERNELS["layernorm-6-float32"].assert_right(got, *arrays)
-
-
-def test_the_reference_of_statistics_against_a_loop() -> None:
-    x = plain.normal(0, 2, 3, 5).astype(np.float64)
-    mean, rstd = reference.layernorm_stats(x, 1e-3)
-    for i in np.ndindex(2, 3):
-        m = math.fsum(x[i]) / 5
-        var = math.fsum((v - m) ** 2 for v in x[i]) / 5
-        assert mean[i] == pytest.approx(m, rel=1e-14)
-        assert rstd[i] == pytest.approx(1 / math.sqrt(var + 1e-3), rel=1e-14)
 
 
 @on_one_order
@@ -58,21 +53,69 @@ def test_null_pointers_skip_the_statistics(where: str) -> None:
 
 @on_one_order
 def test_the_public_function_gives_statistics(where: str) -> None:
+    """Its variant follows from the dtypes."""
     arrays = inputs(6, 48)
     with running_on(where, H200):
         x, gamma, beta = map(cupy.asarray, arrays)
-        for variant in (None, *VARIANTS):
+        for variant in (None, *"123456"):
             outs = ops.layernorm(x.reshape(2, 3, 48), gamma, beta, variant=variant, stats=True)
             assert [each.shape for each in outs] == [(2, 3, 48), (2, 3), (2, 3)]
             alone = ops.layernorm(x, gamma, beta, variant=variant or 6)
             assert_same_bits(alone.get(), outs[0].get())
-        assert_right([each.get().reshape(6, *each.shape[2:]) for each in outs], arrays)
         half = [each.astype("float16") for each in (x, gamma, beta)]
         assert ops.layernorm(*half).dtype == np.float16
-        narrow = ops.layernorm(half[0], gamma, beta)  # its variant follows from the dtypes
-        expected = ops.layernorm(half[0], gamma, beta, variant=NARROW)
-        assert_same_bits(narrow.get(), expected.get())
-        assert_same_bits(
-            ops.layernorm(x, gamma, beta).get(),
-            LAYERNORM.bind((x, gamma, beta), eps=EPS).run().get(),
-        )
+        narrow = ops.layernorm(half[0], gamma, beta, variant=NARROW)
+        assert_same_bits(ops.layernorm(half[0], gamma, beta).get(), narrow.get())
+
+
+# --- with GELU ------------------------------------------------------------------------------------
+
+
+@on_one_of_each
+@pytest.mark.parametrize(("given", "C"), [((True, False), 48), ((False, True), 257)])
+def test_gamma_or_beta_alone(where: str, given: tuple[bool, bool], C: int) -> None:
+    kernel = KERNELS[f"gelu-{NUMPY if where == NUMPY else 'affine'}"]
+    x, *vectors = kernel.inputs(6, C)
+    arrays: list[Any] = [
+        x,
+        *(v if there else None for v, there in zip(vectors, given, strict=True)),
+    ]
+    kernel.assert_right(kernel(where, arrays), *arrays)
+
+
+@on_one_of_each
+def test_gelu_far_from_zero(where: str) -> None:
+    """gamma 0 makes beta the argument of GELU; exp of it may overflow, the result must not."""
+    kernel = KERNELS[f"gelu-{NUMPY if where == NUMPY else 'affine'}"]
+    beta = np.array([-1e20, -1e4, -20, -5, -0.0, 1e-30, 5, 20, 1e4, 1e20, 0.5, -0.5], np.float32)
+    arrays = [plain.normal(0, 1, beta.size), np.zeros_like(beta), beta]
+    got = kernel(where, arrays)[0]
+    np.testing.assert_allclose(got, kernel.exact(*arrays), rtol=1e-6, atol=1e-6)
+
+
+def test_the_error_of_gelu_by_exp2() -> None:
+    """In float32, with two units of the last place of exp2 and of the division against it."""
+    v = np.linspace(-32, 32, 200_001).astype(np.float32)
+    truth = reference.gelu(v.astype(np.float64))
+    f = np.float32
+    t = v * (f(-2.3022082) + f(-0.10294324) * (v * v))
+    with np.errstate(over="ignore"):
+        for wrong in (1 - 2**-22, 1, 1 + 2**-22):
+            power = (np.exp2(t.astype(np.float64)) * wrong).astype(np.float32)
+            quotient = v / (f(1) + power) * f(wrong)
+            assert np.abs(quotient - truth).max() < 1e-5
+            assert np.abs(quotient - truth)[np.abs(v) < 6].max() < 2e-6
+
+
+DOCUMENTED = [(128, 768), (256, 768), (1024, 768), (128, 1024), (256, 1024), (1024, 1024)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["optimized", "rows"])
+@pytest.mark.parametrize(("rows", "C"), [*DOCUMENTED, (256, 2048), (8192, 1024)])
+def test_the_documented_sizes(variant: str, rows: int, C: int) -> None:
+    kernel = KERNELS[f"gelu-{variant}"]
+    (x,) = kernel.inputs(rows, C)
+    got = kernel("gpu", [x])
+    assert np.abs(got[0] - kernel.exact(x)).max() <= 1e-5
+    kernel.assert_right(got, x)

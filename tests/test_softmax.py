@@ -95,7 +95,7 @@ def test_the_public_function(where: str) -> None:
 def test_causal_on_the_gpu(T: int, variant: str | None) -> None:
     kernel, x = KERNELS["softmax-rows"], 3 * normal(T, 3, T, T)
     for in_place in (False, True):
-        options = {"causal": True, "variant": variant}
+        options: Any = {"causal": True, "variant": variant}
         assert_masked(kernel, kernel("gpu", [x], in_place=in_place, **options)[0], x)
 
 
