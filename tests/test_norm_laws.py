@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 ) -> None:
     x, *vectors = kernel.inputs(40 if where == "gpu" else 19, shape.C)
     together = kernel(where, [x, *vectors], shape)
-    for i in (0, len(x) // 2, len(x) - 3):
+    for i in (len(x) // 2, len(x) - 3):
         alone = kernel(where, [x[i : i + 1], *vectors], Shape(shape.C) if kernel.alone else shape)
         for its, every in zip(alone, together, strict=True):
             assert_same_bits(its, every[i : i + 1])

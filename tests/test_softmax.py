@@ -27,7 +27,7 @@ def assert_masked(kernel: Kernel, got: Array, x: Array) -> None:
 
 def squares(kernel: Kernel) -> Sequence[Shape]:
     """Of "rows" also as on a GPU that is filled by few rows."""
-    of_many = (1, 4, 20, 102, 110) if kernel.variant == "rows" else ()
+    of_many = (4, 20, 102, 110) if kernel.variant == "rows" else ()
     return [*map(Shape, (1, 7, 60, 132)), *(Shape(T, sms=0) for T in of_many)]
 
 
