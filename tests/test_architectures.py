@@ -13,7 +13,6 @@ import pytest
 import gpt2block
 from tests.devices import GPU
 
-CASES = range(60)
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -62,45 +61,52 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def error(found: Any, expected: Any) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
 @each_kind
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU.marks)])
+@pytest.mark.parametrize(
+    ("device", "count", "limit"),
+    [("cpu", 60, 2e-6), pytest.param("cuda", 12, 1e-5, marks=GPU.marks)],
+)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
-    kind: str, device: str, tmp_path: Path
+    kind: str, device: str, count: int, limit: float, tmp_path: Path
 ) -> None:
-    """Logits, and batches of unequal lengths, whose tokens differ where two are as likely."""
+    """Of a batch of unequal lengths. A token may be another one that is as likely, by rounding."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    for seed in CASES:
+    wrong = {}
+    for seed in range(count):
         settings = KINDS[kind](random.Random(seed))
-        torch.manual_seed(seed)
-        config = transformers.AutoConfig.for_model(kind, **settings)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        with torch.no_grad():
-            for name, tensor in model.named_parameters():
-                spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
-                tensor.normal_("norm" in name, spread)
-        folder = tmp_path / str(seed)
-        model.eval().save_pretrained(folder)
-        ours = gpt2block.from_pretrained(folder, device=device)
-        rng = np.random.default_rng(seed)
-        V, n_ctx = config.vocab_size, config.max_position_embeddings
-        rows = [rng.integers(0, V, n) for n in (n_ctx, 1, n_ctx - 8)]
-        with torch.no_grad():
-            expected = [model.double()(torch.tensor(row[None])).logits[0].numpy() for row in rows]
-        limit = 2e-6 if device == "cpu" else 1e-5
-        for got, exact in zip(ours(rows), expected, strict=True):
-            assert error(got, exact) <= limit, (seed, settings)
+        theirs = model_of(torch, transformers, kind, settings, seed)
+        theirs.save_pretrained(tmp_path / str(seed))
+        theirs.double()
+        ours = gpt2block.from_pretrained(tmp_path / str(seed), device=device)
+        rng, n_ctx = np.random.default_rng(seed), settings["max_position_embeddings"]
+        rows = [rng.integers(0, settings["vocab_size"], n) for n in (n_ctx, 1, n_ctx - 8)]
+        exact = [logits_of(torch, theirs, row) for row in rows]
+        largest = max(np.abs(each).max() for each in exact)
+        off = max(np.abs(a - b).max() for a, b in zip(ours(rows), exact, strict=True))
         prompts = [rows[1].tolist(), rows[2].tolist(), rows[2][:5].tolist()]
-        for prompt, made in zip(
-            prompts, ours.generate(prompts, temperature=0, max_new_tokens=8), strict=True
-        ):
-            text = list(prompt)
-            for token in made.tokens:
-                with torch.no_grad():
-                    logits = model(torch.tensor([text])).logits[0, -1]
-                assert logits.max() - logits[token] <= 2 * limit * logits.abs().max(), (seed, text)
-                text.append(int(token))
+        found = ours.generate(prompts, temperature=0, max_new_tokens=8)
+        for prompt, made in zip(prompts, found, strict=True):
+            after = logits_of(torch, theirs, np.array([*prompt, *made.tokens]))
+            steps = zip(after[len(prompt) - 1 :], made.tokens, strict=False)
+            off = max(off, *(step.max() - step[token] for step, token in steps))
+        if off > limit * largest:
+            wrong[seed] = float(off / largest), settings
+    assert not wrong
+
+
+def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:
+    """Random weights with which every part of a block affects the logits."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
+            tensor.normal_("norm" in name, spread)
+    return model.eval()
+
+
+def logits_of(torch: Any, model: Any, ids: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor(ids[None])).logits[0].numpy()
