@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gpt2block import reference
     from gpt2block import run as run
     from gpt2block import weights as weights
-    from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
-    from gpt2block.architectures.llama_weights import LlamaBlockWeights, LlamaWeights
     from gpt2block.block import Block, solve
     from gpt2block.bulk.predictor import Predictor
     from gpt2block.checkpoints import Checkpoint
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
     from gpt2block.llama_block import LlamaBlock
     from gpt2block.mine.kernel_check import KernelCheck, check_kernel
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
+    from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights, random_input
+    from gpt2block.parameters.llama import LlamaBlockWeights, LlamaWeights
     from gpt2block.run.model import KVCache
     from gpt2block.sampling import Sampling
     from gpt2block.weights.matrix import WeightMatrix
@@ -95,8 +95,8 @@ __all__ = [
 ]
 
 _NAMES = {  # module → its names here
-    "architectures.gpt2_weights": "BlockWeights GPT2Weights random_input",
-    "architectures.llama_weights": "LlamaBlockWeights LlamaWeights",
+    "parameters.gpt2": "BlockWeights GPT2Weights random_input",
+    "parameters.llama": "LlamaBlockWeights LlamaWeights",
     "block": "Block solve",
     "bulk.predictor": "Predictor",
     "checkpoints": "Checkpoint",

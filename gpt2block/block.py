@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gpt2block import doctor
-from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
-from gpt2block.architectures.weights import BlockArrays
+from gpt2block.architectures import gpt2
 from gpt2block.checks import FLOATS, check_choice, check_count, check_flag, named_options
 from gpt2block.config import block_shapes
 from gpt2block.cuda import cupy
@@ -18,7 +17,8 @@ from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.inspect.compare import Comparisons, compare_steps
 from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.passes import gpt2
+from gpt2block.parameters.arrays import BlockArrays
+from gpt2block.parameters.gpt2 import BlockWeights, unpack
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step

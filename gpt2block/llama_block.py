@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.architectures.llama_weights import LlamaBlockWeights
+from gpt2block.architectures import llama
 from gpt2block.block import BaseBlock, resolve_device, rounded
 from gpt2block.checks import MOST_POSITIONS, check_flag, named_options, plain_array
 from gpt2block.config.llama import LlamaConfig
@@ -14,7 +14,7 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparisons
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
-from gpt2block.passes import llama
+from gpt2block.parameters.llama import LlamaBlockWeights
 from gpt2block.passes.blocks import Settings
 from gpt2block.run.block import BlockSpec, Given
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, over
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.architectures.llama_weights import LlamaWeights
-from gpt2block.architectures.weights import ModelArrays
 from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
@@ -25,6 +22,9 @@ from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
 from gpt2block.inspect.lens import LogitLens
+from gpt2block.parameters.arrays import ModelArrays
+from gpt2block.parameters.gpt2 import GPT2Weights
+from gpt2block.parameters.llama import LlamaWeights
 from gpt2block.run import inputs
 from gpt2block.run.model import (
     Floats,
@@ -54,14 +54,14 @@ Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
 class Model(Generic[Weights]):
-    """Base of the models: GPT2 and Llama. `from_pretrained` loads the class of a checkpoint.
+    """A model. `from_pretrained` loads a GPT2 or Llama, and others as this class.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
-    CONFIG: ClassVar[type[ModelConfig]]
-    WEIGHTS: ClassVar[type[ModelArrays[Any]]]
+    CONFIG: ClassVar[type[ModelConfig]] = ModelConfig  # type: ignore[type-abstract]
+    WEIGHTS: ClassVar[type[ModelArrays[Any]]] = ModelArrays
 
     @named_options(**REMOVED)
     def __init__(
@@ -115,14 +115,15 @@ class Model(Generic[Weights]):
         check_callable("progress", progress)
         begin(device)
         checkpoint = Checkpoint.open(name, revision)
-        kinds: tuple[type[Model[Any]], ...] = (GPT2, Llama)
-        kind = next(kind for kind in kinds if isinstance(checkpoint.config, kind.CONFIG))
+        config = type(checkpoint.config)
+        own: tuple[type[Model[Any]], ...] = (GPT2, Llama)
+        kind: type[Model[Any]] = next((each for each in own if each.CONFIG is config), Model)
         if not issubclass(kind, cls):
             raise CheckpointError(
-                f"{checkpoint.name}: expected a {cls.__name__}, got a {kind.__name__}: use "
-                f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for either"
+                f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
+                f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
             )
-        model: Loaded = kind.__new__(kind)
+        model = kind.__new__(kind)
         model._checkpoint = checkpoint
         model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, formats)
         return model
@@ -174,7 +175,7 @@ class Model(Generic[Weights]):
         c = self.config
         sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
         return (
-            f"{type(self).__name__}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
+            f"{c.NAME}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
             f"{self.formats}, {self.device}, {self.nbytes:,} bytes)"
         )
 

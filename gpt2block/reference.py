@@ -30,8 +30,8 @@ from gpt2block.sampling import (
 )
 
 if TYPE_CHECKING:
-    from gpt2block.architectures.gpt2_weights import BlockWeights
-    from gpt2block.architectures.llama_weights import LlamaBlockWeights
+    from gpt2block.parameters.gpt2 import BlockWeights
+    from gpt2block.parameters.llama import LlamaBlockWeights
     from gpt2block.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating[Any]]

@@ -36,7 +36,7 @@ class Compiler:
     in a fresh one. The import of CuPy takes as long as a small file.
     """
 
-    MOST = 30
+    MOST = 100
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
 from gpt2block.ops._terms import Terms
-from gpt2block.passes import architecture_of, names_of
+from gpt2block.passes import names_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import forward

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from gpt2block import GPT2, GPT2Config
-from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.serve.app import Server, ServerSettings
 from gpt2block.serve.listening import config
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle

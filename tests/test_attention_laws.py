@@ -98,12 +98,14 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
 def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
     """With the bits of each sequence alone, of two alike, and of repeated heads of K and V.
 
-    With a mask also of its first rows.
+    With a mask also of its first rows. Of the orders of the emulator the last one shows the bits.
     """
     lengths = lengths_of(where, heads)
     qkv = kernel.made(sum(lengths), heads)
     got = kernel(cp, qkv, lengths, heads, causal)
     assert_right(got, qkv, lengths, heads, causal, cp if where == "gpu" else np)
+    if where in ORDERS[:-1]:
+        return
     for part in filter(lambda part: part.stop > part.start, parts(lengths)):
         T = part.stop - part.start
         alone = kernel(cp, qkv[part], [T], heads, causal)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, GPT2Config, InputError
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.generation import batching
 from gpt2block.generation.batching import TURN, Batch
 from gpt2block.generation.rows import Row
 from gpt2block.generation.scheduling import PIECE
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
 from tests.devices import SOMEWHERE, running_on

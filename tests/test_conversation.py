@@ -22,9 +22,9 @@ import pytest
 from fuzzing import Refused, conversations, generator
 
 from gpt2block import GPT2, GPT2Config, InputError
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.chat.conversation import Conversation
 from gpt2block.cli import chat as cli_chat
+from gpt2block.parameters.gpt2 import GPT2Weights
 from tests.command_line import Ended, gpt2block
 from tests.devices import SOMEWHERE, running_on
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle

@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, cuda
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.config.formats import DTYPES
 from gpt2block.generation.rows import Generation
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run import cuda_steps
 from gpt2block.run.model import Ids, Start, start_all
 from gpt2block.sampling import Sampling

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, Llama, LlamaWeights, from_pretrained
+from gpt2block.architectures import architecture_of
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect
-from gpt2block.passes import architecture_of
 from gpt2block.sampling import Sampling, masses
 from tests.markov import byte_encoding
 from tests.test_explain import EVIL, LLAMA, tokens_of

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,22 +17,43 @@ import tokenizers
 from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
 from gguf import TokenType
 from make_golden_smollm2 import texts
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 import gpt2block
 from gpt2block import CheckpointError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, TokenizersEncoding
+from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 from tests.refusals import refused
 
 CORPUS = Path(__file__).parent.parent / "kernels_cu"
 NORMAL, UNKNOWN, CONTROL = TokenType.NORMAL, TokenType.UNKNOWN, TokenType.CONTROL
 USER_DEFINED, UNUSED, BYTE = TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.BYTE
 SIZE = 700
+# Regular expressions of Llama 3, Qwen 2, GPT-4o, Mistral Nemo and DeepSeek V3
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_3 = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
 
 
@@ -39,20 +62,107 @@ def corpus() -> list[str]:
     return [*(file.read_text() for file in files), *texts()[:300]]
 
 
-WORDS, PLAIN = (pre_tokenizers.ByteLevel(False, use_regex=split) for split in (True, False))
-# The pre-tokenizers of the models that llama.cpp knows by these names
-STEPS: dict[str, list[Any]] = {
-    "gpt-2": [WORDS],
-    "smollm": [pre_tokenizers.Digits(individual_digits=True), WORDS],
-    "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), PLAIN],
+class Model(NamedTuple):
+    """What the tokenizer.json of a model has, besides its vocabulary."""
+
+    steps: list[Any]
+    nfc: bool = False
+    ignore_merges: bool = False
+    bos: bool = False
+
+
+def split(*patterns: str, behavior: str = "isolated") -> list[Any]:
+    found = [
+        pre_tokenizers.Split(Regex(each), behavior, invert=behavior == "removed")
+        for each in patterns
+    ]
+    return [*found, pre_tokenizers.ByteLevel(False, use_regex=False)]
+
+
+WORDS = pre_tokenizers.ByteLevel(False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+# The models that llama.cpp knows by these names
+MODELS = {
+    "gpt-2": Model([WORDS]),
+    "phi-2": Model([WORDS]),
+    "granite-docling": Model([WORDS]),
+    "olmo": Model([WORDS], nfc=True),
+    "smollm": Model([DIGITS, WORDS]),
+    "starcoder": Model([DIGITS, WORDS]),
+    "refact": Model([DIGITS, WORDS]),
+    "codeshell": Model([DIGITS, WORDS]),
+    "exaone": Model([DIGITS, WORDS]),
+    "command-r": Model([DIGITS, WORDS], nfc=True),
+    "llama-bpe": Model(split(LLAMA_3), ignore_merges=True, bos=True),
+    "llama3": Model(split(LLAMA_3), ignore_merges=True, bos=True),
+    "llama-v3": Model(split(LLAMA_3), ignore_merges=True, bos=True),
+    "smaug-bpe": Model(split(LLAMA_3)),
+    "dbrx": Model(split(LLAMA_3, behavior="removed")),
+    "qwen2": Model(split(QWEN_2), nfc=True),
+    "tekken": Model(split(TEKKEN), ignore_merges=True, bos=True),
+    "gpt-4o": Model(split(GPT_4O, behavior="removed")),
+    "deepseek-v3": Model(split(r"\p{N}{1,3}", HAN, DEEPSEEK_3)),
+    "falcon3": Model([pre_tokenizers.Punctuation("contiguous"), WORDS, DIGITS]),
 }
+PIECES = [
+    *("the", "The", "HELLO", "I'll", "I'LL", "we've", "WE'VE", "don't", "'s", "'S", "'ſ", "it'd"),
+    *("7", "42", "123", "1234", "1234567890", "٣٤", "½²", "Ⅻ", "·", "¼", "ǅ", "ʰ", "aʰB", "eBay"),
+    *(
+        "é",
+        "e\u0301",
+        "a\u0308\u0301",
+        "ñ",
+        "नमस्ते",
+        "हिन्दी",
+        "ไทย",
+        "你好",
+        "日本語",
+        "かな",
+        "한국어",
+    ),
+    *("\u1100\u1161\u11a8", "мир", "ПРИВЕТ", "Σίσυφος", "عربى", "HTTPServer", "x_y", "foo(bar)"),
+    *(
+        "👩\u200d👩\u200d👧\u200d👦",
+        "🏳️\u200d🌈",
+        "😀",
+        "//",
+        "/*",
+        "...",
+        "!!!",
+        "—",
+        "a.b",
+        "[0]",
+        "▁",
+        "▁▁",
+        "<h1>",
+    ),
+    *("<|start|>", "<|end|>", "<added>", "!\n", "?\r\n\n", "/\n", ";\n/\n"),
+    *(" ", "  ", "   ", " " * 9, "\n", "\n\n", "\n" * 4, "\r\n", "\t", "\t\t"),
+    *("\u00a0", "\u3000", "\u2028"),
+]
+PLANES = (32, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000)
+
+
+@lru_cache
+def mixtures() -> list[str]:
+    """2,000 texts: joined pieces, and a fourth of them random characters."""
+    random, found = Random(23), []
+    for at in range(2_000):
+        pieces = random.choices(PIECES, k=random.randint(1, 16))
+        if at % 4 == 0:
+            pieces = [chr(random.randrange(*random.choice(PLANES))) for _ in pieces]
+        found.append("".join(pieces))
+    return found
 
 
 @lru_cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
     """A trained byte-level BPE with two special tokens and one other added token."""
-    found = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    found.pre_tokenizer = pre_tokenizers.Sequence(STEPS[pre])
+    model = MODELS[pre]
+    found = tokenizers.Tokenizer(models.BPE(ignore_merges=model.ignore_merges))
+    found.normalizer = normalizers.NFC() if model.nfc else None
+    found.pre_tokenizer = pre_tokenizers.Sequence(model.steps)
     found.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=SIZE,
@@ -78,8 +188,13 @@ def byte_level_keys(pre: str, **more: Any) -> dict[str, Any]:
 
 @lru_cache
 def sentence_piece() -> sentencepiece.SentencePieceProcessor:
-    """A trained SentencePiece BPE with bytes, whose settings are those of Llama 2's."""
+    return trained()
+
+
+def trained(**changed: Any) -> sentencepiece.SentencePieceProcessor:
+    """A trained SentencePiece BPE with bytes; unchanged settings are those of Llama 2's."""
     model = io.BytesIO()
+    settings = {"user_defined_symbols": ["<user>"], **changed}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in corpus() for line in text.split("\n") if line),
         model_writer=model,
@@ -92,17 +207,22 @@ def sentence_piece() -> sentencepiece.SentencePieceProcessor:
         split_digits=True,
         allow_whitespace_only_pieces=True,
         control_symbols=["<ctrl>"],
-        user_defined_symbols=["<user>"],
         minloglevel=2,
+        **settings,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def sentence_piece_keys(**more: Any) -> dict[str, Any]:
-    model = sentence_piece()
+def sentence_piece_keys(
+    model: sentencepiece.SentencePieceProcessor | None = None,
+    users: Sequence[str] = ("<user>",),
+    **more: Any,
+) -> dict[str, Any]:
+    model = model or sentence_piece()
     ids = range(model.vocab_size())
     tokens, types = [model.id_to_piece(id_) for id_ in ids], [NORMAL] * len(ids)
-    types[tokens.index("<user>")] = USER_DEFINED
+    for token in users:
+        types[tokens.index(token)] = USER_DEFINED
     others = (UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte)
     for kind, is_kind in others:
         types = [kind if is_kind(id_) else known for id_, known in enumerate(types)]
@@ -130,20 +250,40 @@ def loaded(folder: Path, keys: dict[str, Any]) -> Encoding:
     return tokenizer.from_path(file_with(folder, keys), 10**6)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe"])
+@pytest.mark.parametrize("pre", MODELS)
 def test_a_byte_level_bpe_gives_the_ids_of_tokenizers(pre: str, tmp_path: Path) -> None:
     file = file_with(tmp_path, byte_level_keys(pre))
     found, expected = tokenizer.from_path(file, SIZE + 1), byte_level(pre)
+    checked = ["a<|end|> <added>b", "I'LL'll 1234567\r\n\n  x", *mixtures()]
+    before = [0] if MODELS[pre].bos else []
+    for named, some in ((False, checked), (True, checked[:500])):
+        expected.encode_special_tokens = not named
+        encoded = expected.encode_batch_fast(some, add_special_tokens=False)
+        for text, ids in zip(some, (each.ids for each in encoded), strict=True):
+            whole = ids if named and ids[:1] == before else before + ids
+            assert tokenizer.encode(found, text, special=named) == whole, text
+    assert tokenizer.end_of_text(found) == 1
+    for text in checked[:500]:
+        whole_text = normalizers.NFC().normalize_str(text) if MODELS[pre].nfc else text
+        assert found.decode(found.encode_ordinary(text)) == whole_text
+
+
+@pytest.mark.parametrize("behavior", ["isolated", "removed"])
+@pytest.mark.parametrize("pattern", [LLAMA_3, QWEN_2, GPT_4O, TEKKEN])
+def test_tiktoken_gives_the_ids_of_tokenizers(pattern: str, behavior: str, tmp_path: Path) -> None:
+    spec = json.loads(byte_level("smaug-bpe").to_str())
+    spec["added_tokens"] = [each for each in spec["added_tokens"] if each["special"]]
+    steps = pre_tokenizers.Sequence(split(pattern, behavior=behavior))
+    spec["pre_tokenizer"] = json.loads(steps.__getstate__())
+    expected = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    found = tokenizer.from_path(tmp_path / "tokenizer.json", SIZE)
+    assert isinstance(found, TiktokenEncoding)
     for named in (False, True):
         expected.encode_special_tokens = not named
-        checked = [*texts(), "a<|end|> <added>b", "I'LL'll 1234567\r\n\n  x"]
-        for text in checked:
-            theirs = expected.encode(text, add_special_tokens=False).ids
-            before = [0] if pre == "llama-bpe" else []
-            assert tokenizer.encode(found, text, special=named) == [*before, *theirs], text
-    assert tokenizer.end_of_text(found) == 1
-    for text in texts()[:200]:
-        assert found.decode(found.encode_ordinary(text)) == text
+        theirs = expected.encode_batch_fast(mixtures(), add_special_tokens=False)
+        for text, those in zip(mixtures(), theirs, strict=True):
+            assert tokenizer.encode(found, text, special=named) == those.ids, text
 
 
 def test_sentence_piece_gives_the_ids_of_sentencepiece(tmp_path: Path) -> None:
@@ -175,6 +315,45 @@ def test_sentence_piece_without_a_space_before_a_text(tmp_path: Path) -> None:
         assert ids == tokenizer.encode(with_space, text)
         assert found.decode(ids) == " " + text
         assert with_space.decode(ids) == text
+
+
+def gemma(model: sentencepiece.SentencePieceProcessor, users: Sequence[str]) -> Any:
+    """The tokenizer that transformers makes of a SentencePiece model for Gemma."""
+    ids = {model.id_to_piece(id_): id_ for id_ in range(model.vocab_size())}
+    merges = [
+        (model.get_score(id_), at, len(token) - at, (token[:at], token[at:]))
+        for token, id_ in ids.items()
+        for at in range(1, len(token))
+        if token[:at] in ids and token[at:] in ids
+    ]
+    pairs = [pair for *_, pair in sorted(merges, key=lambda each: each[:3], reverse=True)]
+    found = tokenizers.Tokenizer(
+        models.BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    found.normalizer = normalizers.Replace(" ", "▁")
+    found.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    found.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in users])
+    return found
+
+
+def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
+    """Runs of spaces and of line breaks are user-defined, and no space precedes a text."""
+    runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "\t\t", "<h1>"]
+    model = trained(add_dummy_prefix=False, user_defined_symbols=runs)
+    expected = gemma(model, runs)
+    for written in (" ", "▁"):  # as llama.cpp's converter and SentencePiece write a space
+        keys = sentence_piece_keys(model, runs, add_space_prefix=False)
+        for token in runs:
+            at = keys["tokenizer.ggml.tokens"].index(token)
+            keys["tokenizer.ggml.tokens"][at] = token.replace("▁", written)
+            keys["tokenizer.ggml.scores"][at] = -1000.0
+        found = loaded(tmp_path, keys)
+        for text in ["▁▁ ▁ x", " " * 33 + "a", " " * 12, *mixtures()]:
+            ids = tokenizer.encode(found, text)
+            assert ids == [1, *expected.encode(text).ids], text
+            assert found.decode(ids[1:]) == text.replace("▁", " "), text
+            if "▁" not in text:
+                assert ids[1:] == model.encode(text), text
 
 
 def test_bos_is_added_as_the_file_says(tmp_path: Path) -> None:
@@ -209,6 +388,10 @@ def test_a_vocabulary_without_bytes_that_utf8_never_has(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "model": ("model", "bert", "tokenizer.ggml.model: 'bert' is not supported"),
     "pre": ("pre", "deepseek-llm", "tokenizer.ggml.pre: 'deepseek-llm' is not supported"),
+    "unknown": ("pre", "default", "'default' is not supported (known are codeshell, command-r, "),
+    "number": ("pre", [1, 2], "tokenizer.ggml.pre: array([1, 2]"),
+    "bos": ("add_bos_token", 1, "tokenizer.ggml.add_bos_token: expected true or false, got 1"),
+    "space": ("add_space_prefix", True, "tokenizer.ggml.add_space_prefix: True is not supported"),
     "eos": ("add_eos_token", True, "tokenizer.ggml.add_eos_token: True is not supported"),
     "new": ("new_rule", "x", "tokenizer.ggml.new_rule: 'x' is not supported"),
     "charsmap": ("precompiled_charsmap", [1, 2], "tokenizer.ggml.precompiled_charsmap"),

@@ -1,4 +1,6 @@
-"""Tiny Llamas against what `transformers` computed with them once (tools/make_golden.py).
+"""Tiny Llamas, and others like them, against what `transformers` computed once.
+
+tools/make_golden.py has made them.
 
 What it computed, in float64, is stored as float32: NumPy in float64 may differ by that rounding,
 half a unit in the last place of the largest value, and no more.
@@ -27,6 +29,7 @@ from gpt2block import (
     Llama,
     LlamaConfig,
     LlamaWeights,
+    Model,
     RopeScaling,
 )
 from gpt2block.checkpoints import Checkpoint
@@ -36,7 +39,8 @@ from gpt2block.inspect.compare import exact_tensors
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("plain", "grouped", "scaled", "tied", "shards")
+LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
+NAMES = (*LLAMAS, "qwen2", "mistral")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
@@ -44,12 +48,12 @@ Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
 
-def load(name: str, **options: Any) -> Llama:
-    return Llama.from_pretrained(GOLDEN / f"llama-{name}", device="cpu", **options)
+def load(name: str, **options: Any) -> Model[Any]:
+    return gpt2block.from_pretrained(GOLDEN / name, device="cpu", **options)
 
 
 def expected_of(name: str) -> dict[str, Array]:
-    return load_file(GOLDEN / f"llama-{name}" / "expected.safetensors")
+    return load_file(GOLDEN / name / "expected.safetensors")
 
 
 def error(found: Any, expected: Array) -> float:
@@ -59,17 +63,17 @@ def error(found: Any, expected: Array) -> float:
 
 def test_the_configs() -> None:
     plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
-    found = {name: load(name).config for name in NAMES}
-    assert found["plain"] == plain
-    assert found["scaled"].theta == 500
-    assert found["scaled"].scaling == found["shards"].scaling == SCALING
-    assert found["shards"].theta == 10000
-    assert found["tied"].scaling == RopeScaling("linear", 4.0)
-    grouped = found["grouped"]
+    found: Any = {name: load(name).config for name in NAMES}
+    assert found["llama-plain"] == plain
+    assert found["llama-scaled"].theta == 500
+    assert found["llama-scaled"].scaling == found["llama-shards"].scaling == SCALING
+    assert found["llama-shards"].theta == 10000
+    assert found["llama-tied"].scaling == RopeScaling("linear", 4.0)
+    grouped = found["llama-grouped"]
     assert (grouped.n_kv_head, grouped.head_size, grouped.kv_width) == (2, 10, 20)
     assert grouped.attention_bias
     assert grouped.mlp_bias
-    assert [config.tie_word_embeddings for config in found.values()] == [*3 * [False], True, False]
+    assert [found[name].tie_word_embeddings for name in LLAMAS] == [*3 * [False], True, False]
 
 
 @everyone
@@ -88,7 +92,7 @@ def test_float64_is_what_transformers_computes(name: str) -> None:
     ("device", "name"),
     [
         *(("cpu", name) for name in NAMES),
-        ("forward", "grouped"),
+        ("forward", "llama-grouped"),
         *(pytest.param("gpu", name, marks=GPU.marks) for name in NAMES),
     ],
 )
@@ -100,8 +104,7 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
     if on_cpu:
         cuts = [range(24), (0, 9, 23)]
     with nullcontext() if on_cpu else running_on(device):
-        path = GOLDEN / f"llama-{name}"
-        model = Llama.from_pretrained(path, device="cpu" if on_cpu else "cuda")
+        model = gpt2block.from_pretrained(GOLDEN / name, device="cpu" if on_cpu else "cuda")
         if device != "forward":
             assert error(model(ids), expected["logits"]) <= limit
         assert error(model(ids, last=True), expected["logits"][:, -1]) <= limit
@@ -120,7 +123,7 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
 
 
 def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
-    model, ids = load("grouped"), expected_of("grouped")["ids"]
+    model, ids = load("llama-grouped"), expected_of("llama-grouped")["ids"]
     rows = [ids[0, :3], ids[1], ids[0, 5:6]]
     for row, together in zip(rows, model(rows), strict=True):
         np.testing.assert_allclose(together, model(row), rtol=0, atol=1e-5)
@@ -128,11 +131,11 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
     alone = [model.generate(row, seed=3, max_new_tokens=20, top_k=40) for row in rows]
     assert [g.tokens for g in both] == [g.tokens for g in alone]
     score = model.score(ids[0], stride=128)
-    logits = expected_of("grouped")["logits"][0].astype(np.float64)
+    logits = expected_of("llama-grouped")["logits"][0].astype(np.float64)
     shifted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = shifted[np.arange(22), ids[0, 1:]].sum()
     assert score.log_likelihood == pytest.approx(nats, rel=1e-5)
-    mean = expected_of("grouped")["hidden"].mean(axis=1)
+    mean = expected_of("llama-grouped")["hidden"].mean(axis=1)
     assert error(model.embed(ids.tolist()), mean) <= 2e-6
 
 
@@ -143,7 +146,7 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
 )
 def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -> None:
     """Only attention errs by more than float32's rounding, by that of the kv_cache."""
-    model, ids = load("grouped", dtype=dtype), expected_of("grouped")["ids"]
+    model, ids = load("llama-grouped", dtype=dtype), expected_of("llama-grouped")["ids"]
     rows = model.compare(ids[0], cached)
     steps = [row.name for row in rows]
     assert steps[0] == "embedding"
@@ -157,7 +160,7 @@ def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -
 @everyone
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) -> None:
-    source = Checkpoint.open(GOLDEN / f"llama-{name}")
+    source = Checkpoint.open(GOLDEN / name)
     gpt2block.checkpoints.save_pretrained(tmp_path / "again", source, dtype)
     again = Checkpoint.open(tmp_path / "again")
     assert again.config == source.config
@@ -189,8 +192,14 @@ def test_the_class_follows_the_architecture() -> None:
     assert type(model) is Llama
     assert repr(model).startswith("Llama('")
     assert type(gpt2block.from_pretrained(GOLDEN / "tiny", device="cpu")) is GPT2
+    other = load("qwen2")
+    assert type(other) is Model
+    assert repr(other).startswith("Qwen2('")
     with pytest.raises(CheckpointError, match="expected a GPT2, got a Llama"):
         GPT2.from_pretrained(path)
+    for call in (Llama.from_pretrained, LlamaWeights.from_pretrained):
+        with pytest.raises(CheckpointError, match="expected a Llama, got a Qwen2"):
+            call(GOLDEN / "qwen2")
     with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
         Llama.from_pretrained(GOLDEN / "tiny")
     with pytest.raises(CheckpointError, match="a GPT2, got a Llama"):
@@ -207,7 +216,7 @@ def test_the_class_follows_the_architecture() -> None:
         ),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: expected null or 'silu'"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
-        ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
+        ({"model_type": "gemma2"}, "expected one of 'gpt2', 'llama', "),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected one of 'default'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
@@ -336,7 +345,7 @@ def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
             refused.add(key)
     assert {"model_type", "vocab_size", "tie_word_embeddings"} <= refused
     for kind in JSON_VALUES:
-        with pytest.raises(CheckpointError, match="expected model_type 'gpt2' or 'llama', got "):
+        with pytest.raises(CheckpointError, match="model_type: expected one of 'gpt2', 'llama', "):
             parse_config(config | {"model_type": kind})
 
 
@@ -394,11 +403,12 @@ def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
     Llama(weights, allow_nonfinite=True)
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped"])
+@pytest.mark.parametrize("name", ["llama-plain", "llama-grouped", "qwen2"])
 def test_what_a_model_attends_to_and_predicts(name: str) -> None:
     """The rows of V, weighted, are the result of attention; the last lens is the prediction."""
     model, ids = load(name), expected_of(name)["ids"][0]
-    c, traced = model.config, model.trace(ids)
+    c: Any = model.config
+    traced = model.trace(ids)
     weights = model.attention(ids)
     v = traced["h.1.rope"][:, -c.kv_width :].reshape(len(ids), c.n_kv_head, c.head_size)
     v = v.repeat(c.n_head // c.n_kv_head, axis=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -237,6 +238,20 @@ def test_arguments_get_exactly_the_types_of_the_prototype() -> None:
 def test_wrong_arguments_are_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(KernelError, match=message):
         kernels.typed_arguments(SIGNATURE, args)
+
+
+def test_storage_types_are_checked() -> None:
+    signature = Signature("f.cu", "f", (Parameter("T*", "x"), Parameter("float*", "mean")))
+    half = DeviceArray(ml_dtypes.bfloat16)
+    assert kernels.typed_arguments(signature, (half, X), "bfloat16") == (4096, 4096)
+    assert kernels.typed_arguments(signature, (X, None)) == (4096, 0)
+    for args, storage, message in (
+        ((X, X), "bfloat16", r"T\* x, where T is bfloat16: got float32"),
+        ((half, X), "float16", r"T\* x, where T is float16: got bfloat16"),
+        ((half, half), "bfloat16", r"float\* mean: got bfloat16"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.typed_arguments(signature, args, storage)
 
 
 @pytest.mark.parametrize("grid", [(0,), (2**31,), (1, 2**16), (1, 1, 2**16)])

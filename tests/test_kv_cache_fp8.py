@@ -15,8 +15,6 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
-from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.bench import model_works
 from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama
 from gpt2block.bench.report import tolerance
@@ -32,6 +30,8 @@ from gpt2block.ops import _linear_mma_tiles
 from gpt2block.ops.attention_cached import APPEND, append_geometry
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
+from gpt2block.parameters.gpt2 import GPT2Weights
+from gpt2block.parameters.llama import LlamaWeights
 from tests import gpus
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed

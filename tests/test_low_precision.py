@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block.emulator import Source, missing, run
+from gpt2block.emulator import ShimError, Source, missing, run
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
 
@@ -48,14 +48,15 @@ class Format(NamedTuple):
     cuda: str
     above: float  # what follows the largest finite number, if the exponents went on
     from_float: str
+    to_float: str
 
     def values(self, bits: Bits) -> NDArray[np.float64]:
         return np.asarray(bits.view(self.dtype), np.float64)
 
 
 FORMATS = (
-    Format(np.float16, "__half", 2.0**16, "__float2half"),
-    Format(ml_dtypes.bfloat16, "__nv_bfloat16", 2.0**128, "__float2bfloat16"),
+    Format(np.float16, "__half", 2.0**16, "__float2half", "__half2float"),
+    Format(ml_dtypes.bfloat16, "__nv_bfloat16", 2.0**128, "__float2bfloat16", "__bfloat162float"),
 )
 formats = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.cuda)
 
@@ -65,7 +66,7 @@ def source(form: Format) -> Source:
     cases = "".join(f"    case {i}: return {each};\n" for i, each in enumerate(EXPRESSIONS))
     modes = "".join(
         f"    if (mode == {i}) return {form.from_float}{mode}(f);\n"
-        for i, mode in enumerate(("", "_rz", "_rd", "_ru"))
+        for i, mode in enumerate(("", "_rz", "_rd", "_ru", "_rn"))
     )
     return Source(
         "/low_precision.cu",
@@ -85,6 +86,9 @@ extern "C" __global__ void apply(const T* a, const T* b, const T* c, T* out, int
 }}
 extern "C" __global__ void convert(const float* x, T* out, int mode, int n) {{
     for (int i = threadIdx.x; i < n; i += 32) out[i] = rounded(mode, x[i]);
+}}
+extern "C" __global__ void widen(const T* x, float* out, int n) {{
+    for (int i = threadIdx.x; i < n; i += 32) out[i] = {form.to_float}(x[i]);
 }}
 """,
     )
@@ -211,7 +215,7 @@ def test_conversions_of_float(form: Format) -> None:
     ])  # fmt: skip
     x = np.concatenate([x, np.float32(halfway)])
     nearest = x.astype(form.dtype).astype(np.float64)
-    for mode in (0, 4):  # of float, of double
+    for mode in (0, 4, 5):  # of float, twice, and of double
         np.testing.assert_array_equal(form.values(convert(form, mode, x)), nearest)
     number = ~np.isnan(x)
     v = x[number].astype(np.float64)
@@ -222,3 +226,16 @@ def test_conversions_of_float(form: Format) -> None:
     assert ((nearest[number] == down) | (nearest[number] == up)).all()
     exact = nearest[number] == v
     np.testing.assert_array_equal(up[exact], down[exact])
+
+
+@formats
+def test_conversions_to_float(form: Format) -> None:
+    every, wide = ALL.view(form.dtype), np.zeros(ALL.shape, np.float32)
+    run(source(form), "widen", (1,), (32,), [every, wide, wide.size], storage=every.dtype.name)
+    np.testing.assert_array_equal(wide, every.astype(np.float32))
+
+
+def test_another_storage_type_is_refused() -> None:
+    wide = np.zeros(4, np.float32)
+    with pytest.raises(ShimError, match=r"T\* x, where T is float16: expected .* of float16"):
+        run(source(FORMATS[0]), "widen", (1,), (32,), [wide, wide, 4], storage="float16")

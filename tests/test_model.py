@@ -16,12 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, reference
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.model import TextOptions
 from gpt2block.config.formats import DTYPES, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.generation.options import Options
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.model import start_all
 from gpt2block.sampling import DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, Sampling, penalized
 from gpt2block.weights.matrix import WeightMatrix

@@ -26,7 +26,6 @@ from gpt2block import (
     emulator,
     random_input,
 )
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, overlap, replaced, requests
@@ -38,6 +37,7 @@ from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_steps import steps_of
 from gpt2block.run.recording import Recording

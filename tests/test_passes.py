@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, LlamaConfig, emulator, reference
+from gpt2block.architectures import gpt2
 from gpt2block.block import largest, spec_of
 from gpt2block.config import ModelConfig, block_shapes
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS, STEPS
-from gpt2block.passes import gpt2, model_steps
+from gpt2block.passes import model_steps
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step

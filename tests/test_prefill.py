@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, cuda, reference
-from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
+from gpt2block.architectures.gpt2 import operand_bounds
 from gpt2block.checks import FLOATS
 from gpt2block.config import block_shapes
 from gpt2block.config.formats import Formats
@@ -34,7 +34,7 @@ from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.emulator import stand_in
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.passes.gpt2 import operand_bounds
+from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights
 from gpt2block.run import cuda_model
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import padded, start_all

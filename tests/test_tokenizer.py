@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
+from gpt2block.checkpoints.patterns import SPLITS
 from gpt2block.generation.rows import Text
 from gpt2block.run.inputs import as_sequences
 from gpt2block.tokenizers import tokenizer
@@ -642,29 +643,45 @@ def test_a_million_spaces(tmp_path: Path) -> None:
         assert encoding.decode(ids) == text
 
 
+CLASSES = sorted(set(re.findall(r"\\p{(\w+)}", "".join(SPLITS))))
 SPACES = ["\t", " ", "\u3000", "\x85", "\x1c", "\x1f", "\u200b", "\u180e", "\xa0"]
 
 
+@pytest.mark.parametrize("pattern", [SPLIT_WORDS, *sorted(SPLITS)])
 @given(
     text=st.lists(
-        st.sampled_from([*SPACES, " " * 7, "\n" * 5, "ab", "1", "!", "'s", "é", "<|endoftext|>"]),
+        st.sampled_from(
+            [
+                *SPACES,
+                " " * 7,
+                "\n" * 5,
+                "\r",
+                "/",
+                "\u0301",
+                "ab",
+                "1",
+                "!",
+                "'s",
+                "é",
+                "<|endoftext|>",
+            ]
+        ),
         max_size=12,
     ).map("".join)
 )
-def test_long_runs_of_white_space_are_split_as_short_ones(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_long_runs_of_white_space_are_split_as_short_ones(pattern: str, text: str) -> None:
     known = tiktoken.Encoding(
         "",
-        pat_str=SPLIT_WORDS,
+        pat_str=pattern,
         mergeable_ranks={bytes([byte]): byte for byte in range(256)}
         | {b" " * size: 254 + size for size in range(2, 8)}
-        | {b"  a": 300, b" \n": 301, b"\n ": 302},
+        | {b"  a": 300, b" \n": 301, b"\n ": 302, b"!\n": 303, b"  \n": 304},
         special_tokens={"<|endoftext|>": 400},
     )
     for shortest in (2, 3, 5):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenizer, "_LONG_RUN", tokenizer._runs(shortest))
+            patch.setattr(tokenizer, "_LONG_LINE", tokenizer._runs(shortest, tokenizer._IN_LINES))
             found = tokenizer.token_ids(known, text, 500, "text")
             special = tokenizer.token_ids(known, text, 500, "text", special=True)
         assert found.tolist() == known.encode_ordinary(text)
@@ -681,10 +698,36 @@ def test_white_space_is_that_of_the_pattern() -> None:
     assert "".join(re.findall(tokenizer._WHITE_SPACE, every)) == found
 
 
+@pytest.mark.parametrize("kind", [*(rf"\p{{{name}}}" for name in CLASSES), r"\s"])
+def test_classes_of_characters_are_those_of_tokenizers(kind: str) -> None:
+    """Tokenizers with a Split are run with tiktoken. Other planes have no letters or digits."""
+    planes = (0, 0xD800), (0xE000, 0x34000), (0xE0000, 0xE0200)
+    every = "".join(chr(c) for first, end in planes for c in range(first, end))
+    pattern = f"{kind}+"
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
+    bytes_alone = {bytes([byte]): byte for byte in range(256)}
+    known = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=bytes_alone, special_tokens={})
+    found = "".join(piece for piece, _ in split.pre_tokenize_str(every))
+    assert known.decode(known.encode_ordinary(every)) == found
+
+
+def test_a_million_spaces_with_a_split(tmp_path: Path) -> None:
+    for pattern in sorted(SPLITS):
+        step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+                "invert": False}  # fmt: skip
+        steps = [step, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+        path = small_json(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+        encoding = tokenizer.from_path(path, 258)
+        assert isinstance(encoding, tiktoken.Encoding)
+        for text in (" " * 1_000_001, "!\n \n" + " " * 1_000_001 + "ab", "\r\n" * 500_001 + " ab"):
+            assert len(tokenizer.encode(encoding, text)) == len(text) - text.count("ab")
+
+
 def test_many_runs_of_white_space_take_no_longer() -> None:
     text = (" " * 9_999 + "a") * 300
     start = time.process_time()
     assert tokenizer._LONG_RUN.search(text) is None
+    assert tokenizer._LONG_LINE.search(text.replace("a", "\n")) is None
     assert time.process_time() - start < 2  # 0.1; from every character of a run, 15
 
 

@@ -19,8 +19,8 @@ from gpt2block import (
     InputError,
     random_input,
 )
-from gpt2block.architectures.gpt2_weights import packed_offsets, unpack
 from gpt2block.config import model_shapes, size
+from gpt2block.parameters.gpt2 import packed_offsets, unpack
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 

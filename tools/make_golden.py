@@ -1,6 +1,7 @@
-"""Make tests/golden/tiny and tests/golden/llama-*: tiny models and the results of `transformers`.
+"""Make tests/golden/tiny, llama-* and others: tiny models and the results of `transformers`.
 
-    python tools/make_golden.py
+    python tools/make_golden.py            # all
+    python tools/make_golden.py qwen2
 
 Each folder is an ordinary checkpoint with random float16 weights, which are large enough that every
 part of a block affects the logits; the file is small and is read without rounding. "llama-shards"
@@ -13,13 +14,14 @@ tied lm_head; also lm_head (101, 48), float16, and untied_logits with it. In the
 float64 and rounded to float32 once. `transformers` converts a Llama's angles, norms and softmax to
 float32 by name, so that these names stand for float64 while it computes.
 
-The committed files were made with torch 2.13.0 (tiny) and 2.15.0, and transformers 5.23.0. The
-package itself needs neither.
+The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*) and 2.11.0 (the others),
+and transformers 5.23.0, or 5.17.0 (the others). The package itself needs neither.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 BATCH, TOKENS, PROMPT, NEW = 2, 23, 8, 200
@@ -73,33 +75,51 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-LLAMAS: Mapping[str, dict[str, Any]] = {
-    "plain": {},
-    "grouped": {
+MODELS: Mapping[str, dict[str, Any]] = {
+    "llama-plain": {},
+    "llama-grouped": {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 10,
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "scaled": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
-    "tied": {
+    "llama-scaled": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "llama-tied": {
         "tie_word_embeddings": True,
         "num_key_value_heads": 1,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
-    "shards": {"rope_scaling": LLAMA3, "num_key_value_heads": 1},
+    "llama-shards": {"rope_scaling": LLAMA3, "num_key_value_heads": 1},
+    "qwen2": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 14,
+        "sliding_window": None,
+    },
 }
 Arrays = dict[str, NDArray[Any]]
 
 
 def main() -> None:
-    make_gpt2(FOLDER / "tiny")
-    for name, changed in LLAMAS.items():
-        make_llama(
-            FOLDER / f"llama-{name}", {"tie_word_embeddings": False, **LLAMA_SHAPE, **changed}
-        )
-    made = [file for at in ("tiny", "llama-*") for file in FOLDER.glob(f"{at}/*") if file.is_file()]
+    names = sys.argv[1:] or ["tiny", *MODELS]
+    for name in names:
+        if name == "tiny":
+            make_gpt2(FOLDER / name)
+        else:
+            settings = {"tie_word_embeddings": False, **LLAMA_SHAPE, **MODELS[name]}
+            make_model(FOLDER / name, settings)
+    made = [file for name in names for file in (FOLDER / name).iterdir() if file.is_file()]
     print(f"{len(made)} files, {sum(file.stat().st_size for file in made):,} bytes")
 
 
@@ -123,12 +143,13 @@ def make_gpt2(folder: Path) -> None:
     write(folder, weights, GPT2_CONFIG, expected)
 
 
-def make_llama(folder: Path, settings: dict[str, Any]) -> None:
+def make_model(folder: Path, settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
+    kind = settings.pop("model_type", "llama")
 
     def model() -> Any:
-        config = LlamaConfig(**deepcopy(settings))
-        return LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+        config = AutoConfig.for_model(kind, **deepcopy(settings))
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
     stored = model()
     weights = {name: llama_weight(rng, name, t.shape) for name, t in stored.state_dict().items()}
@@ -137,13 +158,13 @@ def make_llama(folder: Path, settings: dict[str, Any]) -> None:
     stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
     ids = rng.integers(0, settings["vocab_size"], (BATCH, TOKENS))
     with in_float64():
-        llama = model()
-        load(llama, weights)
-        expected = evaluated(llama, [*llama.model.layers, llama.model.norm], ids)
-        expected["greedy"] = continued(llama, ids[:1, :PROMPT])
+        exact = model()
+        load(exact, weights)
+        expected = evaluated(exact, [*exact.model.layers, exact.model.norm], ids)
+        expected["greedy"] = continued(exact, ids[:1, :PROMPT])
     if settings["tie_word_embeddings"]:
         del weights["lm_head.weight"]
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **settings}
+    config = {"architectures": [type(stored).__name__], "model_type": kind, **settings}
     write(folder, weights, config, expected)
     if folder.name == "llama-shards":
         (folder / "model.safetensors").unlink()

@@ -1,1 +1,24 @@
-"""The weights of each architecture."""
+"""The architectures of models, a file for each.
+
+gpt2      GPT-2
+llama     Llama 1 to 3, SmolLM2, TinyLlama and others
+qwen2     Qwen2.5
+mistral   Mistral 7B and Mistral Nemo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpt2block.architectures import gpt2, llama, mistral, qwen2
+from gpt2block.architectures.architecture import Architecture
+from gpt2block.config import ModelConfig
+
+_ALL: Sequence[Architecture] = (gpt2, llama, qwen2, mistral)
+ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # by that of config.json
+GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF}  # by general.architecture
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """The module that describes the architecture of a model with this config."""
+    return ARCHITECTURES[config.MODEL_TYPE]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from gpt2block.architectures.gpt2_weights import BlockWeights, random_input
 from gpt2block.bench.measure import gpu_index
 from gpt2block.block import Block
 from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
+from gpt2block.parameters.gpt2 import BlockWeights, random_input
 
 # T → ms of the challenge's own `solve` on an H200; every call of it allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}

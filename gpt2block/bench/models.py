@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checks import FLOATS
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes
 from gpt2block.config.formats import Formats, itemsize
@@ -21,6 +20,7 @@ from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8
 from gpt2block.model import GPT2, Llama, Model
 from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import Ids, Tensors

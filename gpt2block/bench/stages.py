@@ -10,13 +10,14 @@ from itertools import accumulate
 from operator import or_
 from typing import Any
 
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.architecture import To, Value
 from gpt2block.config import ModelConfig
 from gpt2block.ops.attention import SIXTEEN_BITS
-from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, Rows
-from gpt2block.passes.forward import Product, To, forward
-from gpt2block.passes.machine import Machine, Value
+from gpt2block.passes.forward import Product, forward
+from gpt2block.passes.machine import Machine
 
 UNFUSED = "unfused"  # the first stage
 Stages = Mapping[str, Collection[str]]  # name → its fusions

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures.gpt2_weights import BlockWeights
+from gpt2block.architectures.architecture import Value
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host, matrix, widened
 from gpt2block.bench.race import (
@@ -35,7 +35,8 @@ from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.parameters.gpt2 import BlockWeights
+from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.block import BlockSpec
 from gpt2block.run.cuda_block import OUTPUT
 from gpt2block.run.model import Ids

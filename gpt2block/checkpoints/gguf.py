@@ -1,7 +1,7 @@
-"""GGUF, the format of llama.cpp: Llama and GPT-2 models, whose quantized tensors become floats.
+"""GGUF, the format of llama.cpp, whose quantized tensors become floats.
 
-llama.cpp stores rows of Q and K in the order of Meta's RoPE, which turns neighbouring channels;
-they are put back in Hugging Face's order.
+llama.cpp stores rows of Q and K of a Llama in the order of Meta's RoPE, which turns neighbouring
+channels; they are put back in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.checkpoints.files import about, read_start
 from gpt2block.checkpoints.gguf_header import MAGIC, Header, read_header
 from gpt2block.checkpoints.naming import ROPE_FACTORS, naming_of
@@ -59,8 +60,9 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     for name, tensor in header.tensors.items():
         tensor.check_type()
         heads = 0
-        if isinstance(config, LlamaConfig):
-            heads = config.n_head * (".attn_q." in name) + config.n_kv_head * (".attn_k." in name)
+        if architecture_of(config).TURNED:
+            n_kv_head = config.kv_width // config.head_size
+            heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
         found[name] = replace(tensor, heads=heads)
     # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)
@@ -83,10 +85,10 @@ def _config(header: Header) -> ModelConfig:
     """The config of a file's metadata. Raises CheckpointError or InputError."""
     metadata, tensors = header.metadata, header.tensors
     architecture = metadata.get("general.architecture")
-    if architecture not in ("llama", "gpt2"):
-        raise CheckpointError(
-            f"general.architecture: expected 'llama' or 'gpt2', got {shown(architecture)}"
-        )
+    known = GGUF_ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if known is None:
+        names, got = ", ".join(map(repr, GGUF_ARCHITECTURES)), shown(architecture)
+        raise CheckpointError(f"general.architecture: expected one of {names}, got {got}")
     if metadata.get("split.count", 0) not in (0, 1):
         raise CheckpointError(
             f"split.count is {shown(metadata['split.count'])}: expected one file: join the parts "
@@ -121,18 +123,18 @@ def _config(header: Header) -> ModelConfig:
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_ids": tuple(dict.fromkeys(token for token in tokens if token is not None)),
     }
-    config: GPT2Config | LlamaConfig
-    if architecture == "gpt2":
+    config: ModelConfig
+    if issubclass(known.CONFIG, LlamaConfig):
+        config = _llama_config(known.CONFIG, prefix, sizes, settings, header)
+        fixed = {"attention.value_length": ("the head size", config.head_size)}
+    else:
         config = GPT2Config(**sizes, eps=settings.get("attention.layer_norm_epsilon", 1e-5))
-        known = {
+        fixed = {
             "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
             "attention.head_count_kv": ("n_head", config.n_head),
         }
-    else:
-        config = _llama_config(sizes, settings, header)
-        known = {"attention.value_length": ("the head size", config.head_size)}
-    known["rope.dimension_count"] = ("the head size", config.head_size)  # unused in GPT-2
-    for key, (words, expected) in known.items():
+    fixed["rope.dimension_count"] = ("the head size", config.head_size)  # unused in GPT-2
+    for key, (words, expected) in fixed.items():
         if settings.get(key, expected) != expected:
             got = shown(settings[key])
             raise CheckpointError(f"{prefix}{key}: expected {words}, {expected}, got {got}")
@@ -140,33 +142,37 @@ def _config(header: Header) -> ModelConfig:
 
 
 def _llama_config(
-    sizes: dict[str, Any], settings: Mapping[str, Any], header: Header
+    kind: type[LlamaConfig],
+    prefix: str,
+    sizes: dict[str, Any],
+    settings: Mapping[str, Any],
+    header: Header,
 ) -> LlamaConfig:
-    return LlamaConfig(
+    flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    sizes |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
+    return kind(
         **sizes,
         n_ff=settings["feed_forward_length"],
         n_kv_head=settings.get("attention.head_count_kv", 0),
         head_size=settings.get("attention.key_length", 0),
         eps=settings.get("attention.layer_norm_rms_epsilon", 1e-6),
         theta=settings.get("rope.freq_base", 10000.0),
-        scaling=_scaling(settings, header),
-        attention_bias="blk.0.attn_q.bias" in header.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
+        scaling=_scaling(prefix, settings, header),
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
 
 
-def _scaling(settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
+def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
     """The scaling of RoPE: a linear one, or a factor for each frequency in a tensor."""
     kind = settings.get("rope.scaling.type", "linear")  # as in llama.cpp
     if kind not in ("none", "linear"):
-        raise CheckpointError(f"llama.rope.scaling.type: {shown(kind)} is not supported")
+        raise CheckpointError(f"{prefix}rope.scaling.type: {shown(kind)} is not supported")
     factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 0))
     linear = kind == "linear" and factor not in (0, 1)
     if ROPE_FACTORS not in header.tensors:
         return RopeScaling("linear", factor) if linear else None
     if linear:
-        raise CheckpointError(f"llama.rope.scaling.factor: not supported with {ROPE_FACTORS}")
+        raise CheckpointError(f"{prefix}rope.scaling.factor: not supported with {ROPE_FACTORS}")
     factors = header.tensors[ROPE_FACTORS]
     factors.check_type()
     return RopeScaling("longrope", 1.0, factors=tuple(factors.read().ravel().tolist()))

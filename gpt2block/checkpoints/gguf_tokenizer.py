@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2block.checkpoints import patterns
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.gguf import header_of
 from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
@@ -31,10 +33,53 @@ _READ = {
 _NEUTRAL: Mapping[str, Any] = {"add_eos_token": False, "add_sep_token": False,
                                "remove_extra_whitespaces": False}  # fmt: skip
 
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+class _Pre(NamedTuple):
+    """What a byte-level BPE does to a text before its merges."""
+
+    steps: Sequence[Mapping[str, Any]]
+    nfc: bool = False  # whether the text is normalized
+    ignore_merges: bool = False  # whether a word that is a token is taken as it is
+    adds_bos: bool = False  # before every text, where the file does not say
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_WORDS = _BYTES | {"use_regex": True}  # with GPT-2's regular expression
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
+
+
+def _splits(*expressions: str) -> list[Mapping[str, Any]]:
+    """Words by regular expressions, one after the other, and their bytes."""
+    flags = {"behavior": "Isolated", "invert": False}
+    return [
+        *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
+        _BYTES,
+    ]
+
+
+# By llama.cpp's names. Sources: the tokenizer.json of the models after which they are named; of
+# exaone and dbrx, llama.cpp. It differs from the models: it never normalizes, its classes of
+# letters for tekken and gpt-4o have no marks and only the cases of ASCII, and falcon3 has Llama 3's
+# words.
+_PRE: Mapping[str, _Pre] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
+    "olmo": _Pre([_WORDS], nfc=True),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "codeshell", "exaone"), _Pre([_DIGITS, _WORDS])
+    ),
+    "command-r": _Pre([_DIGITS, _WORDS], nfc=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"),
+        _Pre(_splits(patterns.LLAMA_3), ignore_merges=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(_splits(patterns.LLAMA_3))),
+    "qwen2": _Pre(_splits(patterns.QWEN_2), nfc=True),
+    "tekken": _Pre(_splits(patterns.TEKKEN), ignore_merges=True, adds_bos=True),
+    "gpt-4o": _Pre(_splits(patterns.GPT_4O)),
+    "deepseek-v3": _Pre(_splits(*patterns.DEEPSEEK_3)),
+    "falcon3": _Pre([_PUNCTUATION, _WORDS, _DIGITS]),
+}
 
 
 def files_of(file: Path) -> dict[str, Any]:
@@ -80,10 +125,14 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
     if model == "gpt2":
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
     elif model == "llama":
+        tokens = [
+            token.replace(" ", _SPACE) if kind == _USER_DEFINED and _is_run(token) else token
+            for token, kind in zip(tokens, kinds, strict=True)
+        ]
         spec, adds_bos = _sentence_piece(found, tokens, kinds, named.get("unk_token")), True
     else:
         raise _unsupported("model", model)
-    adds_bos = found.get("add_bos_token", adds_bos) and "bos_token" in named
+    adds_bos = _flag(found, "add_bos_token", adds_bos) and "bos_token" in named
     spec |= {
         "version": "1.0",
         "added_tokens": list(_added(tokens, kinds)),
@@ -100,11 +149,18 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
     return {TOKENIZER: spec, SETTINGS: settings}
 
 
-def _unsupported(key: str, value: Any) -> CheckpointError:
+def _unsupported(key: str, value: Any, known: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{_PREFIX}{key}: {shown(value)} is not supported: give a tokenizer with --tokenizer, or "
-        "token ids"
+        f"{_PREFIX}{key}: {shown(value)} is not supported{known}: give a tokenizer with "
+        "--tokenizer, or token ids"
     )
+
+
+def _flag(found: Mapping[str, Any], key: str, default: bool) -> bool:
+    flag = found.get(key, default)
+    if not isinstance(flag, bool):
+        raise CheckpointError(f"{_PREFIX}{key}: expected true or false, got {shown(flag)}")
+    return flag
 
 
 def _strings(found: Mapping[str, Any], key: str) -> list[str]:
@@ -151,28 +207,20 @@ def _byte_level(
 ) -> tuple[dict[str, Any], bool]:
     """The pipeline of a byte-level BPE, and whether texts begin with bos by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)
-    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    words = step | {"use_regex": True}
-    splits: dict[Any, list[dict[str, Any]]] = {
-        "gpt-2": [words],
-        "smollm": [{"type": "Digits", "individual_digits": True}, words],
-        "llama-bpe": [
-            {"type": "Split", "pattern": {"Regex": _LLAMA_3}, "behavior": "Isolated",
-             "invert": False},
-            step | {"use_regex": False},
-        ],
-    }  # fmt: skip
-    if pre not in splits:
-        raise _unsupported("pre", pre)
-    steps, llama_3 = splits[pre], pre == "llama-bpe"
-    several = {"type": "Sequence", "pretokenizers": steps}
+    known = _PRE.get(pre) if isinstance(pre, str) else None
+    if known is None:
+        raise _unsupported("pre", pre, f" (known are {', '.join(sorted(_PRE))})")
+    if _flag(found, "add_space_prefix", False):
+        raise _unsupported("add_space_prefix", True)
+    several = {"type": "Sequence", "pretokenizers": known.steps}
+    merges = _strings(found, "merges")
     spec = {
-        "normalizer": None,
-        "pre_tokenizer": steps[0] if len(steps) == 1 else several,
-        "decoder": words,
-        "model": _bpe(tokens, kinds, _strings(found, "merges"), ignore_merges=llama_3),
+        "normalizer": {"type": "NFC"} if known.nfc else None,
+        "pre_tokenizer": known.steps[0] if len(known.steps) == 1 else several,
+        "decoder": _WORDS,
+        "model": _bpe(tokens, kinds, merges, ignore_merges=known.ignore_merges),
     }
-    return spec, llama_3
+    return spec, known.adds_bos
 
 
 def _sentence_piece(
@@ -181,6 +229,7 @@ def _sentence_piece(
     """The pipeline of SentencePiece's BPE with bytes.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
+    User-defined runs of spaces, as Gemma's, are merged first, as in Gemma's tokenizer.json.
     """
     scores = _numbers(found, "scores", tokens)
     if kinds.count(_BYTE) != 256 or unknown is None:
@@ -188,10 +237,10 @@ def _sentence_piece(
             f"{_PREFIX}token_type: expected 256 tokens for bytes, and an unknown token"
         )
     added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED)
-    spaced = next((token for token in added if _SPACE in token), None)
+    spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
     if spaced is not None:  # it is matched in the text, where spaces are not replaced yet
         raise _unsupported("token_type", spaced)
-    prefix = found.get("add_space_prefix", True)
+    prefix = _flag(found, "add_space_prefix", True)
     prepend = {"type": "Prepend", "prepend": _SPACE}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -207,10 +256,18 @@ def _sentence_piece(
     }
 
 
+def _is_run(token: str) -> bool:
+    """Whether a token is several spaces, which llama.cpp's converter writes as they are."""
+    return len(token) > 1 and not token.strip(f" {_SPACE}")
+
+
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Every two tokens that form a third one, by the scores of the latter, best first."""
+    """Every two tokens that form a third one, by the scores of the latter, best first.
+
+    The left part of user-defined runs of spaces is as long as possible.
+    """
     plain = {
         token: id_ for id_, token in enumerate(tokens) if kinds[id_] in (_NORMAL, _USER_DEFINED)
     }
@@ -219,7 +276,10 @@ def _merges(
         splits = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [pair for pair in splits if pair[0] in plain and pair[1] in plain]
         pairs.sort(key=lambda pair: (plain[pair[0]], plain[pair[1]]))
-        found += [(-scores[id_], id_, pair) for pair in pairs]
+        first = kinds[id_] == _USER_DEFINED and _is_run(token)
+        found += [
+            (-inf, -len(pair[0]), pair) if first else (-scores[id_], id_, pair) for pair in pairs
+        ]
     found.sort(key=lambda entry: entry[:2])  # stable
     return [pair for _, _, pair in found]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from gpt2block.architectures import ARCHITECTURES
 from gpt2block.checkpoints import nanogpt, pytorch
 from gpt2block.checkpoints.files import (
     about,
@@ -29,7 +30,6 @@ from gpt2block.checkpoints.files import (
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.checkpoints.stored import Stored, equal, itemsize
 from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
 WEIGHTS = "model.safetensors"
@@ -173,10 +173,11 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
 def parse_config(config: Any) -> ModelConfig:
     """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
     kind = model_type(config)
-    for architecture in (GPT2Config, LlamaConfig):
-        if kind == architecture.MODEL_TYPE:
-            return architecture.from_hugging_face(config)
-    raise CheckpointError(f"{CONFIG}: expected model_type 'gpt2' or 'llama', got {shown(kind)}")
+    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        names = ", ".join(map(repr, ARCHITECTURES))
+        raise CheckpointError(f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}")
+    return known.CONFIG.from_hugging_face(config)
 
 
 def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:

@@ -5,43 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+from gpt2block.architectures import ARCHITECTURES
 from gpt2block.checkpoints.files import first_names
 from gpt2block.checkpoints.stored import DTYPES, Stored, joined
-from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.llama import LlamaConfig
+from gpt2block.config import GPT2Config, ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) of every architecture
-
-# gpt2block's names of a weight and its bias → the module's name in `transformers` and in GGUF. {}
-# stands for q, k and v: one of our tensors has the rows of these three.
-_GPT2 = {
-    "wte": ("wte", "token_embd"),
-    "wpe": ("wpe", "position_embd"),
-    "gamma1 beta1": ("ln_1", "attn_norm"),
-    "w_qkv b_qkv": ("attn.c_attn", "attn_qkv"),
-    "w_attn b_attn": ("attn.c_proj", "attn_output"),
-    "gamma2 beta2": ("ln_2", "ffn_norm"),
-    "w_fc b_fc": ("mlp.c_fc", "ffn_up"),
-    "w_proj b_proj": ("mlp.c_proj", "ffn_down"),
-    "gamma_f beta_f": ("ln_f", "output_norm"),
-    "lm_head": ("lm_head", "output"),
-}
-_LLAMA = {
-    "wte": ("embed_tokens", "token_embd"),
-    "gamma1": ("input_layernorm", "attn_norm"),
-    "w_qkv b_qkv": ("self_attn.{}_proj", "attn_{}"),
-    "w_o b_o": ("self_attn.o_proj", "attn_output"),
-    "gamma2": ("post_attention_layernorm", "ffn_norm"),
-    "w_gate b_gate": ("mlp.gate_proj", "ffn_gate"),
-    "w_up b_up": ("mlp.up_proj", "ffn_up"),
-    "w_down b_down": ("mlp.down_proj", "ffn_down"),
-    "gamma_f": ("norm", "output_norm"),
-    "lm_head": ("lm_head", "output"),
-}
 
 
 @dataclass(frozen=True)
@@ -197,27 +171,22 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
     return found
 
 
-GPT2_NAMING = Naming(
-    _names(_GPT2, 0),
-    "h.",
-    "KN",
-    "transformer.",
-    r"h\.\d+\.attn\.(bias|masked_bias)",  # masks in older files
-)
-LLAMA_NAMING = Naming(
-    _names(_LLAMA, 0),
-    "layers.",
-    "NK",
-    "model.",
-    r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # in older files
-)
 ROPE_FACTORS = "rope_freqs.weight"  # of GGUF
-_GGUF_GPT2 = Naming(_names(_GPT2, 1), "blk.", "NK")
-_GGUF_LLAMA = Naming(_names(_LLAMA, 1), "blk.", "NK", ignored=re.escape(ROPE_FACTORS))
 
 
-def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
+@cache
+def _naming(model_type: str, gguf: bool) -> Naming:
+    of = ARCHITECTURES[model_type]
+    if gguf:
+        ignored = re.escape(ROPE_FACTORS) if hasattr(of.CONFIG, "frequencies") else "(?!)"
+        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
+    prefix, block, matrices, ignored = of.FILES
+    return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
+
+
+def naming_of(config: ModelConfig | type[ModelConfig], gguf: bool = False) -> Naming:
     """The naming of the architecture of a config in Hugging Face's files, or in GGUF."""
-    if isinstance(config, LlamaConfig):
-        return _GGUF_LLAMA if gguf else LLAMA_NAMING
-    return _GGUF_GPT2 if gguf else GPT2_NAMING
+    return _naming(config.MODEL_TYPE, gguf)
+
+
+GPT2_NAMING = naming_of(GPT2Config)

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, reference
-from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.block import Block
 from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.checks import FLOATS, check_choice
@@ -20,6 +19,7 @@ from gpt2block.cli.options import option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison, errors
 from gpt2block.inspect.lens import most_likely
+from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights, random_input
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import bytes_of_id
 

@@ -107,9 +107,9 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
         chosen = options.model, options.revision, options.formats, options.device
         loaded, _ = load_model(ModelOptions(*chosen), None)
         return loaded, loaded.name, loaded.dtypes
-    from gpt2block.architectures.gpt2_weights import GPT2Weights  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
     from gpt2block.model import GPT2  # noqa: PLC0415
+    from gpt2block.parameters.gpt2 import GPT2Weights  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
     given = options.formats
@@ -119,12 +119,12 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
 
 def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     """The first block of the model, its name and its dtype."""
-    from gpt2block.architectures.gpt2_weights import BlockWeights  # noqa: PLC0415
-    from gpt2block.architectures.llama_weights import LlamaBlockWeights  # noqa: PLC0415
     from gpt2block.block import Block  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
     from gpt2block.config.llama import LlamaConfig  # noqa: PLC0415
     from gpt2block.llama_block import LlamaBlock  # noqa: PLC0415
+    from gpt2block.parameters.gpt2 import BlockWeights  # noqa: PLC0415
+    from gpt2block.parameters.llama import LlamaBlockWeights  # noqa: PLC0415
 
     made: Block | LlamaBlock
     where: dict[str, Any] = {"device": options.device, "dtype": options.formats.dtype}

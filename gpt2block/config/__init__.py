@@ -66,12 +66,14 @@ class ModelConfig(ABC):
     Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
     generation, in addition to the tokenizer's. Raises InputError for anything else.
 
-    MODEL_TYPE: of config.json. SIZES: our names of the sizes → those there, the first of which is
-    written; OTHERS: likewise of other fields; FLAGS: the fields that are true or false, which have
-    the same names there; ABSENT: fields without a value there that differ from the default.
-    SETTINGS: names there, supported values, the default first, and why no others.
+    NAME: of the architecture. MODEL_TYPE: of config.json. SIZES: our names of the sizes → those
+    there, the first of which is written; OTHERS: likewise of other fields; FLAGS: the fields that
+    are true or false, which have the same names there; ABSENT: fields without a value there that
+    differ from the default. SETTINGS: names there, supported values, the default first, and why no
+    others.
     """
 
+    NAME: ClassVar[str]
     MODEL_TYPE: ClassVar[str]
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]]
     OTHERS: ClassVar[Mapping[str, str]]
@@ -190,6 +192,7 @@ class GPT2Config(ModelConfig):
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
 
+    NAME: ClassVar[str] = "GPT2"
     MODEL_TYPE: ClassVar[str] = "gpt2"
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "n_layer": ("n_layer", "num_hidden_layers"),

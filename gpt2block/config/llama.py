@@ -105,6 +105,7 @@ class LlamaConfig(ModelConfig):
     (2023).
     """
 
+    NAME: ClassVar[str] = "Llama"
     MODEL_TYPE: ClassVar[str] = "llama"
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "n_layer": ("num_hidden_layers",),
@@ -219,7 +220,7 @@ class LlamaConfig(ModelConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""
         return super().to_hugging_face() | {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [f"{self.NAME}ForCausalLM"],
             "hidden_act": "silu",
             "rope_theta": self.theta,
             "rope_scaling": None if self.scaling is None else _scaling_fields(self.scaling),

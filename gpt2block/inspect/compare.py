@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook, reference
+from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.config import ModelConfig
-from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.passes.prefill import ROWS_AT_ONCE

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook, reference
-from gpt2block.passes import architecture_of, final_step
+from gpt2block.architectures import architecture_of
+from gpt2block.passes import final_step
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_machine import apply
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id

@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpt2block.checks import meant
+from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
@@ -67,19 +67,25 @@ class Call(SimpleNamespace):
 
 
 class Asked(NamedTuple):
-    """A call before its checks. options: all of the operation's, by name."""
+    """A call before its checks. options, defaults: all of the operation's, by name."""
 
     contract: Contract
     inputs: tuple[Any, ...]
     out: Any
     options: Mapping[str, Any]
+    defaults: Mapping[str, Any]
 
     def checked(self, contract: Contract | None = None, **more: Any) -> Call:
         """The checked call, by the operation's contract or another one. Raises InputError.
 
-        more: further options, or others in the place of those given.
+        more: further options, or others in the place of those given. Options with a known meaning
+        (`checks.SCALARS`) are checked too; of those given, None is right where it is the default.
         """
         options = {**self.options, **more}
+        for name, value in options.items():
+            absent = value is None and (name in more or self.defaults[name] is None)
+            if name in SCALARS and not absent:
+                options[name] = SCALARS[name](name, value)
         return checked(contract or self.contract, self.inputs, self.out, **options)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.checks import SCALARS, meant
+from gpt2block.checks import meant
 from gpt2block.contract import Contract, size_of
 from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
@@ -84,13 +84,11 @@ class Operation:
     """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
 
     `bind` checks arguments and chooses one of `variants`. `options` are its keyword arguments with
-    their defaults, or `REQUIRED`; those with a known meaning (`checks.SCALARS`) are checked first,
-    and are None only where that is the default. `prepare` checks a call, by default by the contract
-    alone: it may choose another contract, refuses what contracts cannot state, and adds what
-    launches need and which variants are preferred. Where another operation binds the call, it
-    returns a `Bound`. `parts` are kernels that `prepare` or a variant chooses, and that have no
-    variant's name. `steps` are operations with other arguments, whose variants are in this one's
-    table.
+    their defaults, or `REQUIRED`. `prepare` checks a call, by default by the contract alone: it may
+    choose another contract, refuses what contracts cannot state, and adds what launches need and
+    which variants are preferred. Where another operation binds the call, it returns a `Bound`.
+    `parts` are kernels that `prepare` or a variant chooses, and that have no variant's name.
+    `steps` are operations with other arguments, whose variants are in this one's table.
 
     An operation that can be measured alone has `sizes`, the documented ones: `make(sizes, rng)`
     gives float32 inputs, by `draw` or by the contract; `attrs` are keyword arguments of both
@@ -160,9 +158,7 @@ class Operation:
         for name, value in options.items():
             if value is REQUIRED:
                 raise TypeError(f"{self.name}: missing keyword argument {name!r}")
-            if name in SCALARS and not (value is None and self.options[name] is None):
-                options[name] = SCALARS[name](name, value)
-        made = self.prepare(Asked(self.contract, inputs, out, options))
+        made = self.prepare(Asked(self.contract, inputs, out, options, self.options))
         return self.bound_to(made) if isinstance(made, Call) else made
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:

@@ -1,6 +1,5 @@
 """Forward passes: an architecture is three functions, for every pass and every machine.
 
-gpt2, llama   the architectures
 forward       the order of the halves of the blocks, and what a pass ends with
 blocks        a step for each operation, and the fused block
 prefill       the new tokens of all sequences as rows of one matrix
@@ -10,25 +9,16 @@ machine       what runs steps; others are in `gpt2block.run`
 
 from __future__ import annotations
 
+from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.passes import forward as _forward
-from gpt2block.passes import gpt2, llama
 from gpt2block.passes.blocks import BlockPass, ModelStepPass, Settings, StepPass
-from gpt2block.passes.forward import Architecture
 from gpt2block.passes.machine import Outline, Step
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
 # of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
-
-
-def architecture_of(config: ModelConfig) -> Architecture:
-    """The module that describes the architecture of a model with this config."""
-    if isinstance(config, LlamaConfig):
-        return llama
-    return gpt2
 
 
 def names_of(config: ModelConfig) -> set[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from gpt2block.architectures.architecture import To, Value
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig
-from gpt2block.passes.forward import Pass, Product, To
-from gpt2block.passes.machine import TWO_PART, Machine, Value
+from gpt2block.passes.forward import Pass, Product
+from gpt2block.passes.machine import TWO_PART, Machine
 
 
 class Settings(NamedTuple):

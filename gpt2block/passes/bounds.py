@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.architectures.architecture import Value
 from gpt2block.ops.layernorm import layernorm_bound
-from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.passes.machine import Machine, Step
 
 Bound = float | None  # None: unknown
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gpt2block.architectures.architecture import To, Value
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms
 from gpt2block.passes.blocks import Settings
-from gpt2block.passes.forward import Pass, Product, To
-from gpt2block.passes.machine import Machine, Value, two_part_of
+from gpt2block.passes.forward import Pass, Product
+from gpt2block.passes.machine import Machine, two_part_of
 from gpt2block.weights.two_part import scale_for
 
 

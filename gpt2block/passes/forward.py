@@ -1,23 +1,20 @@
 """Forward passes: which verbs a pass has, and the order in which an architecture uses them.
 
-An architecture is three functions, which read as its block does (`gpt2block.passes.gpt2`,
-`gpt2block.passes.llama`); a pass decides which verbs share a kernel, and in which kernels.
+An architecture is three functions, which read as its block does (`gpt2block.architectures.gpt2`,
+`gpt2block.architectures.llama`); a pass decides which verbs share a kernel, and in which kernels.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-from numpy.typing import NDArray
-
+from gpt2block.architectures.architecture import Architecture, To, Value
 from gpt2block.config import ModelConfig
-from gpt2block.passes.machine import Machine, Value
+from gpt2block.passes.machine import Machine
 
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
-To = tuple[str, ...]
-RowNorms = Callable[[str, str], NDArray[Any]]
 
 
 class Product(NamedTuple):
@@ -98,44 +95,6 @@ class Pass(ABC):
     def scores(self, x: Value) -> Value:
         """The log-likelihood of the target of each row."""
         raise NotImplementedError
-
-
-class Architecture(Protocol):
-    """An architecture: three functions of a pass `o`, the two halves of a block and the end.
-
-    The rest is what an engine needs to know in addition to the shapes in its config.
-    """
-
-    NORM: str  # the name of its norms, for messages
-    QKV: str  # the step whose rows are [Q | K | V] as attention reads them
-    TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
-    DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
-
-    def constants(self, config: Any) -> dict[str, Any]:
-        """Tensors of the passes that the config determines, by name."""
-
-    def operand_bounds(
-        self, config: Any, largest: Mapping[str, float], norms: RowNorms
-    ) -> dict[str, float]:
-        """Upper bounds of the operands of products, two-part or with FP8 weights, by name.
-
-        They hold for any tokens: those of the layers, what these follow from, and the final norm.
-
-        largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
-        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.
-        """
-
-    def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Upper bounds of the magnitudes after the embedding and after each block."""
-
-    def attention(self, o: Any, h: str, x: Value) -> Value:
-        """Rows of attention."""
-
-    def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
-        """x + attention, and the feed-forward of its norm added to it. y: rows of attention."""
-
-    def final(self, o: Any, x: Value, to: To = ()) -> Value:
-        """The norm before the logits."""
 
 
 def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:

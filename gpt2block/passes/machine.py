@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-Value = Any  # a result of a step: whatever its machine makes
+from gpt2block.architectures.architecture import Value
+
 TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
 
 

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gpt2block.architectures.architecture import To, Value
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, Rows
-from gpt2block.passes.forward import Pass, Product, To
-from gpt2block.passes.machine import TWO_PART, Machine, Value, two_part_of
+from gpt2block.passes.forward import Pass, Product
+from gpt2block.passes.machine import TWO_PART, Machine, two_part_of
 
 ROWS_AT_ONCE = 1024  # rows of logits computed together
 Products = Literal["float32", "16_bits", "fp8", "two_part"]

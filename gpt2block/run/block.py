@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures.architecture import Architecture
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.errors import InputError
 from gpt2block.passes.blocks import BlockPass, Settings, StepPass
-from gpt2block.passes.forward import Architecture, block
+from gpt2block.passes.forward import block
 from gpt2block.passes.machine import TWO_PART, Machine, Outline, Step
 from gpt2block.run.model import StepResult
 from gpt2block.run.timeline import Call, Timeline

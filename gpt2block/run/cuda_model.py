@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
+from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
@@ -33,7 +34,6 @@ from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
-from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import FP8, Formats, own_cache_dtype
@@ -19,7 +20,6 @@ from gpt2block.ops._products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
-from gpt2block.passes import architecture_of
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_caches import free_bytes
 from gpt2block.weights.matrix import WeightMatrix, on_host

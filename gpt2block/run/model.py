@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FP8, Formats, itemsize
 from gpt2block.errors import InputError
-from gpt2block.passes import architecture_of
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling

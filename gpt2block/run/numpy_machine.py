@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures.architecture import Value
 from gpt2block.contract import unchecked
-from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.model import StepResult
 from gpt2block.run.timeline import Call, Clock, Timeline
 

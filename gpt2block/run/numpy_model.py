@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
-from gpt2block.passes import architecture_of, model_steps
+from gpt2block.passes import model_steps
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.run.model import (

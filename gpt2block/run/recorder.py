@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2block import reference
+from gpt2block.architectures.architecture import Value
 from gpt2block.contract import MATRICES, Sizes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, Shape
@@ -25,7 +26,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import FIXED
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
 from gpt2block.ops.registry import BY_NAME
-from gpt2block.passes.machine import TWO_PART, Machine, Step, Value
+from gpt2block.passes.machine import TWO_PART, Machine, Step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 

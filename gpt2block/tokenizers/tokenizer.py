@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.files import about, read_json, read_object, read_start
 from gpt2block.checkpoints.gguf import is_gguf
+from gpt2block.checkpoints.patterns import SPLITS
 from gpt2block.checkpoints.tokenizer_files import (
     ADDED,
     LLM_C,
@@ -58,15 +59,18 @@ _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
 # White space by Unicode and tiktoken's pattern; Python's \s has four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_IN_LINES = _WHITE_SPACE.replace(r"\t-\r", r"\t\v\f")
 
 
-def _runs(shortest: int) -> re.Pattern[str]:
-    """A pattern for runs of white space, which matches only from the start of a run."""
-    return re.compile(f"{_WHITE_SPACE}(?<!{_WHITE_SPACE}{{2}}){_WHITE_SPACE}{{{shortest - 1},}}")
+def _runs(shortest: int, space: str = _WHITE_SPACE) -> re.Pattern[str]:
+    """A pattern for runs of white space, which matches only from the start to the end of a run."""
+    return re.compile(f"{space}(?<!{space}{{2}}){space}{{{shortest - 1},}}(?!{_WHITE_SPACE})")
 
 
 # tiktoken's pattern backtracks in long runs, and fails at a million characters.
 _LONG_RUN = _runs(10_000)
+# Other patterns than GPT-2's split a run after its last line break, and do not backtrack before it.
+_LONG_LINE = _runs(10_000, _IN_LINES)
 
 
 def load(source: Path | None, vocab_size: int) -> Encoding:
@@ -364,14 +368,15 @@ def _encode_text(
 def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
     """encode_ordinary, with separate encoding of long runs of white space, which make it panic.
 
-    GPT-2's pattern never joins white space to the text before it. It takes a run as one piece,
-    without its last character if text follows, because that may begin the next piece.
+    GPT-2's pattern never joins white space to the text before it, and other patterns join only line
+    breaks. They take a run as one piece, without its last character if text follows, because that
+    may begin the next piece.
     """
-    if not isinstance(encoding, tiktoken.Encoding) or not _splits_words(encoding):
+    if not isinstance(encoding, tiktoken.Encoding) or not _splits_all(encoding):
         return encoding.encode_ordinary(text)
     ids: list[int] = []
     start = 0
-    for run in _LONG_RUN.finditer(text):
+    for run in (_LONG_RUN if _splits_words(encoding) else _LONG_LINE).finditer(text):
         end = run.end() - (run.end() < len(text))
         ids += encoding.encode_ordinary(text[start : run.start()])
         ids += encoding._encode_single_piece(text[run.start() : end])
@@ -387,7 +392,7 @@ def least_tokens(encoding: Encoding) -> Callable[[str], int]:
     if isinstance(encoding, TokenizersEncoding):
         sizes = encoding.sizes
     elif isinstance(encoding, tiktoken.Encoding) and (
-        encoding._pat_str == tokenizer_json.SPLIT_NOTHING or _splits_words(encoding)
+        encoding._pat_str == tokenizer_json.SPLIT_NOTHING or _splits_all(encoding)
     ):
         names = [name.encode() for name in encoding.special_tokens_set]
         sizes = max(map(len, [*names, *dict(tokens_of(encoding)).values()])), b""
@@ -397,6 +402,11 @@ def least_tokens(encoding: Encoding) -> Callable[[str], int]:
         return lambda text: 0
     most, absent = sizes
     return lambda text: -(-len(text.encode(errors="replace").translate(None, absent)) // most)
+
+
+def _splits_all(encoding: tiktoken.Encoding) -> bool:
+    """Whether it splits text by a known pattern, which leaves out nothing."""
+    return _splits_words(encoding) or encoding._pat_str in SPLITS
 
 
 def _splits_words(encoding: tiktoken.Encoding) -> bool:

@@ -1,8 +1,9 @@
 """tokenizer.json, the format of Hugging Face `tokenizers`.
 
-GPT-2's own pipeline is run with tiktoken, which merges by token id, whereas tokenizers merges by
-the list of merges; `_merges_problem` decides whether both give the same ids. Other pipelines are
-run with the package tokenizers, or rejected with the name of the unsupported setting.
+The pipelines of GPT-2, and of models whose words are like those of GPT-4, are run with tiktoken,
+which merges by token id, whereas tokenizers merges by the list of merges; `_merges_problem` decides
+whether both give the same ids. Other pipelines are run with the package tokenizers, or rejected
+with the name of the unsupported setting.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints.patterns import SPLITS
 from gpt2block.errors import require
 from gpt2block.tokenizers.encoding import (
     UTF_8,
@@ -35,6 +37,7 @@ SPLIT_NOTHING = r"(?s:.+)"
 _LARGEST_ID = 2**31 - 1  # token ids are int32
 BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
+_SPLIT: dict[str, Any] = {"type": "Split", "pattern": None, "invert": False}
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
 
@@ -81,8 +84,7 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     special = {token.content: token.token_id for token in added}
     ordinary = {token: rank for token, rank in vocab.items() if token not in special}
     ranks = dict(zip(bytes_of_all(list(ordinary)), ordinary.values(), strict=True))
-    whole = spec["pre_tokenizer"].get("use_regex", True) is False
-    return by_tiktoken(name, ranks, special, SPLIT_NOTHING if whole else SPLIT_WORDS)
+    return by_tiktoken(name, ranks, special, _split_of(spec) or SPLIT_WORDS)
 
 
 def id_of(spec: Any, content: str | None) -> int | None:
@@ -195,10 +197,9 @@ def _pipeline_problem(spec: Any) -> str | None:
     """The first setting, apart from tokens and merges, that tiktoken does not support."""
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
-    step = spec["pre_tokenizer"]
-    if step["type"] != "ByteLevel" or not step.keys() <= BYTE_LEVEL.keys():
-        return f"pre_tokenizer {step['type']}"
-    if step.get("add_prefix_space"):
+    if _split_of(spec) is None:
+        return f"pre_tokenizer {spec['pre_tokenizer']['type']}"
+    if adds_prefix_space(spec):
         return "pre_tokenizer.add_prefix_space"
     processor = spec.get("post_processor")
     if processor is not None and not _adds_nothing(processor):
@@ -207,6 +208,24 @@ def _pipeline_problem(spec: Any) -> str | None:
         return "model.ignore_merges"
     unknown = spec["model"].keys() - _MODEL
     return f"model.{min(unknown)}" if unknown else None
+
+
+def _split_of(spec: Any) -> str | None:
+    """tiktoken's regular expression for the words of a pre_tokenizer; None without one.
+
+    Both packages have the same classes of characters. A pattern that matches all of a text leaves
+    nothing to be removed between its matches.
+    """
+    *before, last = steps_of(spec, "pre_tokenizer")
+    if last["type"] != "ByteLevel" or not last.keys() <= BYTE_LEVEL.keys():
+        return None
+    words = last.get("use_regex", True) is not False
+    if not before:
+        return SPLIT_WORDS if words else SPLIT_NOTHING
+    kept = (_SPLIT | {"behavior": "Isolated"}, _SPLIT | {"behavior": "Removed", "invert": True})
+    pattern: str | None = before[0].get("pattern", {}).get("Regex")
+    known = len(before) == 1 and {**before[0], "pattern": None} in kept and pattern in SPLITS
+    return pattern if known and not words else None
 
 
 def _adds_nothing(processor: Any) -> bool:

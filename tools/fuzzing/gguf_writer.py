@@ -12,7 +12,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
+from gpt2block.architectures import architecture_of
 from gpt2block.checkpoints import Checkpoint, TensorSource
+from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, RopeScaling
 
 Arrays = dict[str, NDArray[Any]]
@@ -49,12 +51,19 @@ def tensors_of(model: TensorSource) -> Arrays:
             ends = [config.q_width, config.q_width + config.kv_width]
             q, k, v = np.split(turned, ends)
             suffix = "weight" if kind == "w_qkv" else "bias"
-            found[f"{block}attn_q.{suffix}"] = neighbours(q, config.n_head)
-            found[f"{block}attn_k.{suffix}"] = neighbours(k, config.n_kv_head)
+            if name_of(config) == "llama":
+                q, k = neighbours(q, config.n_head), neighbours(k, config.n_kv_head)
+            found[f"{block}attn_q.{suffix}"] = q
+            found[f"{block}attn_k.{suffix}"] = k
             found[f"{block}attn_v.{suffix}"] = v
         else:
             found[block + _LLAMA[kind]] = turned
     return found
+
+
+def name_of(config: ModelConfig) -> str:
+    """The architecture that a file names: that of Mistral is Llama's."""
+    return architecture_of(config).GGUF or "llama"
 
 
 def neighbours(rows: NDArray[Any], n_head: int) -> NDArray[Any]:
@@ -66,7 +75,7 @@ def neighbours(rows: NDArray[Any], n_head: int) -> NDArray[Any]:
 
 def metadata_of(model: TensorSource) -> dict[str, Any]:
     """The keys of an architecture, of which a test may change some."""
-    c = model.config
+    c, name = model.config, name_of(model.config)
     sizes: dict[str, Any] = {
         "block_count": c.n_layer,
         "context_length": c.n_ctx,
@@ -75,7 +84,7 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
     }
     if not isinstance(c, LlamaConfig):
         sizes |= {"feed_forward_length": 4 * c.n_embd, "attention.layer_norm_epsilon": c.eps}
-        return {"general.architecture": "gpt2", **{f"gpt2.{key}": n for key, n in sizes.items()}}
+        return {"general.architecture": name, **{f"{name}.{key}": n for key, n in sizes.items()}}
     sizes |= {
         "feed_forward_length": c.n_ff,
         "attention.head_count_kv": c.n_kv_head,
@@ -88,7 +97,7 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
     }
     if c.scaling is not None and c.scaling.kind == "linear":
         sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
-    return {"general.architecture": "llama", **{f"llama.{key}": n for key, n in sizes.items()}}
+    return {"general.architecture": name, **{f"{name}.{key}": n for key, n in sizes.items()}}
 
 
 def rope_factors(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float32]:

@@ -15,10 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig
-from gpt2block.passes.forward import RowNorms
-from gpt2block.passes.machine import Value
 
+CONFIG: type[ModelConfig] = LlamaConfig
+NAMES: Mapping[str, tuple[str, str]] = {
+    "wte": ("embed_tokens", "token_embd"),
+    "gamma1": ("input_layernorm", "attn_norm"),
+    "w_qkv b_qkv": ("self_attn.{}_proj", "attn_{}"),
+    "w_o b_o": ("self_attn.o_proj", "attn_output"),
+    "gamma2": ("post_attention_layernorm", "ffn_norm"),
+    "w_gate b_gate": ("mlp.gate_proj", "ffn_gate"),
+    "w_up b_up": ("mlp.up_proj", "ffn_up"),
+    "w_down b_down": ("mlp.down_proj", "ffn_down"),
+    "gamma_f": ("norm", "output_norm"),
+    "lm_head": ("lm_head", "output"),
+}
+# Older files have frequencies.
+FILES = Files("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+GGUF, TURNED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64, 128)  # channels of a head of a prefill on tensor cores

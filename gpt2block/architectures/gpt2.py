@@ -11,10 +11,25 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpt2block.config import GPT2Config
-from gpt2block.passes.forward import RowNorms
-from gpt2block.passes.machine import Value
+from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.config import GPT2Config, ModelConfig
 
+CONFIG: type[ModelConfig] = GPT2Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    "wte": ("wte", "token_embd"),
+    "wpe": ("wpe", "position_embd"),
+    "gamma1 beta1": ("ln_1", "attn_norm"),
+    "w_qkv b_qkv": ("attn.c_attn", "attn_qkv"),
+    "w_attn b_attn": ("attn.c_proj", "attn_output"),
+    "gamma2 beta2": ("ln_2", "ffn_norm"),
+    "w_fc b_fc": ("mlp.c_fc", "ffn_up"),
+    "w_proj b_proj": ("mlp.c_proj", "ffn_down"),
+    "gamma_f beta_f": ("ln_f", "output_norm"),
+    "lm_head": ("lm_head", "output"),
+}
+# Older files have masks.
+FILES = Files("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
+GGUF, TURNED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64,)  # channels of a head of a prefill on tensor cores

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.weights import (
+from gpt2block.checks import check_count
+from gpt2block.config import SIZES, GPT2Config, Shapes, block_shapes, size
+from gpt2block.errors import InputError, shown
+from gpt2block.parameters.arrays import (
     Array,
     BlockArrays,
     ModelArrays,
@@ -20,9 +23,6 @@ from gpt2block.architectures.weights import (
     random_tensors,
     views,
 )
-from gpt2block.checks import check_count
-from gpt2block.config import SIZES, GPT2Config, Shapes, block_shapes, size
-from gpt2block.errors import InputError, shown
 
 
 def packed_offsets(n_embd: int = 768) -> dict[str, int]:

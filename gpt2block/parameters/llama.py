@@ -9,7 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.weights import (
+from gpt2block.checks import check_flag
+from gpt2block.config import Shapes
+from gpt2block.config.llama import LlamaConfig, RopeScaling
+from gpt2block.errors import InputError
+from gpt2block.parameters.arrays import (
     Array,
     BlockArrays,
     ModelArrays,
@@ -18,10 +22,6 @@ from gpt2block.architectures.weights import (
     random_tensors,
     views,
 )
-from gpt2block.checks import check_flag
-from gpt2block.config import Shapes
-from gpt2block.config.llama import LlamaConfig, RopeScaling
-from gpt2block.errors import InputError
 
 _BIASES = ("b_qkv", "b_o", "b_gate", "b_up", "b_down")
 

@@ -1,0 +1,52 @@
+"""Qwen2.5: Llama's block with biases of q, k and v, of which its config.json says nothing.
+
+Its `sliding_window` is a number without effect where `use_sliding_window` is false, as it is in all
+of its models of up to 72B. Source: Qwen Team, "Qwen2.5 Technical Report" (2024), and Qwen2 in
+`transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpt2block.architectures import llama
+from gpt2block.architectures.architecture import Files
+from gpt2block.config import ModelConfig, Settings, Shapes
+from gpt2block.config.llama import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Qwen2Config(LlamaConfig):
+    """Sizes of a Qwen2.5, as in LlamaConfig; the product of q, k and v has biases, no other has."""
+
+    NAME: ClassVar[str] = "Qwen2"
+    MODEL_TYPE: ClassVar[str] = "qwen2"
+    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
+
+    def block_shapes(self) -> Shapes:
+        """As in LlamaConfig, and b_qkv."""
+        shapes = super().block_shapes()
+        return {**shapes, "b_qkv": shapes["w_qkv"][1:]}
+
+    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
+        settings = super()._neutral_for_sizes(config)
+        return tuple(each for each in settings if each[0] != "sliding_window")
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in ModelConfig."""
+        return super().to_hugging_face() | {"use_sliding_window": False}
+
+
+CONFIG: type[ModelConfig] = Qwen2Config
+NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
+FILES: Files = llama.FILES
+GGUF, TURNED = "qwen2", False
+
+# The block is Llama's: where a matrix has biases, its product adds them.
+attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
+constants = llama.constants
+stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

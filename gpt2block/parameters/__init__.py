@@ -1,0 +1,1 @@
+"""The weights of each architecture."""

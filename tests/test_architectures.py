@@ -1,0 +1,112 @@
+"""Models of random small configurations, compared with `transformers` where it is installed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpt2block
+from tests.devices import GPU
+
+NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def sizes(rng: random.Random) -> dict[str, Any]:
+    """Of a model with RoPE: grouped queries, odd numbers of heads, ties, one layer to three."""
+    n_kv_head = rng.choice((1, 1, 2, 3))
+    n_head = n_kv_head * rng.choice((1, 2, 3, 5))
+    head_dim = 2 * rng.randint(1, 12)
+    return {
+        "hidden_size": n_head * head_dim,
+        "intermediate_size": rng.randint(1, 80),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": n_head,
+        "num_key_value_heads": n_kv_head,
+        "head_dim": head_dim,
+        "vocab_size": rng.randint(20, 120),
+        "max_position_embeddings": rng.choice((24, 32, 64)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+        "rope_theta": rng.choice((10.0, 1e4, 1e6)),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "hidden_act": "silu",
+        **NONE,
+    }
+
+
+def llama(rng: random.Random) -> dict[str, Any]:
+    biases = {name: rng.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
+    return sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)} | biases
+
+
+def qwen2(rng: random.Random) -> dict[str, Any]:
+    found = sizes(rng)
+    del found["head_dim"]
+    return found | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+
+
+def mistral(rng: random.Random) -> dict[str, Any]:
+    found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)}
+    window = rng.choice((None, found["max_position_embeddings"], 4096))
+    return found | {"sliding_window": window}
+
+
+KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
+    each.__name__: each for each in (llama, qwen2, mistral)
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("device", "count", "limit"),
+    [("cpu", 60, 2e-6), pytest.param("cuda", 12, 1e-5, marks=GPU.marks)],
+)
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    kind: str, device: str, count: int, limit: float, tmp_path: Path
+) -> None:
+    """Of a batch of unequal lengths. A token may be another one that is as likely, by rounding."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    wrong = {}
+    for seed in range(count):
+        settings = KINDS[kind](random.Random(seed))
+        theirs = model_of(torch, transformers, kind, settings, seed)
+        theirs.save_pretrained(tmp_path / str(seed))
+        theirs.double()
+        ours = gpt2block.from_pretrained(tmp_path / str(seed), device=device)
+        rng, n_ctx = np.random.default_rng(seed), settings["max_position_embeddings"]
+        rows = [rng.integers(0, settings["vocab_size"], n) for n in (n_ctx, 1, n_ctx - 8)]
+        exact = [logits_of(torch, theirs, row) for row in rows]
+        largest = max(np.abs(each).max() for each in exact)
+        off = max(np.abs(a - b).max() for a, b in zip(ours(rows), exact, strict=True))
+        prompts = [rows[1].tolist(), rows[2].tolist(), rows[2][:5].tolist()]
+        found = ours.generate(prompts, temperature=0, max_new_tokens=8)
+        for prompt, made in zip(prompts, found, strict=True):
+            after = logits_of(torch, theirs, np.array([*prompt, *made.tokens]))
+            steps = zip(after[len(prompt) - 1 :], made.tokens, strict=False)
+            off = max(off, *(step.max() - step[token] for step, token in steps))
+        if off > limit * largest:
+            wrong[seed] = float(off / largest), settings
+    assert not wrong
+
+
+def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:
+    """Random weights with which every part of a block affects the logits."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
+            tensor.normal_("norm" in name, spread)
+    return model.eval()
+
+
+def logits_of(torch: Any, model: Any, ids: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor(ids[None])).logits[0].numpy()
