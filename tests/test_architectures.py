@@ -40,7 +40,8 @@ def sizes(rng: random.Random) -> dict[str, Any]:
 
 def llama(rng: random.Random) -> dict[str, Any]:
     biases = {name: rng.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
-    return sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)} | biases
+    found = sizes(rng)
+    return found | {"hidden_size": found["num_attention_heads"] * rng.randint(2, 20)} | biases
 
 
 def qwen2(rng: random.Random) -> dict[str, Any]:
@@ -69,7 +70,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     kind: str, device: str, count: int, limit: float, tmp_path: Path
 ) -> None:
-    """Of a batch of unequal lengths. A token may be another one that is as likely, by rounding."""
+    """Of a batch of unequal lengths, relative to the largest logit.
+
+    A few models have large errors in float32: there the limit is twice that of `transformers`. A
+    token may be another one that is as likely.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     wrong = {}
@@ -77,10 +82,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
         settings = KINDS[kind](random.Random(seed))
         theirs = model_of(torch, transformers, kind, settings, seed)
         theirs.save_pretrained(tmp_path / str(seed))
-        theirs.double()
         ours = gpt2block.from_pretrained(tmp_path / str(seed), device=device)
         rng, n_ctx = np.random.default_rng(seed), settings["max_position_embeddings"]
         rows = [rng.integers(0, settings["vocab_size"], n) for n in (n_ctx, 1, n_ctx - 8)]
+        single = [logits_of(torch, theirs, row) for row in rows]
+        theirs.double()
         exact = [logits_of(torch, theirs, row) for row in rows]
         largest = max(np.abs(each).max() for each in exact)
         off = max(np.abs(a - b).max() for a, b in zip(ours(rows), exact, strict=True))
@@ -90,7 +96,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
             after = logits_of(torch, theirs, np.array([*prompt, *made.tokens]))
             steps = zip(after[len(prompt) - 1 :], made.tokens, strict=False)
             off = max(off, *(step.max() - step[token] for step, token in steps))
-        if off > limit * largest:
+        own = max(np.abs(a - b).max() for a, b in zip(single, exact, strict=True))
+        if off > max(limit * largest, 2 * own):
             wrong[seed] = float(off / largest), settings
     assert not wrong
 
