@@ -193,9 +193,8 @@ class Kernel:
         everything: Given = {
             "x": x,
             "w": self.matrix(1, K, N),
-            "up": self.matrix(6, K, N, 4.0)
-            if ffn
-            else None,  # scales of FP8 differ from those of w
+            # 4: scales of FP8 differ from those of w
+            "up": self.matrix(6, K, N, 4.0) if ffn else None,
             "bias": plain.normal(2, N) if case.bias else None,
             "gamma": plain.normal(3, K).astype(x.dtype) if norm else None,
             "beta": plain.normal(4, K) if norm else None,
