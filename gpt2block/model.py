@@ -562,7 +562,7 @@ def from_pretrained(
     revision: str | None = None,
     kv_dtype: str | None = None,
 ) -> Model[Any]:
-    """Load a checkpoint as the class of its architecture, GPT2 or Llama.
+    """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """

@@ -1,4 +1,4 @@
-"""GPUs that launches are worked out for where there is none, and what a GPU that is there has."""
+"""GPUs that launches are worked out for where there is none, and what tests ask of one."""
 
 from __future__ import annotations
 
@@ -43,16 +43,6 @@ def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
         pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {there / 10}")
     module: ModuleType = cupy
     return module
-
-
-def this_gpu() -> Gpu:
-    """The current one."""
-    from gpt2block.cuda.arrays import device_attribute  # noqa: PLC0415
-
-    return {
-        "sms": device_attribute("MultiProcessorCount"),
-        "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
-    }
 
 
 WAIT_S = 10.0  # for memory that tests of other processes use

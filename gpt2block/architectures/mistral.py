@@ -26,7 +26,7 @@ class MistralConfig(LlamaConfig):
 
     NAME: ClassVar[str] = "Mistral"
     MODEL_TYPE: ClassVar[str] = "mistral"
-    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 131072, "eps": 1e-6, "n_kv_head": 8}
 
     @classmethod

@@ -23,7 +23,7 @@ class Qwen2Config(LlamaConfig):
 
     NAME: ClassVar[str] = "Qwen2"
     MODEL_TYPE: ClassVar[str] = "qwen2"
-    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
 
     def block_shapes(self) -> Shapes:

@@ -11,7 +11,8 @@ from pathlib import Path
 from gpt2block.architectures import ARCHITECTURES
 from gpt2block.checkpoints.files import first_names
 from gpt2block.checkpoints.stored import DTYPES, Stored, joined
-from gpt2block.config import GPT2Config, ModelConfig, model_shapes
+from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -178,15 +179,15 @@ ROPE_FACTORS = "rope_freqs.weight"  # of GGUF
 def _naming(model_type: str, gguf: bool) -> Naming:
     of = ARCHITECTURES[model_type]
     if gguf:
-        ignored = re.escape(ROPE_FACTORS) if hasattr(of.CONFIG, "frequencies") else "(?!)"
+        ignored = re.escape(ROPE_FACTORS) if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
         return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
     prefix, block, matrices, ignored = of.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
 
 
-def naming_of(config: ModelConfig | type[ModelConfig], gguf: bool = False) -> Naming:
+def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """The naming of the architecture of a config in Hugging Face's files, or in GGUF."""
     return _naming(config.MODEL_TYPE, gguf)
 
 
-GPT2_NAMING = naming_of(GPT2Config)
+GPT2_NAMING = _naming("gpt2", False)

@@ -82,21 +82,21 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
         "embedding_length": c.n_embd,
         "attention.head_count": c.n_head,
     }
-    if not isinstance(c, LlamaConfig):
+    if isinstance(c, LlamaConfig):
+        sizes |= {
+            "feed_forward_length": c.n_ff,
+            "attention.head_count_kv": c.n_kv_head,
+            "attention.key_length": c.head_size,
+            "attention.value_length": c.head_size,
+            "attention.layer_norm_rms_epsilon": c.eps,
+            "rope.freq_base": c.theta,
+            "rope.dimension_count": c.head_size,
+            "vocab_size": c.vocab_size,
+        }
+        if c.scaling is not None and c.scaling.kind == "linear":
+            sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
+    else:
         sizes |= {"feed_forward_length": 4 * c.n_embd, "attention.layer_norm_epsilon": c.eps}
-        return {"general.architecture": name, **{f"{name}.{key}": n for key, n in sizes.items()}}
-    sizes |= {
-        "feed_forward_length": c.n_ff,
-        "attention.head_count_kv": c.n_kv_head,
-        "attention.key_length": c.head_size,
-        "attention.value_length": c.head_size,
-        "attention.layer_norm_rms_epsilon": c.eps,
-        "rope.freq_base": c.theta,
-        "rope.dimension_count": c.head_size,
-        "vocab_size": c.vocab_size,
-    }
-    if c.scaling is not None and c.scaling.kind == "linear":
-        sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
     return {"general.architecture": name, **{f"{name}.{key}": n for key, n in sizes.items()}}
 
 
