@@ -609,6 +609,66 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
+@takes("qkv any ... W; gamma_q gamma_k f32 D -> out~qkv any ... W")
+def qk_norm(
+    qkv: Array, gamma_q: Array, gamma_k: Array, n_head: int, n_kv_head: int, eps: float = 1e-6
+) -> Array:
+    """`rmsnorm` of each head of the queries and of the keys of rows [Q | K | V].
+
+    qkv (..., (n_head + 2 n_kv_head) D); gamma_q (D,) of all heads of Q, gamma_k (D,) of those of K
+    → the shape of qkv; V is copied.
+    Source: Qwen Team, "Qwen3 Technical Report" (2025).
+    """
+    D, normed = len(gamma_q), n_head + n_kv_head
+    if qkv.shape[-1] != (normed + n_kv_head) * D:
+        raise InputError(f"qkv: expected {normed + n_kv_head} heads of {D} channels, as gamma_q "
+                         f"has, got {qkv.shape[-1]}")  # fmt: skip
+    heads = qkv.reshape(*qkv.shape[:-1], -1, D)
+    q, k, v = np.split(heads, [n_head, normed], axis=-2)
+    made = [rmsnorm(q, gamma_q, eps), rmsnorm(k, gamma_k, eps), v]
+    return np.concatenate(made, axis=-2).astype(qkv.dtype, copy=False).reshape(qkv.shape)
+
+
+@takes(
+    "qkv any ... T W; positions i32 T; frequencies f64 P; gamma_q gamma_k f32 2*P "
+    "-> out~qkv any ... T W"
+)
+def qk_norm_rope(
+    qkv: Array,
+    positions: NDArray[np.integer[Any]],
+    frequencies: Array,
+    gamma_q: Array,
+    gamma_k: Array,
+    n_head: int,
+    n_kv_head: int,
+    eps: float = 1e-6,
+) -> Array:
+    """`rope_qkv` of `qk_norm`, of half-split pairs; arrays as there."""
+    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
+    return rope_qkv(normed, positions, frequencies, n_head, n_kv_head, True)
+
+
+@takes(
+    "qkv f32 N W; frequencies f64 P; k v kv B S C; row position i32 N; gamma_q gamma_k f32 2*P "
+    "-> out f32 N W-2*C; k v kv B S C"
+)
+def qk_norm_append(
+    qkv: Array,
+    frequencies: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    gamma_q: Array,
+    gamma_k: Array,
+    n_head: int,
+    eps: float = 1e-6,
+) -> Array:
+    """`rope_append` of `qk_norm`, of half-split pairs; arrays as there."""
+    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_k), eps)
+    return rope_append(normed, frequencies, k, v, row, position, n_head, True)
+
+
 @takes(
     "x f32 M K; w rows K N; bias? f32 N; by f32 M P 2; k v kv B S C; row position i32 M "
     "-> out f32 M 2*P*n_head; k v kv B S C"
@@ -629,16 +689,29 @@ def linear_rope(
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2) as of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → (M, Q).
     """
-    D, qkv = 2 * by.shape[1], linear(x, w, bias)
+    return _append_turned(linear(x, w, bias), by, k, v, row, position, n_head)
+
+
+def _append_turned(
+    qkv: Array,
+    by: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    n_head: int,
+) -> Array:
+    """Turn the heads of q and k of rows; return q, and append K and V to the kv_cache."""
+    D = 2 * by.shape[1]
     turning = n_head + k.shape[-1] // D
     if k.shape[-1] % D or qkv.shape[1] != n_head * D + 2 * k.shape[-1]:
         raise InputError(
             f"w: expected {n_head} heads of {D} channels, as by has, and twice the "
             f"{k.shape[-1]} of k, got {qkv.shape[1]} outputs"
         )
-    heads = qkv.reshape(len(x), -1, D)
+    heads = qkv.reshape(len(qkv), -1, D)
     heads[:, :turning] = _turned(heads[:, :turning], by[:, None, :, 0], by[:, None, :, 1], True)
-    qkv = heads.reshape(len(x), -1)
+    qkv = heads.reshape(len(qkv), -1)
     kv_append(qkv, k, v, row, position)
     return qkv[:, : n_head * D]
 
@@ -759,7 +832,8 @@ def linear_sums(
 
 @takes(
     "x f32 M K; gamma f32 K; w rows K N; sums? f32 S M K; w_down? rows H K; by f32 M P 2; "
-    "k v kv B T C; row position i32 M -> out f32 M 2*P*n_head; k v kv B T C"
+    "k v kv B T C; row position i32 M; gamma_q? gamma_k? f32 2*P "
+    "-> out f32 M 2*P*n_head; k v kv B T C"
 )
 def rope_sums(
     x: Array,
@@ -772,15 +846,22 @@ def rope_sums(
     v: Array,
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
+    gamma_q: Array | None = None,
+    gamma_k: Array | None = None,
+    *,
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
     """`linear_rope` of rmsnorm(x), where the sums of `gated_sums` with w_down (H, K) belong to x.
 
-    x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K); the others as in `linear_rope`.
+    x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K); gamma_q, gamma_k (D,): of the norms
+    of heads, as in `qk_norm`, or neither; the others as in `linear_rope`.
     """
     n = rmsnorm(_completed(x, sums, w_down), gamma, eps)
-    return linear_rope(n, w, None, by, k, v, row, position, n_head)
+    qkv = linear(n, w)
+    if gamma_q is not None and gamma_k is not None:
+        qkv = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_q), eps)
+    return _append_turned(qkv, by, k, v, row, position, n_head)
 
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")

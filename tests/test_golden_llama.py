@@ -40,7 +40,7 @@ from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
-NAMES = (*LLAMAS, "qwen2", "mistral")
+NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}

@@ -100,6 +100,17 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "sliding_window": 16,
         "max_window_layers": 1,
     },
+    "qwen3": {
+        "model_type": "qwen3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "attention_bias": True,
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,

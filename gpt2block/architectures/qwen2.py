@@ -17,8 +17,20 @@ from gpt2block.config import ModelConfig, Settings, Shapes
 from gpt2block.config.llama import LlamaConfig
 
 
+class QwenConfig(LlamaConfig):
+    """What Qwen2.5 and Qwen3 have in common: a window that one key of config.json turns off."""
+
+    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
+        settings = super()._neutral_for_sizes(config)
+        return tuple(each for each in settings if each[0] != "sliding_window")
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in ModelConfig."""
+        return super().to_hugging_face() | {"use_sliding_window": False}
+
+
 @dataclass(frozen=True)
-class Qwen2Config(LlamaConfig):
+class Qwen2Config(QwenConfig):
     """Sizes of a Qwen2.5, as in LlamaConfig; the product of q, k and v has biases, no other has."""
 
     NAME: ClassVar[str] = "Qwen2"
@@ -30,14 +42,6 @@ class Qwen2Config(LlamaConfig):
         """As in LlamaConfig, and b_qkv."""
         shapes = super().block_shapes()
         return {**shapes, "b_qkv": shapes["w_qkv"][1:]}
-
-    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        settings = super()._neutral_for_sizes(config)
-        return tuple(each for each in settings if each[0] != "sliding_window")
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
-        return super().to_hugging_face() | {"use_sliding_window": False}
 
 
 CONFIG: type[ModelConfig] = Qwen2Config

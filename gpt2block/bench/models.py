@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.architectures.mistral import MistralConfig
+from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.checks import FLOATS
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes
 from gpt2block.config.formats import Formats, itemsize
@@ -18,7 +20,7 @@ from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8
-from gpt2block.model import GPT2, Llama, Model
+from gpt2block.model import GPT2, Model
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.prefill import Products
@@ -31,6 +33,18 @@ SHAPES: Mapping[str, LlamaConfig] = {
     "1b": LlamaConfig(
         n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_ff=8192, vocab_size=128256,
         theta=500000.0, tie_word_embeddings=True,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        n_layer=28, n_head=16, n_kv_head=8, head_size=128, n_embd=1024, n_ff=3072, n_ctx=40960,
+        vocab_size=151936, eps=1e-6, theta=1e6, tie_word_embeddings=True,
+    ),
+    "qwen3-4b": Qwen3Config(
+        n_layer=36, n_head=32, n_kv_head=8, head_size=128, n_embd=2560, n_ff=9728, n_ctx=40960,
+        vocab_size=151936, eps=1e-6, theta=1e6, tie_word_embeddings=True,
+    ),
+    "mistral-7b": MistralConfig(
+        n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_ff=14336, n_ctx=32768,
+        vocab_size=32768, theta=1e6,
     ),
     "small": LlamaConfig(
         n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
@@ -141,7 +155,7 @@ class RandomGPT2(RandomModel[GPT2Config]):
 
 
 class RandomLlama(RandomModel[LlamaConfig]):
-    """Llama with weights that are made in device memory, in their dtype.
+    """Llama, or one that differs little, with weights made in device memory, in their dtype.
 
     Results are compared with those of a prompt, for which 16-bit weights are multiplied with
     float32 activations by other kernels.
@@ -153,11 +167,11 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def checks_prompts(self) -> bool:
         return self.dtype in SIXTEEN_BITS
 
-    def _made(self, device: str) -> Llama:
+    def _made(self, device: str) -> Model[Any]:
         with cupy.cuda.Device(self.device):
             tensors = random_tensors(self.config, self.dtype)
             stored = self.dtype, self.kv_dtype
-            return Llama.from_tensors(self.config, tensors, device, *stored)
+            return Model.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
         """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""

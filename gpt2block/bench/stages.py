@@ -81,13 +81,11 @@ class StagedPass(DecodePass):
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
         return self.do(p.result, "add", (p.residual, y), into=p.residual)
 
-    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
-        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
+    def qkv(self, h: str, x: Rows, rope: bool = False, norms: To = ()) -> Value:
         if self.into_cache:
-            options: dict[str, Any] = {"n_head": self.c.n_head, "half_split": True}
-            return self.do(f"{h}q", "rope_append", (y, "frequencies", *self._cache(h)), **options)
-        inputs = (y, "positions", "frequencies")
-        return self.do(f"{h}rope", "rope_qkv", inputs, into=y, **self.c.turn)
+            return super().qkv(h, x, rope, norms)
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
+        return self.turned(h, y, norms)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         if self.into_cache:

@@ -30,7 +30,7 @@ from gpt2block.bench.race import Capture, Captured, Contender, refuse
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.bench.works import Written
-from gpt2block.checkpoints.naming import GPT2_NAMING
+from gpt2block.checkpoints.naming import GPT2_NAMING, naming_of
 from gpt2block.config.formats import own_cache_dtype
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda.kernels import FP8
@@ -303,6 +303,11 @@ def llama_forward(
         h = f"h.{n}."
         qkv = linear(norm(x, f"{h}gamma1"), weights[f"{h}w_qkv"]).split(widths, -1)
         q, k, v = (part.unflatten(-1, (-1, config.head_size)).transpose(1, 2) for part in qkv)
+        if f"{h}gamma_q" in weights:
+            q, k = (
+                rms_norm(part, (config.head_size,), weights[f"{h}gamma_{name}"], config.eps)
+                for part, name in ((q, "q"), (k, "k"))
+            )
         q, k = turned(q), turned(k)
         if caches is None:
             heads = _causal(q, k, v)
@@ -347,7 +352,7 @@ def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captur
 
 
 def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
-    """As `prompt`, by LlamaForCausalLM."""
+    """As `prompt`, by `transformers`."""
     theirs = transformers_llama(work.model)
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
 
@@ -360,7 +365,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
-    """Greedy decoding by LlamaForCausalLM with its default kv_cache."""
+    """Greedy decoding by `transformers` with its default kv_cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
     state: dict[str, Any] = {}
@@ -385,9 +390,9 @@ def transformers_llama(model: Any) -> Any:
     """The same model in `transformers`, on the same memory. Raises InputError without it."""
     transformers = _transformers()
     weights = llama_weights(model)
-    config = transformers.LlamaConfig(**model.config.to_hugging_face())
+    config = transformers.AutoConfig.for_model(**model.config.to_hugging_face())
     with torch.device("meta"):
-        theirs = transformers.LlamaForCausalLM(config)
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs.load_state_dict(_state(model.config, weights), strict=False, assign=True)
     theirs.tie_weights()
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(weights["wte"].device)
@@ -396,19 +401,10 @@ def transformers_llama(model: Any) -> Any:
 
 def _state(config: LlamaConfig, weights: Tensors) -> Tensors:
     """The tensors under the names of Hugging Face; Q, K and V are rows of one matrix."""
-    state = {"model.embed_tokens.weight": weights["wte"], "model.norm.weight": weights["gamma_f"]}
-    if "lm_head" in weights:
-        state["lm_head.weight"] = weights["lm_head"]
-    names = {
-        "gamma1": "input_layernorm", "gamma2": "post_attention_layernorm",
-        "w_o": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
-        "w_down": "mlp.down_proj",
-    }  # fmt: skip
-    widths = [config.q_width, config.kv_width, config.kv_width]
-    for n in range(config.n_layer):
-        layer = f"model.layers.{n}."
-        for ours, theirs in names.items():
-            state[f"{layer}{theirs}.weight"] = weights[f"h.{n}.{ours}"]
-        for part, rows in zip("qkv", weights[f"h.{n}.w_qkv"].split(widths), strict=True):
-            state[f"{layer}self_attn.{part}_proj.weight"] = rows
+    naming = naming_of(config)
+    state: Tensors = {}
+    for ours, parts in naming.parts(config).items():
+        pieces = weights[ours].split([rows for rows, *_ in parts.values()])
+        named = zip(map(naming.with_prefix, parts), pieces, strict=True)
+        state.update(named)
     return state

@@ -215,7 +215,10 @@ class LlamaConfig(ModelConfig):
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(config)
-        return super()._fields_in(given) | {"theta": theta, "scaling": scaling}
+        fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
+        if config.get("num_key_value_heads", 0) is None:  # as many as queries, whatever is absent
+            fields["n_kv_head"] = 0
+        return fields
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""

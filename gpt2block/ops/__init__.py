@@ -23,6 +23,7 @@ from gpt2block.ops.layernorm_gelu import layernorm_gelu
 from gpt2block.ops.linear import linear
 from gpt2block.ops.log_likelihood import log_likelihood
 from gpt2block.ops.matmul_bias import matmul_bias
+from gpt2block.ops.qk_norm import qk_norm
 from gpt2block.ops.rmsnorm import rmsnorm
 from gpt2block.ops.rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
 from gpt2block.ops.rope import rope
@@ -54,6 +55,7 @@ __all__ = [
     "log_likelihood",
     "mark_seen",
     "matmul_bias",
+    "qk_norm",
     "rmsnorm",
     "rmsnorm_ffn",
     "rmsnorm_matmul",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -61,10 +62,16 @@ def splits(K: int) -> tuple[int, int]:
     return ceil(units / each), each
 
 
-def layout(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
-    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights."""
-    choose = _loop if N >= MANY_COLUMNS else _block
-    return choose(M, N, K, dtype, sms)
+def layout(
+    M: int, N: int, K: int, dtype: str, sms: int, columns: Sequence[int] = COLUMNS
+) -> MmaLayout:
+    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights.
+
+    columns: of a block, those that are possible, the last one always.
+    """
+    if N >= MANY_COLUMNS:
+        return _loop(M, N, K, dtype, sms)
+    return _block(M, N, K, dtype, sms, columns)
 
 
 def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
@@ -80,7 +87,7 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     )
 
 
-def _block(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
+def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]) -> MmaLayout:
     """A layout in which a block has some columns.
 
     Two blocks of 4 rows are faster than one of 8, and so on, although they read the weights twice:
@@ -94,8 +101,8 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     of_rows = ceil(M / rows)  # blocks
     parts, each = splits(K)
     fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
-    fitting = [c for c in COLUMNS if c <= limits.columns and c * K * weight <= limits.nbytes]
-    columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
+    fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
+    columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), possible[-1])
     most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
     units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
@@ -137,14 +144,15 @@ def geometry(
     sms: int = 132,
     most_shared: int = 232_448,
     terms: bool = False,
+    columns: Sequence[int] = COLUMNS,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
     dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. cut: a layout instead of the one that `layout` chooses.
+    place of floats. columns: as for `layout`. cut: a layout instead of the one that it chooses.
     """
-    cut = cut or layout(M, N, K, dtype, sms)
+    cut = cut or layout(M, N, K, dtype, sms, columns)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
         if cut.rows == 1:
             return None

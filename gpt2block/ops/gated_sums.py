@@ -9,7 +9,7 @@ operands of products, as in `linear`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -126,10 +126,20 @@ def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
     biased = any(name.startswith("b_") for name in shapes)
     if compute_capability() != HOPPER_CAPABILITY or biased or "w_gate" not in shapes:
         return 0
+    if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
+        return 0
     narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
     C, H = shapes["w_gate"]
     fits = narrow and geometry(M, C, H, dtype, device_attribute("MultiProcessorCount"))
     return mma.splits(H)[0] if fits else 0
+
+
+def normed_columns(D: int) -> tuple[int, ...]:
+    """Columns of a block of `rope_sums`, of which a cluster has a head of D channels with a norm.
+
+    The blocks of a cluster are few, and a block has a power of two.
+    """
+    return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
 def _check_addresses(c: Call, *names: str) -> None:
@@ -170,8 +180,11 @@ def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
     return made.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 
-def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
-    """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels."""
+def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
+    """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels.
+
+    columns: of a block, those that are possible.
+    """
     if (c.sums is None) != (c.w_down is None):
         raise InputError("expected sums and w_down, or neither")
     if compute_capability() < MMA_CAPABILITY:
@@ -189,6 +202,7 @@ def _product(c: Call, kernel: str, rope: int = 0) -> Geometry:
         norm=2 if rope else 0,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
+        columns=columns,
     )
     if found is None:
         raise Unfit(f"K {c.K:,}: a row does not fit in shared memory")
@@ -215,18 +229,32 @@ def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
     if c.K > MOST_CHANNELS:
         raise Unfit(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
-    found = _product(c, "rope_decode_sums", D)
+    found = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
     _check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     cache = (c.by, c.row, c.position, c.out, c.k, c.v)
     sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
-    args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, *sizes)
+    args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, c.gamma_q, c.gamma_k, *sizes)
     return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
+
+
+def _with_norms(c: Call, D: int) -> Geometry:
+    """The launch of `rope_sums` with norms of heads, each in a cluster."""
+    columns = normed_columns(D)
+    if not columns:
+        raise Unfit(f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32")
+    found = _product(c, "rope_decode_sums", D, columns)
+    cluster = D // int(dict(found.defines)["LM_COLUMNS"])
+    if cluster > 1 and compute_capability() < HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks")
+    return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
 def _prepare_rope(asked: Asked) -> Call:
     """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
     c = asked.checked()
+    if (c.gamma_q is None) != (c.gamma_k is None):
+        raise InputError("expected gamma_q and gamma_k, or neither")
     if c.kv_dtype is None:
         check("k", c.k, dtype=cache_dtype(c.w.dtype))
     D = 2 * c.P

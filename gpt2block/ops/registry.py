@@ -23,6 +23,7 @@ from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
 from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
 from gpt2block.ops.operation import Inputs, Operation, Variant
+from gpt2block.ops.qk_norm import OPERATION as QK_NORM
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.ops.rope import OPERATION as ROPE
@@ -49,6 +50,7 @@ OPERATIONS: Mapping[str, Operation] = {
         RMSNORM,
         ROPE,
         ROPE_QKV,
+        QK_NORM,
         RMSNORM_MATMUL,
         RMSNORM_FFN,
         SILU_MUL,

@@ -16,7 +16,7 @@ class Settings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
     causal: of a block alone. rope: whether q and k are turned by RoPE; half_split: which channels
-    it pairs.
+    it pairs. qk_norm: whether their heads have norms.
     """
 
     n_head: int
@@ -26,13 +26,15 @@ class Settings(NamedTuple):
     causal: bool = True
     half_split: bool = True
     rope: bool = False
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
-        rope = isinstance(config, LlamaConfig)
-        return cls(config.n_head, n_kv_head, config.eps, config.head_size, rope=rope)
+        rope, qk_norm = isinstance(config, LlamaConfig), "gamma_q" in config.block_shapes()
+        sizes = (config.n_head, n_kv_head, config.eps, config.head_size)
+        return cls(*sizes, rope=rope, qk_norm=qk_norm)
 
     @property
     def heads(self) -> dict[str, Any]:
@@ -61,8 +63,11 @@ class StepPass(Pass):
             y = self.do(p.gelu, "gelu", (y,))
         return self.do(p.add, "add", (p.residual, y)) if p.add else y
 
-    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+    def qkv(self, h: str, x: Value, rope: bool = False, norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
+        if norms:
+            options = {**self.c.heads, "eps": self.c.eps}
+            y = self.do(f"{h}qk_norm", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
         return self.do(f"{h}rope", "rope_qkv", (y, "positions", "frequencies"), **self.c.turn)

@@ -83,7 +83,7 @@ class DecodePass(Pass):
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, terms=terms, bound=bound) if p.to else y
 
-    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+    def qkv(self, h: str, x: Rows, rope: bool = False, norms: To = ()) -> Value:
         """Queries; keys and values are in the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
@@ -95,7 +95,9 @@ class DecodePass(Pass):
             inputs = (x.x, w, bias, self.rotations, *cache)
             return self.do(name, "linear_rope", inputs, terms=x.terms, **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
-        inputs = (y, "frequencies", *cache)
+        inputs = (y, "frequencies", *cache, *norms)
+        if norms:
+            return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
         return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
@@ -136,7 +138,8 @@ class DecodePass(Pass):
 
     def _turns(self, terms: Terms | None) -> bool:
         """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
-        return terms is not None and terms.width > 0 and self.c.head_size % 64 == 0
+        possible = terms is not None and terms.width > 0 and not self.c.qk_norm
+        return possible and self.c.head_size % 64 == 0
 
     def _terms(self, to: To, bound: float | None = None, width: int | None = None) -> Terms | None:
         """The first terms that all products with these weights take.
@@ -199,9 +202,9 @@ class SumsPass(DecodePass):
             return Rows(x, gamma)
         return Rows(self.do(name, "rmsnorm_sums", (x.x, gamma, x.sums, x.w_down), **self.eps))
 
-    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+    def qkv(self, h: str, x: Rows, rope: bool = False, norms: To = ()) -> Value:
         stream, *sums = _completed(x.x)
-        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, self.rotations, *self._cache(h))
+        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, self.rotations, *self._cache(h), *norms)
         options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
         return self.do(f"{h}q", "rope_sums", inputs, **options)
 

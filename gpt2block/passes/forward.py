@@ -45,6 +45,7 @@ class Pass(ABC):
     """
 
     do: Machine
+    c: Any  # Settings of gpt2block.passes.blocks
 
     def embed(self) -> Value:
         """The rows of the tokens: token embedding, plus position embedding if there is one."""
@@ -73,8 +74,19 @@ class Pass(ABC):
         """Compute a product in the kernels of this pass."""
 
     @abstractmethod
-    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
-        """Queries, keys and values, turned by RoPE if the architecture has it."""
+    def qkv(self, h: str, x: Value, rope: bool = False, norms: To = ()) -> Value:
+        """Queries, keys and values, turned by RoPE if the architecture has it.
+
+        norms: the weights of the norms of heads of q and of k, before RoPE, if it has these.
+        """
+
+    def turned(self, h: str, qkv: Value, norms: To = ()) -> Value:
+        """RoPE of rows [Q | K | V] in place, and before it the norms of heads, as in `qkv`."""
+        inputs = (qkv, "positions", "frequencies", *norms)
+        if norms:
+            options = {**self.c.heads, "eps": self.c.eps}
+            return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
+        return self.do(f"{h}rope", "rope_qkv", inputs, into=qkv, **self.c.turn)
 
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:

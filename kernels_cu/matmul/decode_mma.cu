@@ -6,7 +6,8 @@
 //   linear_decode_sums: linear_decode_mma, with split sums of gated_sums added to the residual. Those are of
 //       matmul/decode_ffn.cu
 //   rope_decode_sums: linear_decode_mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV
-//       cache. The sums belong to x
+//       cache. The sums belong to x. With LM_QK_NORM, heads of q and k have a norm (llama/qk_norm.cu), whose squares the
+//       blocks of a cluster add up
 //
 // matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
 // issued before the wait for the previous kernel, and little work is left for the time after it:
@@ -144,7 +145,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     struct {
         int m, n;
         bool there;
-        float scale, bias, partner_scale;
+        float scale, bias, partner_scale, gamma, partner_gamma;
         typename End::Late late;
     } last[ENDS];
 #pragma unroll
@@ -155,9 +156,15 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         last[i].m = min(m, input.M - 1), last[i].n = column.n;
         last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
         last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
-        if constexpr (End::TURNED) last[i].partner_scale = scale ? constant(scale + end.partner(last[i].n)) : 1.0f;
+        if constexpr (End::TURNED) {
+            const int partner = end.partner(last[i].n);
+            last[i].partner_scale = scale ? constant(scale + partner) : 1.0f;
+            if (LM_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
+            if (LM_QK_NORM) last[i].partner_gamma = constant(end.gamma(partner));
+        }
     }
     input.prefetch();
+    if (End::TURNED && LM_CLUSTER > 1) arrive_in_cluster();
     let_next_start();
     wait_for_previous();
     input.bring();
@@ -181,25 +188,50 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         totals[split * OUTPUTS + row * LM_COLUMNS + column] = sum;
     });
     __syncthreads();
+    const auto total = [&](int flat) {
+        float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < ENDS; ++i) {
-        if (!last[i].there) continue;
-        const auto total = [&](int flat) {
-            float total = 0.0f;
+        for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + flat];
+        return total;
+    };
+    const auto finished = [&](int flat, float scale, float bias) {
+        return order::finished(total(flat), scale, x_scale, bias);
+    };
+    if constexpr (End::TURNED) {
+        __shared__ float squares[LM_CLUSTER][LM_ROWS];
+        const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
+        float own[ENDS], other[ENDS];
+        if (LM_CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their shared memory can be written
 #pragma unroll
-            for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + flat];
-            return total;
-        };
-        const int flat = i * THREADS + threadIdx.x;
-        float v = order::finished(total(flat), last[i].scale, x_scale, last[i].bias);
-        if constexpr (End::TURNED) {
-            const int partner = flat % LM_COLUMNS < HALF ? flat + HALF : flat - HALF;
-            const float other = order::finished(total(partner), last[i].partner_scale, x_scale, 0.0f);
-            v = end.turned(last[i].n, v, other, last[i].late);
-        } else {
-            v = end.value(v, last[i].late);
+        for (int i = 0; i < ENDS; ++i) {
+            const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
+            const bool first = column < HALF;
+            own[i] = finished(flat, last[i].scale, last[i].bias);
+            other[i] = finished(first ? flat + HALF : flat - HALF, last[i].partner_scale, 0.0f);
+            if constexpr (LM_QK_NORM) {
+                const float real = first ? own[i] : other[i], imaginary = first ? other[i] : own[i];
+                heads.give(real, imaginary, column, flat / LM_COLUMNS, at < OUTPUTS);
+            }
         }
-        end.store(last[i].m, last[i].n, v, last[i].late);
+        if (LM_QK_NORM) heads.exchange();
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            if (!last[i].there) continue;
+            if (LM_QK_NORM && end.has_norm(last[i].n)) {
+                const float factor = heads.factor((i * THREADS + threadIdx.x) / LM_COLUMNS, end.eps);
+                own[i] = head_normed(own[i], factor, last[i].gamma);
+                other[i] = head_normed(other[i], factor, last[i].partner_gamma);
+            }
+            const float v = end.turned(last[i].n, own[i], other[i], last[i].late);
+            end.store(last[i].m, last[i].n, v, last[i].late);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            if (!last[i].there) continue;
+            const float v = finished(i * THREADS + threadIdx.x, last[i].scale, last[i].bias);
+            end.store(last[i].m, last[i].n, end.value(v, last[i].late), last[i].late);
+        }
     }
 }
 
@@ -293,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_s
 
 // RMSNorm(x) W^T * scale, with LM_NORM 2, where LM_SUMS of splits belong to x. RoPE turns q and k, with LM_ROPE. Row m
 // is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
+extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
     const float* x,                       // (M, K)
     const float* __restrict__ gamma,      // (K)
     const W* __restrict__ w,              // (N, K), N = (n_head + 2 n_kv_head) LM_ROPE
@@ -306,8 +338,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sum
     float* q,                             // (M, n_head LM_ROPE)
     KV* k_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
     KV* v_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    const float* __restrict__ gamma_q,    // (LM_ROPE), with LM_QK_NORM
+    const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
     float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
-    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
+                                    n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
     run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
 }
 

@@ -18,6 +18,12 @@
 #ifndef LM_ROPE  // channels of a head, of which columns c and c + LM_ROPE / 2 are in one block; 0: columns in order
 #define LM_ROPE 0
 #endif
+#ifndef LM_QK_NORM  // whether heads of q and k have a norm; a head is then of LM_CLUSTER blocks
+#define LM_QK_NORM 0
+#endif
+#ifndef LM_CLUSTER
+#define LM_CLUSTER 1
+#endif
 #ifndef LM_ROWS  // a power of two, up to 16
 #define LM_ROWS 1
 #endif
@@ -66,6 +72,8 @@ static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
 static_assert(!LM_ROPE || (!LM_LOOP && LM_COLUMNS % 2 == 0), "a block has pairs");
+static_assert(!LM_QK_NORM || LM_ROPE == LM_COLUMNS * LM_CLUSTER, "the blocks of a cluster have one head");
+static_assert(!LM_QK_NORM || ((HALF & (HALF - 1)) == 0 && LM_CLUSTER <= 8), "a block has 8, 16 or 32 columns");
 static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }

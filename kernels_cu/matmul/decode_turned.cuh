@@ -1,9 +1,41 @@
 // The epilogue of the product of q, k and v in decoding with RoPE, as matmul/decode_ends.cuh describes: of heads of D
 // channels, of which c and c + D / 2 are a pair. turned() receives the sums of a channel and of its partner. The bits
-// are those of llama/rope_append.cu.
+// are those of llama/rope_append.cu or, where q and k have a norm, of llama/qk_norm.cu.
 #pragma once
+#include "lib/cluster.cuh"
 #include "lib/storage.cuh"
+#include "llama/head_norm.cuh"
 #include "llama/rotation.cuh"
+
+// The factors of the norms of heads, each of BLOCKS blocks of a cluster with HALF pairs of channels and ROWS rows.
+// squares: shared memory of a block, for a sum of each of them.
+template <int HALF, int BLOCKS, int ROWS>
+struct HeadSums {
+    static constexpr int PADDED = BLOCKS > 4 ? 8 : BLOCKS > 2 ? 4 : BLOCKS;
+    float (&squares)[BLOCKS][ROWS];
+
+    // Gives the sum of the pairs of a row in this block to all blocks. column, row: of the lane's output, where it is
+    // `there`; HALF neighbouring lanes have the pairs. All lanes of a warp call this.
+    __device__ __forceinline__ void give(float first, float second, int column, int row, bool there) const {
+        const float sum = neighbours_sum<HALF>(head_square(first, second));
+        if (!there || column >= BLOCKS) return;
+        float* const here = &squares[BLOCKS > 1 ? rank_in_cluster() : 0][row];
+        *(BLOCKS > 1 ? in_block_of_cluster(here, column) : here) = sum;
+    }
+
+    // All threads call this once after give().
+    __device__ __forceinline__ void exchange() const {
+        if constexpr (BLOCKS > 1) release_to_cluster(), acquire_from_cluster();
+        else __syncthreads();
+    }
+
+    __device__ __forceinline__ float factor(int row, float eps) const {
+        float sums[PADDED] = {};
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) sums[block] = squares[block][row];
+        return head_factor<2 * HALF * BLOCKS>(neighbours_sum(sums), eps);
+    }
+};
 
 template <int CHANNELS>
 struct AppendTurned {
@@ -20,7 +52,12 @@ struct AppendTurned {
     const int* row;       // (M)
     const int* position;  // (M)
     int n_head, n_kv_head, B, n_ctx;
+    const float* gamma_q;  // (D) or null
+    const float* gamma_k;  // (D) or null
+    float eps;             // of the norms of heads
 
+    __device__ bool has_norm(int n) const { return n / D < n_head + n_kv_head; }
+    __device__ const float* gamma(int n) const { return (n / D < n_head ? gamma_q : gamma_k) + n % D; }
     __device__ static int partner(int n) { return n % D < D / 2 ? n + D / 2 : n - D / 2; }
 
     __device__ Late late(int m, int n) const {

@@ -35,6 +35,7 @@ _LLAMA = {
     "w_gate": "ffn_gate.weight", "b_gate": "ffn_gate.bias",
     "w_up": "ffn_up.weight", "b_up": "ffn_up.bias",
     "w_down": "ffn_down.weight", "b_down": "ffn_down.bias",
+    "gamma_q": "attn_q_norm.weight", "gamma_k": "attn_k_norm.weight",
 }  # fmt: skip
 
 

@@ -1,0 +1,168 @@
+"""QK-Norm: RMSNorm of each head of q and k in rows [Q | K | V], alone or before RoPE.
+
+`qk_norm` returns the rows with the heads of Q and K normalized, in place if requested;
+`qk_norm_rope` turns them as well, and `qk_norm_append`, for decoding, returns Q and writes K and V
+to a kv_cache. Kernels: llama/qk_norm.cu.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, gcd
+from typing import Any
+
+import numpy as np
+
+from gpt2block.checks import check_count
+from gpt2block.cuda.arrays import (
+    CudaArray,
+    check_address,
+    contiguous,
+    device_attribute,
+    same_memory,
+)
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.errors import InputError
+from gpt2block.ops._rows import WARP, power_of_two
+from gpt2block.ops.attention import checked_heads
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, variant
+from gpt2block.ops.rope import FILLED, MAX_BATCH
+from gpt2block.ops.rope_qkv import CHANNELS, HEADS
+from gpt2block.ops.warm import call
+
+FILE = "llama/qk_norm.cu"
+WIDTH = 4  # elements of a load at most
+THREADS = 256  # of a block at most
+MOST_TOGETHER = 4  # heads of a team
+
+
+@lru_cache(maxsize=1024)
+def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
+    """For B sequences of N rows of so many heads of D channels, on `sms` multiprocessors.
+
+    The order of additions follows from D alone. Where there are enough threads, each takes several
+    heads.
+    """
+    width = gcd(WIDTH, D // 2)
+    lanes = min(power_of_two(D // 2 // width), WARP)
+    together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
+    wanted, whole = ceil(heads / together), WARP // lanes  # teams of a row, and of a warp
+    teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
+    defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))
+    return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
+
+
+def _geometry(c: Call, kernel: str, B: int, N: int, heads: int, D: int) -> Geometry:
+    """Raises InputError unless arrays are aligned to a load."""
+    if B > MAX_BATCH:
+        raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
+    made = choose_geometry(kernel, B, N, heads, D, device_attribute("MultiProcessorCount"))
+    width = int(dict(made.defines)["QN_WIDTH"])
+    for name in ("qkv", "gamma_q", "gamma_k", "k", "v", "out"):
+        if (array := getattr(c, name, None)) is not None:
+            check_address(name, array, width * array.itemsize)
+    return made
+
+
+def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> Launch:
+    """arrays: the kernel's before gamma_q, gamma_k and out."""
+    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
+    if heads * D != c.W:
+        raise InputError(
+            f"qkv: expected rows of {heads * D}, {heads} heads of {D} channels as gamma_q has, "
+            f"got {c.qkv.shape}"
+        )
+    moved = normed if same_memory(c.qkv, c.out) else heads
+    geometry = _geometry(c, kernel, B, N, moved, D)
+    sizes = (n_head, normed, moved, heads, c.eps)
+    args = (c.qkv, *arrays, c.gamma_q, c.gamma_k, c.out, *sizes)
+    return launch_at(FILE, geometry, args, c.storage)
+
+
+@variant("heads", FILE, "qk_norm")
+def _heads(c: Call) -> Launch:
+    """W is (n_head + 2 n_kv_head) D."""
+    if c.D % 2:
+        raise InputError(f"gamma_q: expected an even head size, got {c.D}")
+    return _over_rows(c, "qk_norm", 1, c.rows, c.D)
+
+
+@variant("rope", FILE, "qk_norm_rope")
+def _rope(c: Call) -> Launch:
+    """W is (n_head + 2 n_kv_head) 2P; positions are not read back."""
+    return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, c.positions, c.frequencies)
+
+
+@variant("append", FILE, "qk_norm_append")
+def _append(c: Call) -> Launch:
+    """C is n_kv_head 2P, W is n_head 2P + 2C. row and position are not read back.
+
+    K and V of rows outside the cache are left out.
+    """
+    D = 2 * c.P
+    n_head, n_kv_head = checked_heads(check_count("n_head", c.n_head), max(1, c.C // D))
+    heads = n_head + 2 * n_kv_head
+    if n_kv_head * D != c.C or heads * D != c.W:
+        raise InputError(
+            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
+            f"of k, got {c.qkv.shape}"
+        )
+    geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D)
+    arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, c.out)
+    args = (*arrays, n_head, n_kv_head, c.B, c.S, c.eps)
+    T = "float32" if c.kv_dtype else c.kv_storage
+    return launch_at(FILE, geometry, args, T, cache=c.kv_dtype)
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    T, D = sizes["T"], sizes["D"]
+    gammas = rng.standard_normal((2, D), dtype=np.float32) + np.float32(1)
+    return rng.standard_normal((T, CHANNELS * D), dtype=np.float32), *gammas
+
+
+QK_NORM_ROPE = Operation(
+    name="qk_norm_rope",
+    variants=(_rope,),
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6},
+)
+QK_NORM_APPEND = Operation(
+    name="qk_norm_append",
+    variants=(_append,),
+    options={"n_head": REQUIRED, "eps": 1e-6, "kv_dtype": None},
+)
+
+OPERATION = Operation(
+    name="qk_norm",
+    idea="rmsnorm of each head of Q and of K in rows [Q | K | V]",
+    sizes={"T": 16, "D": 128},
+    variants=(_heads,),
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6},
+    draw=_make,
+    traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
+    flops=lambda s: 4 * s["T"] * CHANNELS * s["D"],
+    attrs=HEADS,
+    small=({"T": 5, "D": 6},),
+    dtypes=("float16", "bfloat16", "float32"),
+    steps=(QK_NORM_ROPE, QK_NORM_APPEND),
+)
+
+
+def qk_norm(
+    qkv: CudaArray,
+    gamma_q: CudaArray,
+    gamma_k: CudaArray,
+    n_head: int,
+    n_kv_head: int,
+    eps: float = 1e-6,
+    out: CudaArray | None = None,
+) -> CudaArray:
+    """`reference.qk_norm` on CuPy arrays; raises InputError.
+
+    qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, float32, float16 or bfloat16; gamma_q,
+    gamma_k (D,) float32 → as qkv. `out=qkv` overwrites qkv.
+    """
+    arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(gamma_q, gamma_k))
+    return call(OPERATION, arrays, out, n_head=n_head, n_kv_head=n_kv_head, eps=eps).out

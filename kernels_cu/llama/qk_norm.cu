@@ -1,0 +1,221 @@
+// QK-Norm: RMSNorm of each head of q and of k, with one gamma for all heads of q and one for those of k, then RoPE.
+//
+//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels k and k + D / 2, a = position[n] frequencies[k]
+//
+//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
+//
+//   qk_norm: the norm alone, of rows [Q | K | V]; V is copied
+//   qk_norm_rope: rope_qkv of qk_norm, in one kernel, for prompts
+//   qk_norm_append: decoding: rope_append of qk_norm; K and V are written to the kv_cache in its dtype
+//
+// A team of QN_LANES neighbouring lanes has a head of a row: the lane's vectors of its first and of its second half are
+// in registers, from where shuffles add up the squares in the order of llama/head_norm.cuh. A team of prompts takes
+// QN_HEADS heads one after the other, turned by the same rotations; their loads are issued together. Row n belongs to
+// sequence row[n], at position[n]; K and V of rows outside the cache are left out. Arithmetic is float, angles as in
+// llama/rope_qkv.cu.
+//
+// grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), block (QN_LANES, teams): whole warps.
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "llama/head_norm.cuh"
+#include "llama/rotation.cuh"
+
+#ifndef QN_D
+#define QN_D 128
+#endif
+#ifndef QN_WIDTH  // elements of a load: a power of two that divides D / 2; arrays are aligned to a load
+#define QN_WIDTH 4
+#endif
+#ifndef QN_LANES  // a power of two up to 32, and of vectors of half a head at least half as many
+#define QN_LANES 16
+#endif
+#ifndef QN_HEADS  // of a team
+#define QN_HEADS 1
+#endif
+
+constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
+__device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
+constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // of half a head, of a lane
+static_assert(QN_D % 2 == 0 && HALF % QN_WIDTH == 0, "half a head is whole vectors");
+
+// Calls use(piece, channel) for each of a lane's vectors of half a head.
+template <typename Use>
+__device__ __forceinline__ void each(Use use) {
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const int vector = p * QN_LANES + threadIdx.x;
+        if (vector < VECTORS) use(p, vector * QN_WIDTH);
+    }
+}
+
+// A lane's channels of a head: of both halves.
+struct Head {
+    float first[PIECES][QN_WIDTH] = {}, second[PIECES][QN_WIDTH] = {};
+
+    template <typename E>
+    __device__ __forceinline__ void load(const E* from) {
+        each([&](int p, int channel) {
+            load_fresh<E, QN_WIDTH>(from + channel).unpack(first[p]);
+            load_fresh<E, QN_WIDTH>(from + HALF + channel).unpack(second[p]);
+        });
+    }
+
+    // All lanes of a warp call this.
+    __device__ __forceinline__ float factor(float eps) const {
+        float squares[PIECES];
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            float pairs[QN_WIDTH];
+#pragma unroll
+            for (int e = 0; e < QN_WIDTH; ++e) pairs[e] = head_square(first[p][e], second[p][e]);
+            squares[p] = neighbours_sum<QN_LANES>(neighbours_sum(pairs));
+        }
+        return head_factor<QN_D>(neighbours_sum(squares), eps);
+    }
+
+    __device__ __forceinline__ void scale(float factor, const Head& gamma) {
+        each([&](int p, int) {
+#pragma unroll
+            for (int e = 0; e < QN_WIDTH; ++e) {
+                first[p][e] = head_normed(first[p][e], factor, gamma.first[p][e]);
+                second[p][e] = head_normed(second[p][e], factor, gamma.second[p][e]);
+            }
+        });
+    }
+
+    template <typename E>
+    __device__ __forceinline__ void store(E* to) const {
+        each([&](int p, int channel) {
+            Vec<E, QN_WIDTH>::store(to + channel, first[p]);
+            Vec<E, QN_WIDTH>::store(to + HALF + channel, second[p]);
+        });
+    }
+};
+
+// The rotations of a lane's pairs at a position.
+struct Turn {
+    Rotation by[PIECES][QN_WIDTH];
+
+    __device__ __forceinline__ Turn(double position, const double* frequencies) {
+        each([&](int p, int channel) {
+#pragma unroll
+            for (int e = 0; e < QN_WIDTH; ++e) by[p][e] = rotation(position * frequencies[channel + e]);
+        });
+    }
+
+    __device__ __forceinline__ void operator()(Head& head) const {
+        each([&](int p, int) {
+#pragma unroll
+            for (int e = 0; e < QN_WIDTH; ++e) turn(by[p][e], head.first[p][e], head.second[p][e]);
+        });
+    }
+};
+
+struct NoTurn {
+    __device__ __forceinline__ void operator()(Head&) const {}
+};
+
+// The first head of a team, and gamma of it, which is loaded before the previous kernel has ended.
+struct Team {
+    const float* const gamma_q;
+    const float* const gamma_k;
+    const int n_head, normed, own = (blockIdx.y * blockDim.y + threadIdx.y) * QN_HEADS;
+    Head gamma;
+
+    // normed: heads of Q and of K.
+    __device__ __forceinline__ Team(const float* gamma_q, const float* gamma_k, int n_head, int normed)
+        : gamma_q(gamma_q), gamma_k(gamma_k), n_head(n_head), normed(normed) {
+        load_gamma(own);
+        let_next_start();
+        wait_for_previous();
+    }
+
+    __device__ __forceinline__ void load_gamma(int head) {
+        const float* from = head < n_head ? gamma_q : gamma_k;
+        each([&](int p, int channel) {
+            load_parameters<QN_WIDTH>(from + channel).unpack(gamma.first[p]);
+            load_parameters<QN_WIDTH>(from + HALF + channel).unpack(gamma.second[p]);
+        });
+    }
+
+    // Calls store(h, head) with each of the team's heads of a row below `moved`, those of q and k with their norm and
+    // turned by what turned() makes. All lanes of a warp call this.
+    template <typename E, typename Turned, typename Store>
+    __device__ __forceinline__ void run(const E* row, int moved, float eps, Turned turned, Store store) {
+        Head heads[QN_HEADS];
+#pragma unroll
+        for (int i = 0; i < QN_HEADS; ++i) {
+            if (own + i < moved) heads[i].load(row + (long long)(own + i) * QN_D);
+        }
+        const auto by = turned();
+#pragma unroll
+        for (int i = 0; i < QN_HEADS; ++i) {
+            const int h = own + i;
+            const float factor = heads[i].factor(eps);
+            if (h >= moved) continue;
+            if (h < normed) {
+                if (i > 0 && h == n_head) load_gamma(h);
+                heads[i].scale(factor, gamma);
+                by(heads[i]);
+            }
+            store(h, heads[i]);
+        }
+    }
+};
+
+extern "C" __global__ void qk_norm(
+    const T* qkv,                       // (N, heads D)
+    const float* __restrict__ gamma_q,  // (D)
+    const float* __restrict__ gamma_k,  // (D)
+    T* out,                             // (N, heads D), or qkv: then V stays and the grid leaves it out
+    int n_head,
+    int normed,                         // heads of Q and of K
+    int moved,                          // heads that are written: all, or those that have a norm
+    int heads,                          // of a row
+    float eps) {
+    Team team(gamma_q, gamma_k, n_head, normed);
+    const long long row = (long long)blockIdx.x * heads * QN_D;
+    team.run(qkv + row, moved, eps, [] { return NoTurn(); },
+             [&](int h, const Head& head) { head.store(out + row + (long long)h * QN_D); });
+}
+
+extern "C" __global__ void qk_norm_rope(
+    const T* qkv,                       // (B, N, heads D)
+    const int* positions,               // (N)
+    const double* frequencies,          // (D / 2): radians per position
+    const float* __restrict__ gamma_q,  // (D)
+    const float* __restrict__ gamma_k,  // (D)
+    T* out,                             // (B, N, heads D), or qkv, as in qk_norm
+    int n_head, int normed, int moved, int heads, float eps) {
+    Team team(gamma_q, gamma_k, n_head, normed);
+    const double position = __ldcg(positions + blockIdx.x);
+    const long long row = ((long long)blockIdx.z * gridDim.x + blockIdx.x) * heads * QN_D;
+    team.run(qkv + row, moved, eps, [&] { return Turn(position, frequencies); },
+             [&](int h, const Head& head) { head.store(out + row + (long long)h * QN_D); });
+}
+
+extern "C" __global__ void qk_norm_append(
+    const float* qkv,                   // (N, heads D)
+    const int* row,                     // (N)
+    const int* position,                // (N)
+    const double* frequencies,          // (D / 2): radians per position
+    const float* __restrict__ gamma_q,  // (D)
+    const float* __restrict__ gamma_k,  // (D)
+    KV* k,                              // (B, n_ctx, n_kv_head D)
+    KV* v,                              // (B, n_ctx, n_kv_head D)
+    float* q,                           // (N, n_head D)
+    int n_head, int n_kv_head, int B, int n_ctx, float eps) {
+    const int normed = n_head + n_kv_head, heads = normed + n_kv_head, n = blockIdx.x;
+    Team team(gamma_q, gamma_k, n_head, normed);
+    const int b = __ldcg(row + n), at = __ldcg(position + n);
+    const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
+    const long long place = ((long long)b * n_ctx + at) * n_kv_head;
+    const auto store = [&](int h, const Head& head) {
+        if (h < n_head) head.store(q + ((long long)n * n_head + h) * QN_D);
+        else if (cached && h < normed) head.store(k + (place + h - n_head) * QN_D);
+        else if (cached) head.store(v + (place + h - normed) * QN_D);
+    };
+    team.run(qkv + (long long)n * heads * QN_D, heads, eps, [&] { return Turn(at, frequencies); }, store);
+}
