@@ -56,6 +56,16 @@ def qwen3(rng: random.Random) -> dict[str, Any]:
     return found | {"attention_bias": rng.random() < 0.3, "use_sliding_window": False}
 
 
+def smollm3(rng: random.Random) -> dict[str, Any]:
+    biases = {name: rng.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
+    found = sizes(rng) | {"use_sliding_window": False, "sliding_window": 8}
+    del found["head_dim"]
+    layers: dict[str, Any] = {"no_rope_layer_interval": rng.choice((2, 4))}
+    if rng.random() < 0.5:
+        layers = {"no_rope_layers": rng.choices((0, 1), k=found["num_hidden_layers"])}
+    return found | layers | biases
+
+
 def mistral(rng: random.Random) -> dict[str, Any]:
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)}
     window = rng.choice((None, found["max_position_embeddings"], 4096))
@@ -63,7 +73,7 @@ def mistral(rng: random.Random) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
-    each.__name__: each for each in (llama, qwen2, qwen3, mistral)
+    each.__name__: each for each in (llama, qwen2, qwen3, mistral, smollm3)
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

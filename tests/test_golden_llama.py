@@ -40,7 +40,7 @@ from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
-NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral")
+NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "smollm3")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
@@ -113,7 +113,7 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
         assert error(states[-1], expected["hidden"]) <= limit
         for chunks in cuts:
             cache = model.new_cache(2)
-            assert cache.nbytes == 2 * 2 * 2 * 256 * model.config.kv_width * 4
+            assert cache.nbytes == model.config.n_layer * 2 * 2 * 256 * model.config.kv_width * 4
             spans = itertools.pairwise(chunks)
             parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
             assert error(np.concatenate(parts, 1), expected["logits"]) <= limit

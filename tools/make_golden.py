@@ -111,6 +111,15 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "sliding_window": 16,
         "max_window_layers": 1,
     },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": False,
+        "mlp_bias": True,
+        "pad_token_id": None,
+    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,

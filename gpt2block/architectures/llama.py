@@ -45,7 +45,7 @@ DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 def attention(o: Any, h: str, x: Value) -> Value:
     """The first half of a block: rows of attention, whose q and k RoPE has turned."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope=True)
+    y = o.qkv(h, y, rope="frequencies")
     return o.attend(h, y, to=(f"{h}w_o",))
 
 

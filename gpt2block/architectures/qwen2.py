@@ -13,16 +13,14 @@ from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
 from gpt2block.architectures.architecture import Files
-from gpt2block.config import ModelConfig, Settings, Shapes
+from gpt2block.config import ModelConfig, Shapes
 from gpt2block.config.llama import LlamaConfig
 
 
 class QwenConfig(LlamaConfig):
     """What Qwen2.5 and Qwen3 have in common: a window that one key of config.json turns off."""
 
-    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        settings = super()._neutral_for_sizes(config)
-        return tuple(each for each in settings if each[0] != "sliding_window")
+    HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""

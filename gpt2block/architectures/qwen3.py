@@ -47,7 +47,7 @@ GGUF, TURNED = "qwen3", False
 def attention(o: Any, h: str, x: Value) -> Value:
     """The first half of a block: rows of attention, whose q and k have norms before RoPE."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope=True, norms=(f"{h}gamma_q", f"{h}gamma_k"))
+    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 

@@ -70,7 +70,7 @@ class ModelConfig(ABC):
     there, the first of which is written; OTHERS: likewise of other fields; FLAGS: the fields that
     are true or false, which have the same names there; ABSENT: fields without a value there that
     differ from the default. SETTINGS: names there, supported values, the default first, and why no
-    others.
+    others. HONOURED: keys of other architectures that this one has as well.
     """
 
     NAME: ClassVar[str]
@@ -79,6 +79,7 @@ class ModelConfig(ABC):
     OTHERS: ClassVar[Mapping[str, str]]
     ABSENT: ClassVar[Mapping[str, Any]] = {}
     SETTINGS: ClassVar[Settings]
+    HONOURED: ClassVar[tuple[str, ...]] = ()
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -122,6 +123,11 @@ class ModelConfig(ABC):
         ends = list(self.eos_token_ids)
         return ends[0] if len(ends) == 1 else ends or None
 
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """The name of the frequencies by which RoPE turns each layer; () without RoPE."""
+        return ()
+
     @abstractmethod
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
@@ -138,7 +144,8 @@ class ModelConfig(ABC):
             got = shown(config.get("model_type"))
             raise CheckpointError(f"config.json: expected model_type {cls.MODEL_TYPE!r}, got {got}")
         made = cls(**cls._fields_in(config), eos_token_ids=end_tokens_in(config))
-        check_settings(config, (*OF_OTHERS, *made._neutral_for_sizes(config)))
+        of_others = (*OF_OTHERS, *made._neutral_for_sizes(config))
+        check_settings(config, [each for each in of_others if each[0] not in cls.HONOURED])
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:

@@ -178,6 +178,11 @@ class LlamaConfig(ModelConfig):
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
     @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """As in ModelConfig."""
+        return ("frequencies",) * self.n_layer
+
+    @property
     def kv_width(self) -> int:
         return self.n_kv_head * self.head_size
 
@@ -214,7 +219,7 @@ class LlamaConfig(ModelConfig):
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
-        theta, scaling = _rope_of(config)
+        theta, scaling = _rope_of(config, cls.ABSENT.get("theta", 10000.0))
         fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
         if config.get("num_key_value_heads", 0) is None:  # as many as queries, whatever is absent
             fields["n_kv_head"] = 0
@@ -230,9 +235,10 @@ class LlamaConfig(ModelConfig):
         }
 
 
-def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope_of(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
 
+    theta: where neither has it.
     Raises CheckpointError for contradictions, of which programs would use one value or the other.
     """
     check_settings(config, _ROPE_SETTINGS)
@@ -247,7 +253,7 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             thetas[f"{name}: rope_theta"] = fields.get("rope_theta")
             scalings[name] = _scaling(name, fields)
     given = {name: theta for name, theta in thetas.items() if theta is not None}
-    return agreed(given or {"rope_theta": 10000.0}), agreed(scalings or {"rope_scaling": None})
+    return agreed(given or {"rope_theta": theta}), agreed(scalings or {"rope_scaling": None})
 
 
 def _scaling(name: str, fields: Mapping[str, Any]) -> RopeScaling | None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
 from gpt2block.config import ModelConfig
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import TWO_PART, Machine
 
@@ -15,8 +14,8 @@ from gpt2block.passes.machine import TWO_PART, Machine
 class Settings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
-    causal: of a block alone. rope: whether q and k are turned by RoPE; half_split: which channels
-    it pairs. qk_norm: whether their heads have norms.
+    causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
+    layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
     """
 
     n_head: int
@@ -25,16 +24,20 @@ class Settings(NamedTuple):
     head_size: int
     causal: bool = True
     half_split: bool = True
-    rope: bool = False
+    rope: tuple[str, ...] = ()
     qk_norm: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
-        rope, qk_norm = isinstance(config, LlamaConfig), "gamma_q" in config.block_shapes()
+        rope, qk_norm = config.frequencies_of_layers, "gamma_q" in config.block_shapes()
         sizes = (config.n_head, n_kv_head, config.eps, config.head_size)
         return cls(*sizes, rope=rope, qk_norm=qk_norm)
+
+    def frequencies_of(self, h: str) -> str:
+        """The name of those of a layer; h: the prefix of its names."""
+        return self.rope[int(h.split(".")[1])]
 
     @property
     def heads(self) -> dict[str, Any]:
@@ -63,14 +66,14 @@ class StepPass(Pass):
             y = self.do(p.gelu, "gelu", (y,))
         return self.do(p.add, "add", (p.residual, y)) if p.add else y
 
-    def qkv(self, h: str, x: Value, rope: bool = False, norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
             y = self.do(f"{h}qk_norm", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
-        return self.do(f"{h}rope", "rope_qkv", (y, "positions", "frequencies"), **self.c.turn)
+        return self.do(f"{h}rope", "rope_qkv", (y, "positions", rope), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         return self.do(f"{h}attn", "attention", (qkv,), **self.c.heads, causal=self.c.causal)

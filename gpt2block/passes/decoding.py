@@ -52,11 +52,13 @@ class DecodePass(Pass):
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
         self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self.rotations: Value = None
+        self.rotations: dict[str, Value] = {}  # by the names of their frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in all layers
-            self.rotations = self.do("rotations", "rotations", ("positions", "frequencies"))
+        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in several layers
+            for rope in dict.fromkeys(self.c.rope):
+                name = rope.replace("frequencies", "rotations")
+                self.rotations[rope] = self.do(name, "rotations", ("positions", rope))
         return super().embed()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
@@ -83,7 +85,7 @@ class DecodePass(Pass):
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, terms=terms, bound=bound) if p.to else y
 
-    def qkv(self, h: str, x: Rows, rope: bool = False, norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
         """Queries; keys and values are in the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
@@ -92,10 +94,10 @@ class DecodePass(Pass):
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **how)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
         if x.terms and self._turns(x.terms):
-            inputs = (x.x, w, bias, self.rotations, *cache)
+            inputs = (x.x, w, bias, self.rotations[rope], *cache)
             return self.do(name, "linear_rope", inputs, terms=x.terms, **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
-        inputs = (y, "frequencies", *cache, *norms)
+        inputs = (y, rope, *cache, *norms)
         if norms:
             return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
         return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
@@ -202,9 +204,10 @@ class SumsPass(DecodePass):
             return Rows(x, gamma)
         return Rows(self.do(name, "rmsnorm_sums", (x.x, gamma, x.sums, x.w_down), **self.eps))
 
-    def qkv(self, h: str, x: Rows, rope: bool = False, norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
         stream, *sums = _completed(x.x)
-        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, self.rotations, *self._cache(h), *norms)
+        by = self.rotations[rope]
+        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, by, *self._cache(h), *norms)
         options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
         return self.do(f"{h}q", "rope_sums", inputs, **options)
 

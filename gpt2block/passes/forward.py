@@ -74,15 +74,16 @@ class Pass(ABC):
         """Compute a product in the kernels of this pass."""
 
     @abstractmethod
-    def qkv(self, h: str, x: Value, rope: bool = False, norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         """Queries, keys and values, turned by RoPE if the architecture has it.
 
-        norms: the weights of the norms of heads of q and of k, before RoPE, if it has these.
+        rope: the name of its frequencies in this layer. norms: the weights of the norms of heads of
+        q and of k, before RoPE, if it has these.
         """
 
-    def turned(self, h: str, qkv: Value, norms: To = ()) -> Value:
+    def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
         """RoPE of rows [Q | K | V] in place, and before it the norms of heads, as in `qkv`."""
-        inputs = (qkv, "positions", "frequencies", *norms)
+        inputs = (qkv, "positions", rope, *norms)
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)

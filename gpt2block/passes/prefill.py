@@ -92,11 +92,11 @@ class PrefillPass(Pass):
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
         return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
-    def qkv(self, h: str, x: Value, rope: bool = False, norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=() if rope else ("attention",))
         if not rope:
             return y
-        return self.turned(h, y, norms)
+        return self.turned(h, y, rope, norms)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         self._append(h, qkv)

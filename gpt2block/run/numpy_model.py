@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,13 +41,24 @@ SLOTS = 16  # of a decoding, unless more are requested
 
 
 class NumpyCache:
-    """Keys and values, (n_layer, 2, batch, n_ctx, KV), in the cache's dtype, stored as float32."""
+    """Keys and values, (layers, 2, batch, n_ctx, KV), in the cache's dtype, stored as float32.
 
-    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, formats: Formats) -> None:
+    layers: of the config, unless they share the memory of one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        n_ctx: int,
+        formats: Formats,
+        layers: int | None = None,
+    ) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, formats, "cpu")
         self.lengths = [0] * batch
-        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.kv_width), np.float32)
+        layers = layers or config.n_layer
+        self.data = np.zeros((layers, 2, batch, n_ctx, config.kv_width), np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +105,8 @@ class NumpyModel(NumpySteps, StoredModel):
         self, sequences: Sequence[Ids], want: Output, cache: NumpyCache | None = None
     ) -> list[Floats]:
         if cache is None:  # no later call continues: all layers share one layer's memory
-            config = replace(self.config, n_layer=1)
             longest = max(map(len, sequences))
-            cache = NumpyCache(config, len(sequences), longest, self.formats)
+            cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]

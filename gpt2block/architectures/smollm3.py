@@ -1,0 +1,104 @@
+"""SmolLM3: Llama's block, of which every fourth has no position: RoPE turns its q and k by nothing.
+
+Frequencies of zero give angles of zero at every position, and so leave q and k as they are: those
+layers need no kernel of their own. Source: SmolLM3 in `transformers`; Yang et al., "RoPE to NoPE
+and Back Again: A New Hybrid Attention Strategy" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpt2block.architectures import llama
+from gpt2block.architectures.architecture import Files, Value
+from gpt2block.checks import check_count
+from gpt2block.config import ModelConfig
+from gpt2block.config.llama import LlamaConfig
+from gpt2block.errors import CheckpointError, InputError, shown
+
+EVERY = 4  # layers, of which the last has no position
+STILL = "still_frequencies"
+
+
+@dataclass(frozen=True)
+class SmolLM3Config(LlamaConfig):
+    """Sizes of a SmolLM3, as in LlamaConfig.
+
+    rope_layers: whether RoPE turns each layer; () for all but every fourth.
+    """
+
+    NAME: ClassVar[str] = "SmolLM3"
+    MODEL_TYPE: ClassVar[str] = "smollm3"
+    HONOURED: ClassVar[tuple[str, ...]] = (
+        "no_rope_layers", "no_rope_layer_interval", "sliding_window",
+    )  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "theta": 2e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+    rope_layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.rope_layers or _all_but_every(EVERY, self.n_layer)
+        if len(layers) != self.n_layer or not all(type(each) is bool for each in layers):
+            raise InputError(
+                f"rope_layers: expected true or false for each of {self.n_layer} layers, "
+                f"got {shown(self.rope_layers)}"
+            )
+        object.__setattr__(self, "rope_layers", tuple(layers))
+
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """As in ModelConfig."""
+        return tuple("frequencies" if turned else STILL for turned in self.rope_layers)
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig. The key no_rope_layers has a 1 where RoPE is applied."""
+        fields, given = super()._fields_in(config), config.get("no_rope_layers")
+        if given is None:
+            key = "no_rope_layer_interval"
+            every = check_count(key, config.get(key, EVERY))
+            return fields | {"rope_layers": _all_but_every(every, fields["n_layer"])}
+        if not isinstance(given, list) or any(each not in (0, 1) for each in given):
+            raise CheckpointError(f"config.json: no_rope_layers: expected a list of 0 and 1, got "
+                                  f"{shown(given)}")  # fmt: skip
+        return fields | {"rope_layers": tuple(map(bool, given[: fields["n_layer"]]))}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in ModelConfig."""
+        layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
+        return super().to_hugging_face() | layers
+
+
+def _all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
+    return tuple((layer + 1) % every > 0 for layer in range(n_layer))
+
+
+CONFIG: type[ModelConfig] = SmolLM3Config
+NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
+FILES: Files = llama.FILES
+GGUF, TURNED = "smollm3", True  # files of which have no key for the layers
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """The first half of a block: rows of attention, turned by the frequencies of the layer."""
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, rope=o.c.frequencies_of(h))
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def constants(config: SmolLM3Config) -> dict[str, Any]:
+    """Tensors of the passes that the config determines, by name."""
+    known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
+    return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
+
+
+feed_forward, final = llama.feed_forward, llama.final
+stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
