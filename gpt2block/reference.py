@@ -59,19 +59,21 @@ def encoder_rows(
     positions: NDArray[np.integer[Any]],
     wte: Array | WeightMatrix,
     wpe: Array | None = None,
+    factor: float = 1.0,
 ) -> Array:
     """`encoder` with a separate position for each token; without wpe, the rows of wte alone.
 
-    ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C).
+    ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C). factor: of the
+    rows of wte.
     """
     table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
     _check_places("ids", ids, len(table))
+    embedded: Array = table[ids] if factor == 1 else table[ids] * table.dtype.type(factor)
     if wpe is None:
-        embedded: Array = table[ids]
         return embedded
     _check_places("positions", positions, len(wpe))
-    embedded = table[ids].astype(wpe.dtype, copy=False) + wpe[positions]
-    return embedded
+    placed: Array = embedded.astype(wpe.dtype, copy=False) + wpe[positions]
+    return placed
 
 
 @takes("x any ... C; gamma beta other C -> out out_dtype ... C; mean? rstd? f32 ...")
@@ -108,8 +110,14 @@ def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
     "qkv mixed ... T W -> out mixed ... T W*n_head//(n_head+2*n_kv_head); "
     "scores? f32 ... n_head T T"
 )
-def attention(qkv: Array, n_head: int, causal: bool = False, n_kv_head: int | None = None) -> Array:
-    """softmax(Q Kᵀ / sqrt(HS)) V for each head.
+def attention(
+    qkv: Array,
+    n_head: int,
+    causal: bool = False,
+    n_kv_head: int | None = None,
+    scale: float | None = None,
+) -> Array:
+    """softmax(Q Kᵀ scale) V for each head; scale: by default 1 / sqrt(HS).
 
     qkv (..., T, 3C): a row is [Q | K | V], each with its heads packed next to each other.
     → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
@@ -131,18 +139,20 @@ def attention(qkv: Array, n_head: int, causal: bool = False, n_kv_head: int | No
     for h in range(n_head):
         at = n_head + h * shared // n_head  # the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
-        scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, T)
+        scores = _scaled(q @ k.swapaxes(-1, -2), q.shape[-1], scale)  # (..., T, T)
         out[..., h, :] = _weighted_sum(softmax(scores, causal), v, causal)
     return out.reshape(*batch, T, -1)
 
 
 @takes("q f32 T Q; k v kv P C -> out f32 T Q")
-def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+def attention_cached(
+    q: Array, k: Array, v: Array, start: int, n_head: int, scale: float | None = None
+) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
     q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
     ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
-    fewer heads, each of which serves as many neighbouring heads of q.
+    fewer heads, each of which serves as many neighbouring heads of q. scale: as in `attention`.
     """
     T, C = q.shape
     HS, n_kv_head = C // n_head, k.shape[1] * n_head // C
@@ -155,13 +165,15 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     k, v = (a[: start + T].astype(q.dtype, copy=False) for a in (k, v))
     if T > QUERIES:
         firsts = range(0, T, QUERIES)
-        parts = [attention_cached(q[t : t + QUERIES], k, v, start + t, n_head) for t in firsts]
+        parts = [
+            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, scale) for t in firsts
+        ]
         return np.concatenate(parts)
     seen = np.tri(T, start + T, start, dtype=bool)
     # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
-    scores = q @ k.swapaxes(2, 3) / math.sqrt(HS)
+    scores = _scaled(q @ k.swapaxes(2, 3), HS, scale)
     p = softmax(np.where(seen, scores, -np.inf))  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
@@ -221,6 +233,7 @@ def attention_packed(
     start: NDArray[np.integer[Any]],
     n_head: int,
     longest: int | None = None,
+    scale: float | None = None,
 ) -> Array:
     """`attention_cached` of several sequences, whose rows of qkv follow each other.
 
@@ -244,7 +257,7 @@ def attention_packed(
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
             q = qkv[first:end, :Q]
-            out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head)
+            out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head, scale)
     return out
 
 
@@ -264,6 +277,7 @@ def attention_varlen(
     causal: bool = False,
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
+    scale: float | None = None,
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`.
 
@@ -281,7 +295,7 @@ def attention_varlen(
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:
-            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head)
+            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head, scale)
     return out
 
 
@@ -293,6 +307,7 @@ def attention_split(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
+    scale: float | None = None,
 ) -> Array:
     """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
@@ -305,8 +320,13 @@ def attention_split(
     out = np.zeros_like(q)
     for m, (b, at) in enumerate(zip(row.tolist(), position.tolist(), strict=True)):
         if b >= 0 and at >= 0:
-            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head)[0]
+            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head, scale)[0]
     return out
+
+
+def _scaled(scores: Array, HS: int, scale: float | None) -> Array:
+    made: Array = scores / math.sqrt(HS) if scale is None else scores * scale
+    return made
 
 
 @takes("scores f32 ... T -> out~scores f32 ... T")
@@ -609,7 +629,7 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
-@takes("qkv any ... W; gamma_q gamma_k f32 D -> out~qkv any ... W")
+@takes("qkv any ... W; gamma_q gamma_k any D -> out~qkv any ... W")
 def qk_norm(
     qkv: Array, gamma_q: Array, gamma_k: Array, n_head: int, n_kv_head: int, eps: float = 1e-6
 ) -> Array:

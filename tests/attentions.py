@@ -49,6 +49,7 @@ class Rows:
     """Packed rows [Q | K | V] (N, W) of sequences, and what attention is to make of them.
 
     starts: tokens of each sequence that are in the cache already, of which no result is wanted.
+    scale: of scores, if it is not that of the heads.
     """
 
     qkv: Array
@@ -56,10 +57,11 @@ class Rows:
     heads: Heads
     causal: bool
     starts: Sequence[int] = ()
+    scale: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"n_head": self.heads[0], "n_kv_head": self.heads[1]}
+        return {"n_head": self.heads[0], "n_kv_head": self.heads[1], "scale": self.scale}
 
     @property
     def wanted(self) -> Array:
@@ -171,6 +173,7 @@ def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> 
     inputs = tuple(map(cp.asarray, (qkv, held.k, held.v, seams, starts)))
     out = cp.asarray(np.full((len(qkv), rows.width), np.nan, qkv.dtype))
     options |= {"kv_dtype": held.kv_dtype, "variant": variant, "longest": int(new.max())}
+    options |= {"scale": rows.scale}
     bound = ATTENTION_PACKED.bind(inputs, out, n_head=rows.heads[0], **options)
     return np.asarray(bound.run().get())
 
@@ -188,7 +191,8 @@ def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
     q = np.concatenate([rows.qkv[wanted, : rows.width], rows.qkv[:1, : rows.width]])
     given = (q, held.k, held.v, *(each.astype(np.int32) for each in places))
     inputs = tuple(map(cp.asarray, given))  # kept: a launch keeps no array alive
-    bound = ATTENTION_SPLIT.bind(inputs, n_head=rows.heads[0], kv_dtype=held.kv_dtype)
+    options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, "scale": rows.scale}
+    bound = ATTENTION_SPLIT.bind(inputs, **options)
     bound.out.fill(np.nan)
     got: Array = bound.run().get()
     assert np.isnan(got[-1]).all(), "a query without keys was written"
@@ -206,6 +210,7 @@ class Kernel:
     has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
     so that a value that is not finite changes how those of other channels are rounded. infinity:
     whether one in V comes out as such, not as NaN. channels: of a head, if it takes no others.
+    scaled: whether scores can have another scale.
     """
 
     run: Run
@@ -218,6 +223,7 @@ class Kernel:
     one_scale: bool = False
     infinity: bool = True
     channels: int = 0
+    scaled: bool = True
 
     def __call__(
         self,
@@ -227,9 +233,10 @@ class Kernel:
         heads: Heads,
         causal: bool,
         starts: Sequence[int] = (),
+        scale: float | None = None,
     ) -> Array:
         """On a GPU three times, with the same bits."""
-        rows = Rows(qkv, lengths, heads, causal, starts)
+        rows = Rows(qkv, lengths, heads, causal, starts, scale)
         found = [self.run(cp, rows) for _ in range(1 if replaced() else 3)]
         for other in found[1:]:
             assert_same_bits(found[0], other)
@@ -305,7 +312,10 @@ def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
 SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
 FAMILIES = (
     Family(
-        {name: Kernel(partial(by_length, name)) for name in ("mha", "naive", "online")},
+        {
+            name: Kernel(partial(by_length, name), scaled=name == "online")
+            for name in ("mha", "naive", "online")
+        },
         heads=[(2, 2, 16), (3, 3, 16), (2, 2, 7), (1, 1, 64), (4, 2, 64), (3, 1, 8), (2, 1, 128),
                (8, 1, 8), (4, 2, 16), (3, 1, 16)],
         wide=[(12, 12, 64), (3, 3, 80), (2, 2, 256)],

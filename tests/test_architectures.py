@@ -66,6 +66,18 @@ def smollm3(rng: random.Random) -> dict[str, Any]:
     return found | layers | biases
 
 
+def granite(rng: random.Random) -> dict[str, Any]:
+    found = sizes(rng)
+    del found["head_dim"]
+    scales = {
+        "embedding_multiplier": rng.choice((1, 12.0, 0.5)),
+        "attention_multiplier": rng.uniform(0.1, 0.5),
+        "residual_multiplier": rng.choice((0.22, 1.0, 1.7)),
+        "logits_scaling": rng.choice((8, 1, 0.6)),
+    }
+    return found | scales | {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+
+
 def mistral(rng: random.Random) -> dict[str, Any]:
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)}
     window = rng.choice((None, found["max_position_embeddings"], 4096))
@@ -73,7 +85,7 @@ def mistral(rng: random.Random) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
-    each.__name__: each for each in (llama, qwen2, qwen3, mistral, smollm3)
+    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3)
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import ops, reference
+from gpt2block import InputError, ops, reference
 from gpt2block.emulator import ORDERS
 from tests import plain
 from tests.attentions import (
@@ -120,6 +120,24 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         wide = expanded(qkv, heads)
         same = kernel(cp, wide, lengths, (heads[0], heads[0], heads[2]), causal)
         assert_same_bits(same, got)
+
+
+@every_kernel(wide=False)
+def test_scores_of_another_scale(
+    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
+) -> None:
+    """The bits of queries that are twice as large, where sqrt(HS) is a power of two."""
+    lengths, scale = [17, 1, 70], 2 / heads[2] ** 0.5
+    qkv = kernel.made(sum(lengths), heads)
+    if not kernel.scaled:
+        with pytest.raises(InputError, match="scale: divides by the square root"):
+            kernel(cp, qkv, lengths, heads, causal, scale=scale)
+        return
+    got, doubled = kernel(cp, qkv, lengths, heads, causal, scale=scale), qkv.copy()
+    doubled[:, : heads[0] * heads[2]] *= 2
+    assert_right(got, doubled, lengths, heads, causal)
+    if not kernel.one_scale:  # the scale of a row is that of its largest value
+        assert_same_bits(got, kernel(cp, doubled, lengths, heads, causal))
 
 
 @every_kernel()

@@ -141,6 +141,9 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
     table = wte.dequantized().T
     truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
     plain.assert_as_accurate(out[:3], truth, table[ids[:3]] + wpe[positions[:3]])
+    scaled = ops.encoder_rows(*rows, moved, factor=0.3).get()
+    expected = reference.encoder_rows(ids[:3], positions[:3], table, factor=0.3)
+    np.testing.assert_allclose(scaled[:3], expected, rtol=2.0**-22, atol=0)
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------

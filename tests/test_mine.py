@@ -228,7 +228,7 @@ def test_eps_is_a_number_and_t_the_dtype(tmp_path: Path) -> None:
 
 def test_every_operation_is_known() -> None:
     assert all(operation.cases for operation in OPERATIONS.values())
-    built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "sample_token"}
+    built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "qk_norm", "sample_token"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
     assert set(SPECIAL) <= set(names())
     with pytest.raises(InputError, match="sample_token takes no kernel of your own"):

@@ -32,7 +32,7 @@ def test_right_and_the_same_bits_alone(device: Any, heads: Heads, dtype: str) ->
     options: Any = {"n_head": NH, "n_kv_head": NKV, "eps": EPS}
     qkv = (3 * plain.normal(2, 2, 7, row_width(heads))).astype(DTYPES[dtype])
     qkv[1, 3, 0] = np.nan
-    gamma = gammas(D)
+    gamma = gammas(D).astype(DTYPES[dtype])
     x, of_q, of_k = (device.asarray(array) for array in (qkv, *gamma))
     out = device.asarray(np.full_like(qkv, np.nan))
     got = registry.bind("qk_norm", (x, of_q, of_k), out, **options).run().get()

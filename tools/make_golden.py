@@ -111,6 +111,15 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "sliding_window": 16,
         "max_window_layers": 1,
     },
+    "granite": {
+        "model_type": "granite",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+    },
     "smollm3": {
         "model_type": "smollm3",
         "num_hidden_layers": 4,

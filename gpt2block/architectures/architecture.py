@@ -47,8 +47,8 @@ class Architecture(Protocol):
     TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
     DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
 
-    def constants(self, config: Any) -> dict[str, Any]:
-        """Tensors of the passes that the config determines, by name."""
+    def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors of the passes that the config and the model's vectors determine, by name."""
 
     def operand_bounds(
         self, config: Any, largest: Mapping[str, float], norms: RowNorms

@@ -57,7 +57,7 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
 
 
-def constants(config: GPT2Config) -> dict[str, Any]:
+def constants(config: GPT2Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors of the passes that the config determines, by name: none."""
     return {}
 

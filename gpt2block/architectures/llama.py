@@ -63,7 +63,7 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     return o.norm("rms_f", x, "gamma_f", to=to)
 
 
-def constants(config: LlamaConfig) -> dict[str, Any]:
+def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors of the passes that the config determines, by name."""
     return {"frequencies": config.frequencies()}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import accumulate
 from operator import or_
-from typing import Any
 
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.architecture import To, Value
@@ -93,7 +92,7 @@ class StagedPass(DecodePass):
         k, v = f"{h}k", f"{h}v"
         self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": 1}
+        options = {"n_head": self.c.n_head, "longest": 1, **self.c.scores}
         return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:

@@ -102,7 +102,8 @@ def _config(header: Header) -> ModelConfig:
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
-        if key not in _READ and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
+        read = key in _READ or key in getattr(known.CONFIG, "GGUF_KEYS", ())
+        if not read and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
     if missing or "token_embd.weight" not in tensors:
@@ -150,11 +151,17 @@ def _llama_config(
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     sizes |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
+    head_size = settings.get("attention.key_length", 0)
+    for key, field in kind.GGUF_KEYS.items():
+        if settings.get(key, 0) != 0:  # which stands for none, as in llama.cpp
+            sizes[field] = settings[key]
+        elif key == "attention.scale":
+            sizes[field] = (head_size or settings["embedding_length"] / sizes["n_head"]) ** -0.5
     return kind(
         **sizes,
         n_ff=settings["feed_forward_length"],
         n_kv_head=settings.get("attention.head_count_kv", 0),
-        head_size=settings.get("attention.key_length", 0),
+        head_size=head_size,
         eps=settings.get("attention.layer_norm_rms_epsilon", 1e-6),
         theta=settings.get("rope.freq_base", 10000.0),
         scaling=_scaling(prefix, settings, header),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from gpt2block.checks import check_count, check_eps, check_token, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
@@ -57,6 +57,20 @@ OF_OTHERS: Settings = (
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
+
+
+class Scales(NamedTuple):
+    """Scalars of a forward pass; the defaults change nothing.
+
+    eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
+    attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
+    residual stream of a pass is multiplied by to be the model's.
+    """
+
+    eps: float
+    embedding: float = 1.0
+    attention: float | None = None
+    stream: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,11 @@ class ModelConfig(ABC):
         """`eos_token_ids` as config.json has them."""
         ends = list(self.eos_token_ids)
         return ends[0] if len(ends) == 1 else ends or None
+
+    @property
+    def scales(self) -> Scales:
+        """The scalars of a pass."""
+        return Scales(self.eps)
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:

@@ -264,6 +264,11 @@ def launch_at(
     return Launch(name, function, grid, block, typed, shared)
 
 
+def float_define(name: str, value: float | None, default: float | None = None) -> Defines:
+    """A constant of a kernel, or none where it has the value that the kernel has without it."""
+    return () if value == default else ((name, f"{float(np.float32(value))!r}f"),)
+
+
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """The constants that define `T`, `W` and `KV` of a source."""
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())

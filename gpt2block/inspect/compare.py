@@ -115,7 +115,8 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     rows = np.arange(T)
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
-    do = NumpyMachine({**weights, **architecture.constants(config), **kept, **batch}, keep=None)
+    constants = architecture.constants(config, weights)
+    do = NumpyMachine({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, Settings.of(config), T), architecture, config, "logits")
     found: dict[str, Exact] = do.kept
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)

@@ -127,12 +127,12 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     """`logit_lens`, from the residual stream before and after each block: (n_layer + 1, T, C)."""
     norm = final_step(engine.config)
     parameters = norm.inputs[1:]
-    needed = {*parameters, "wte", "lm_head"}
-    weights = {
+    weights: dict[str, Any] = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
-        if name in needed
+        if not name.startswith("h.")
     }
+    weights |= architecture_of(engine.config).constants(engine.config, weights)
     head = weights.get("lm_head", weights["wte"])
     shape = (*states.shape[:2], top)
     found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))

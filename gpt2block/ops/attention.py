@@ -24,7 +24,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
+from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
@@ -110,14 +110,20 @@ def _fit_dtype(c: Call, *dtypes: str) -> None:
         raise Unfit(f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')")
 
 
-def _fit_naive(c: Call) -> None:
+def _fit_float32(c: Call) -> None:
     _fit_dtype(c, "float32")
     if c.cu_seqlens is not None:
         raise Unfit("cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16")
 
 
+def _fit_naive(c: Call) -> None:
+    _fit_float32(c)
+    if c.scale is not None:
+        raise Unfit("scale: divides by the square root of the head size: use variant online")
+
+
 def _fit_online(c: Call) -> None:
-    _fit_naive(c)
+    _fit_float32(c)
     if c.HS > LARGEST_HEAD:
         raise Unfit(f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)")
 
@@ -127,6 +133,7 @@ def _fit_mha(c: Call) -> Geometry:
 
     Also the limits of the grid's third axis, and of that row.
     """
+    _fit_naive(c)
     _fit_online(c)
     if c.B > MAX_BATCH:
         raise Unfit(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
@@ -195,6 +202,7 @@ def _online(c: Call) -> Launch:
     geometry = online_geometry(
         *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
     )
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
 
 
@@ -226,6 +234,7 @@ def _two_part(c: Call) -> Launch:
     geometry, together = two_part_geometry(
         *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
     )
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
@@ -244,6 +253,7 @@ def _mma(c: Call) -> Launch:
     geometry, together = mma_geometry(
         *c.sizes, c.causal, sms=sms, most_shared=most_shared, **c.heads
     )
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
 
 
@@ -264,6 +274,7 @@ def _hopper_two_part(c: Call) -> Launch:
     geometry, together = hopper_two_part_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
@@ -312,6 +323,7 @@ def _hopper(c: Call) -> Launch:
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.out)
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
@@ -373,7 +385,8 @@ def _completed(c: Call) -> Call:
         _check_cache(c)
     c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest
     c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
-    own = ("mha",) if c.storage == "float32" else TENSOR_CORES
+    of_floats = ("mha",) if c.scale is None else ("online",)
+    own = of_floats if c.storage == "float32" else TENSOR_CORES
     c.order = own if c.k is None else APPENDING
     return c
 
@@ -413,7 +426,14 @@ def _check_fit(
 ) -> None:
     """InputError unless a kernel fits calls of such sizes; heads: of Q, of K and V, their size."""
     n_head, n_kv_head, HS = heads
-    options = {"n_head": n_head, "n_kv_head": n_kv_head, "HS": HS, "cu_seqlens": None, **sizes}
+    options = {
+        "n_head": n_head,
+        "n_kv_head": n_kv_head,
+        "HS": HS,
+        "cu_seqlens": None,
+        "scale": None,
+    }
+    options |= sizes
     try:
         fit(Call(contract=OPERATION.contract, storage=dtype, **options))
     except Unfit as problem:
@@ -464,6 +484,7 @@ OPTIONS = {
     "causal": REQUIRED,
     "n_kv_head": None,
     "max_seqlen": None,
+    "scale": None,
     "variant": None,
     "block": None,
 }
@@ -510,11 +531,13 @@ def attention(
     cu_seqlens: CudaArray | None = None,
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
+    scale: float | None = None,
 ) -> Any:
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
     With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
-    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q.
+    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. scale: of scores,
+    in the place of 1 / sqrt(HS); mha and naive have no other, so that online is then the default.
 
     float32: variants mha (the default), naive and online. mha takes a T that the GPU's opt-in
     shared memory limits, about 57,000 on an H200. naive stores B · n_head · T² scores in device
@@ -542,8 +565,8 @@ def attention(
     grouped queries Ainslie et al., "GQA" (2023).
     """
     qkv, heads = on_16_bytes("qkv", qkv), {"n_head": n_head, "n_kv_head": n_kv_head}
-    options = {**heads, "causal": causal, "variant": variant, "block": block}
-    options |= {"max_seqlen": max_seqlen}
+    options: dict[str, Any] = {**heads, "causal": causal, "variant": variant, "block": block}
+    options |= {"max_seqlen": max_seqlen, "scale": scale}
     if cu_seqlens is not None:
         return call(VARLEN, (qkv, cu_seqlens), **options).out
     return call(OPERATION, (qkv,), **options).out

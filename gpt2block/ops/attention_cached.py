@@ -27,7 +27,7 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
@@ -235,6 +235,7 @@ def _tiles(c: Call) -> Launch:
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.kv_dtype else storage(c.k)
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
@@ -259,7 +260,7 @@ def _mma(c: Call) -> Launch:
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
     plain, together = mma_geometry(*sizes, True, sms=sms, most_shared=most_shared, **heads)
-    defines = (*plain.defines, ("ATT_CACHED", 1))
+    defines = (*plain.defines, ("ATT_CACHED", 1), *float_define("ATT_SCALE", c.scale))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
@@ -299,6 +300,7 @@ def _split(c: Call) -> Launch:
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
     T = "float32" if c.kv_dtype else c.kv_storage
     if c.to_terms is not None:
         own = TWO_PART if c.kv_storage == "float32" else c.kv_storage
@@ -372,13 +374,19 @@ def _flops(sizes: Sizes) -> int:
 ATTENTION_PACKED = Operation(
     name="attention_packed",
     variants=(_tiles, _mma),
-    options={"n_head": REQUIRED, "longest": REQUIRED, "kv_dtype": None, "variant": None},
+    options={
+        "n_head": REQUIRED,
+        "longest": REQUIRED,
+        "scale": None,
+        "kv_dtype": None,
+        "variant": None,
+    },
     prepare=_packed,
 )
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
-    options={"n_head": REQUIRED, "to_terms": None, "kv_dtype": None},
+    options={"n_head": REQUIRED, "scale": None, "to_terms": None, "kv_dtype": None},
 )
 KV_APPEND = Operation(
     name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
@@ -400,7 +408,7 @@ OPERATION = Operation(
     attrs={"start": START, "n_head": 12},
     axes={"Q": "C", "P": "start+T"},
     small=({"T": 17, "C": 128, "n_head": 2},),
-    options={"start": REQUIRED, "n_head": REQUIRED, "kv_dtype": None},
+    options={"start": REQUIRED, "n_head": REQUIRED, "scale": None, "kv_dtype": None},
     prepare=_one_sequence,
     steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
 )
@@ -413,15 +421,16 @@ def attention_cached(
     start: int,
     n_head: int,
     kv_dtype: str | None = None,
+    scale: float | None = None,
 ) -> CudaArray:
     """`reference.attention_cached` on CuPy arrays; raises InputError.
 
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
     C. The bits of a query's result do not depend on how its sequence is divided into calls. Heads
-    have at most 256 channels.
+    have at most 256 channels. scale: as in `attention`.
     """
-    options = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
+    options = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype, "scale": scale}
     return call(OPERATION, contiguous(q, k, v), **options).out
 
 
@@ -435,6 +444,7 @@ def attention_packed(
     longest: int,
     kv_dtype: str | None = None,
     variant: str | None = None,
+    scale: float | None = None,
 ) -> CudaArray:
     """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
 
@@ -448,7 +458,8 @@ def attention_packed(
     in any batch, and however it is divided into calls. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
-    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype, "variant": variant}
+    options: dict[str, Any] = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
+    options |= {"variant": variant, "scale": scale}
     return call(ATTENTION_PACKED, arrays, **options).out
 
 
@@ -460,6 +471,7 @@ def attention_split(
     position: CudaArray,
     n_head: int,
     kv_dtype: str | None = None,
+    scale: float | None = None,
 ) -> CudaArray:
     """Attention of single queries over a kv_cache, the keys in splits of 32.
 
@@ -468,7 +480,8 @@ def attention_split(
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     arrays = contiguous(q, k, v, row, position)
-    return ATTENTION_SPLIT.bind_on_device(arrays, n_head=n_head, kv_dtype=kv_dtype).run()
+    options = {"n_head": n_head, "kv_dtype": kv_dtype, "scale": scale}
+    return ATTENTION_SPLIT.bind_on_device(arrays, **options).run()
 
 
 def kv_append(

@@ -15,7 +15,7 @@ import numpy as np
 from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_alignment
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Asked, Call
@@ -73,7 +73,8 @@ def _rows(c: Call) -> Launch:
     while c.C % width or 4 * width > aligned:
         width //= 2
     threads = min(32 * ceil(c.C / (32 * width)), MOST_THREADS)
-    geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=(("ER_WIDTH", width),))
+    defines = (("ER_WIDTH", width), *float_define("ER_FACTOR", c.factor, 1.0))
+    geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
     args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
@@ -139,6 +140,7 @@ ENCODER_ROWS = Operation(
     draw=_make_rows,
     traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
     flops=lambda s: s["N"] * s["C"],
+    options={"factor": 1.0},
     small=({"N": 19, "T": 33, "C": 128, "V": 70},),
 )
 
@@ -183,10 +185,11 @@ def encoder_rows(
     positions: CudaArray,
     wte: CudaArray | WeightMatrix,
     wpe: CudaArray | None = None,
+    factor: float = 1.0,
 ) -> CudaArray:
     """`reference.encoder_rows` on CuPy arrays; raises InputError.
 
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
     read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
     """
-    return call(ENCODER_ROWS, contiguous(ids, positions, wte, wpe)).out
+    return call(ENCODER_ROWS, contiguous(ids, positions, wte, wpe), factor=factor).out

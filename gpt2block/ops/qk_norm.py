@@ -161,8 +161,8 @@ def qk_norm(
 ) -> CudaArray:
     """`reference.qk_norm` on CuPy arrays; raises InputError.
 
-    qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, float32, float16 or bfloat16; gamma_q,
-    gamma_k (D,) float32 → as qkv. `out=qkv` overwrites qkv.
+    qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, gamma_q, gamma_k (D,), all float32,
+    float16 or bfloat16 → as qkv. `out=qkv` overwrites qkv.
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(gamma_q, gamma_k))
     return call(OPERATION, arrays, out, n_head=n_head, n_kv_head=n_kv_head, eps=eps).out

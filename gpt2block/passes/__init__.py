@@ -23,9 +23,10 @@ BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 def names_of(config: ModelConfig) -> set[str]:
     """The names of the tensors of a model's passes."""
-    constants = architecture_of(config).constants(config)
+    shapes = model_shapes(config)
+    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
     caches = (f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv")
-    return {*model_shapes(config), "lm_head", *constants, *BATCH, *caches}
+    return {*shapes, "lm_head", *constants, *BATCH, *caches}
 
 
 def model_steps(config: ModelConfig) -> list[Step]:
@@ -47,5 +48,5 @@ def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
 def final_step(config: ModelConfig) -> Step:
     """The norm before the logits."""
     do = Outline(names_of(config) | {"x"})
-    architecture_of(config).final(StepPass(do, Settings.of(config)), "x")
+    architecture_of(config).final(StepPass(do, Settings.of(config)), "x", ("lm_head",))
     return do.steps[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
-from gpt2block.config import ModelConfig
+from gpt2block.config import ModelConfig, Scales
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import TWO_PART, Machine
 
@@ -16,6 +16,7 @@ class Settings(NamedTuple):
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
+    scales: of a model.
     """
 
     n_head: int
@@ -26,14 +27,16 @@ class Settings(NamedTuple):
     half_split: bool = True
     rope: tuple[str, ...] = ()
     qk_norm: bool = False
+    scales: Scales | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
         rope, qk_norm = config.frequencies_of_layers, "gamma_q" in config.block_shapes()
-        sizes = (config.n_head, n_kv_head, config.eps, config.head_size)
-        return cls(*sizes, rope=rope, qk_norm=qk_norm)
+        scales = config.scales
+        sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
+        return cls(*sizes, rope=rope, qk_norm=qk_norm, scales=scales)
 
     def frequencies_of(self, h: str) -> str:
         """The name of those of a layer; h: the prefix of its names."""
@@ -42,6 +45,12 @@ class Settings(NamedTuple):
     @property
     def heads(self) -> dict[str, Any]:
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """What attention is told of its scores, if they have a scale of their own."""
+        scale = self.scales.attention if self.scales else None
+        return {} if scale is None else {"scale": scale}
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -76,7 +85,8 @@ class StepPass(Pass):
         return self.do(f"{h}rope", "rope_qkv", (y, "positions", rope), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        return self.do(f"{h}attn", "attention", (qkv,), **self.c.heads, causal=self.c.causal)
+        options = {**self.c.heads, **self.c.scores, "causal": self.c.causal}
+        return self.do(f"{h}attn", "attention", (qkv,), **options)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
@@ -102,7 +112,7 @@ class ModelStepPass(StepPass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
         self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": self.longest}
+        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores}
         inputs = (qkv, k, v, "cu_seqlens", "start")
         return self.do(f"{h}attn", "attention_packed", inputs, **options)
 

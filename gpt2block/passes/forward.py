@@ -49,7 +49,9 @@ class Pass(ABC):
 
     def embed(self) -> Value:
         """The rows of the tokens: token embedding, plus position embedding if there is one."""
-        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+        inputs, scales = ("tokens", "positions", "wte", "wpe"), self.c.scales
+        scaled = {} if scales is None or scales.embedding == 1 else {"factor": scales.embedding}
+        return self.do("embedding", "encoder_rows", inputs, **scaled)
 
     @abstractmethod
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:

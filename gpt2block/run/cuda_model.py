@@ -115,7 +115,7 @@ class CudaModel(StoredModel):
             with self.stream:
                 request_kernels(config, formats)
                 largest = self._store(tensors)
-                constants = self._architecture.constants(config)
+                constants = self._architecture.constants(config, self._vectors)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None

@@ -79,7 +79,7 @@ class NumpyModel(NumpySteps, StoredModel):
         super().__init__(config, formats, "cpu")
         self._store(tensors)
         matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
-        constants = architecture_of(config).constants(config)
+        constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
 
     def _vector(self, array: NDArray[Any]) -> Floats:

@@ -36,6 +36,7 @@
 // sizeof(Shared). A position beyond the cache counts as its last.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
+#include "attention/unit.cuh"
 #include "lib/cluster.cuh"
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
@@ -187,7 +188,7 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
 
 // The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf after key `last`.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
-    const float unit = 1.4426950408889634f / sqrtf((float)HS);  // a constant
+    const float unit = score_unit(HS);  // a constant
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const bool seen = first + i * GROUPS + (int)threadIdx.x % 32 / LANES <= last;

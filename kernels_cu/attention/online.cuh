@@ -37,6 +37,7 @@
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
 #pragma once
+#include "attention/unit.cuh"
 #include "lib/common.cuh"
 #include "lib/copies.cuh"
 #include "lib/fresh.cuh"
@@ -275,7 +276,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     const int all_see = causal ? start + warp_query + 1 : rows;  // keys that all queries of the warp see: no mask
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
-    const float unit = 1.4426950408889634f / sqrtf((float)HS);  // exp(x / sqrt(HS)) is exp2(x unit); a constant
+    const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a constant
     float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of the thread's own keys, until the end
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -11,6 +11,7 @@
 // multiplied at once, values that are not finite are removed from V and added separately to the queries that see them.
 #pragma once
 
+#include "attention/unit.cuh"
 #include "lib/common.cuh"
 
 #ifndef ATT_SIZE  // channels of a head: 64 or 128
@@ -22,7 +23,11 @@
 
 constexpr int SIZE = ATT_SIZE;
 static_assert(SIZE == 64 || SIZE == 128, "a head has 64 or 128 channels");
-constexpr float UNIT = 1.4426950408889634f / (SIZE == 64 ? 8 : 11.3137085f);  // exp(s / sqrt(SIZE)) is exp2(s UNIT)
+#ifdef ATT_SCALE
+constexpr float UNIT = LOG2_E * ATT_SCALE;
+#else
+constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : 11.3137085f);  // exp(s / sqrt(SIZE)) is exp2(s UNIT)
+#endif
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: when the reference is set, and its limit
 
 // Of two values of T in a register: sets the sign bits of those that are infinite or NaN. (The result, shifted right by

@@ -1,4 +1,4 @@
-// Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] + wpe[position[n]].
+// Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] * ER_FACTOR + wpe[position[n]].
 //
 //   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C) or null for none, out (N, C)
 //
@@ -15,6 +15,10 @@
 
 #ifndef ER_WIDTH  // channels of a thread: 1, 2 or 4, a divisor of C; all arrays are aligned to a vector
 #define ER_WIDTH 4
+#endif
+
+#ifndef ER_FACTOR  // of the rows of wte
+#define ER_FACTOR 1.0f
 #endif
 
 struct __align__(4 * ER_WIDTH) Floats {
@@ -36,7 +40,7 @@ extern "C" __global__ void encoder_rows(
     const bool inside = 0 <= id && id < V && 0 <= at && at < n_ctx;
     const W* const token = wte + (inside ? (long long)id * C : 0);
     const float* const place = wpe ? wpe + (inside ? (long long)at * C : 0) : nullptr;
-    const float factor = inside ? (scale ? scale[id] : 1.0f) : __int_as_float(0x7fffffff);
+    const float factor = inside ? (scale ? scale[id] * ER_FACTOR : ER_FACTOR) : __int_as_float(0x7fffffff);
     for (int c = threadIdx.x * ER_WIDTH; c < C; c += blockDim.x * ER_WIDTH) {
         const Vec<W, ER_WIDTH> a = Vec<W, ER_WIDTH>::load(token + c);
         float x[ER_WIDTH];

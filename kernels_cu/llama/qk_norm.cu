@@ -118,14 +118,15 @@ struct NoTurn {
 };
 
 // The first head of a team, and gamma of it, which is loaded before the previous kernel has ended.
+template <typename G>
 struct Team {
-    const float* const gamma_q;
-    const float* const gamma_k;
+    const G* const gamma_q;
+    const G* const gamma_k;
     const int n_head, normed, own = (blockIdx.y * blockDim.y + threadIdx.y) * QN_HEADS;
     Head gamma;
 
     // normed: heads of Q and of K.
-    __device__ __forceinline__ Team(const float* gamma_q, const float* gamma_k, int n_head, int normed)
+    __device__ __forceinline__ Team(const G* gamma_q, const G* gamma_k, int n_head, int normed)
         : gamma_q(gamma_q), gamma_k(gamma_k), n_head(n_head), normed(normed) {
         load_gamma(own);
         let_next_start();
@@ -133,11 +134,16 @@ struct Team {
     }
 
     __device__ __forceinline__ void load_gamma(int head) {
-        const float* from = head < n_head ? gamma_q : gamma_k;
+        const G* const from = head < n_head ? gamma_q : gamma_k;
         each([&](int p, int channel) {
-            load_parameters<QN_WIDTH>(from + channel).unpack(gamma.first[p]);
-            load_parameters<QN_WIDTH>(from + HALF + channel).unpack(gamma.second[p]);
+            load(from + channel, gamma.first[p]);
+            load(from + HALF + channel, gamma.second[p]);
         });
+    }
+
+    static __device__ __forceinline__ void load(const G* from, float (&v)[QN_WIDTH]) {
+        if constexpr (sizeof(G) == sizeof(float)) load_parameters<QN_WIDTH>(from).unpack(v);
+        else Vec<G, QN_WIDTH>::load(from).unpack(v);
     }
 
     // Calls store(h, head) with each of the team's heads of a row below `moved`, those of q and k with their norm and
@@ -166,16 +172,16 @@ struct Team {
 };
 
 extern "C" __global__ void qk_norm(
-    const T* qkv,                       // (N, heads D)
-    const float* __restrict__ gamma_q,  // (D)
-    const float* __restrict__ gamma_k,  // (D)
-    T* out,                             // (N, heads D), or qkv: then V stays and the grid leaves it out
+    const T* qkv,                   // (N, heads D)
+    const T* __restrict__ gamma_q,  // (D)
+    const T* __restrict__ gamma_k,  // (D)
+    T* out,                         // (N, heads D), or qkv: then V stays and the grid leaves it out
     int n_head,
-    int normed,                         // heads of Q and of K
-    int moved,                          // heads that are written: all, or those that have a norm
-    int heads,                          // of a row
+    int normed,                     // heads of Q and of K
+    int moved,                      // heads that are written: all, or those that have a norm
+    int heads,                      // of a row
     float eps) {
-    Team team(gamma_q, gamma_k, n_head, normed);
+    Team<T> team(gamma_q, gamma_k, n_head, normed);
     const long long row = (long long)blockIdx.x * heads * QN_D;
     team.run(qkv + row, moved, eps, [] { return NoTurn(); },
              [&](int h, const Head& head) { head.store(out + row + (long long)h * QN_D); });
@@ -189,7 +195,7 @@ extern "C" __global__ void qk_norm_rope(
     const float* __restrict__ gamma_k,  // (D)
     T* out,                             // (B, N, heads D), or qkv, as in qk_norm
     int n_head, int normed, int moved, int heads, float eps) {
-    Team team(gamma_q, gamma_k, n_head, normed);
+    Team<float> team(gamma_q, gamma_k, n_head, normed);
     const double position = __ldcg(positions + blockIdx.x);
     const long long row = ((long long)blockIdx.z * gridDim.x + blockIdx.x) * heads * QN_D;
     team.run(qkv + row, moved, eps, [&] { return Turn(position, frequencies); },
@@ -208,7 +214,7 @@ extern "C" __global__ void qk_norm_append(
     float* q,                           // (N, n_head D)
     int n_head, int n_kv_head, int B, int n_ctx, float eps) {
     const int normed = n_head + n_kv_head, heads = normed + n_kv_head, n = blockIdx.x;
-    Team team(gamma_q, gamma_k, n_head, normed);
+    Team<float> team(gamma_q, gamma_k, n_head, normed);
     const int b = __ldcg(row + n), at = __ldcg(position + n);
     const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
     const long long place = ((long long)b * n_ctx + at) * n_kv_head;

@@ -6,8 +6,8 @@
 //   linear_decode_sums: linear_decode_mma, with split sums of gated_sums added to the residual. Those are of
 //       matmul/decode_ffn.cu
 //   rope_decode_sums: linear_decode_mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV
-//       cache. The sums belong to x. With LM_QK_NORM, heads of q and k have a norm (llama/qk_norm.cu), whose squares the
-//       blocks of a cluster add up
+//       cache. The sums belong to x. With LM_QK_NORM, heads of q and k have a norm (llama/qk_norm.cu), whose squares
+//       the blocks of a cluster add up
 //
 // matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
 // issued before the wait for the previous kernel, and little work is left for the time after it:

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from gpt2block.architectures import architecture_of
+from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.checkpoints import Checkpoint, TensorSource
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, RopeScaling
@@ -52,7 +52,7 @@ def tensors_of(model: TensorSource) -> Arrays:
             ends = [config.q_width, config.q_width + config.kv_width]
             q, k, v = np.split(turned, ends)
             suffix = "weight" if kind == "w_qkv" else "bias"
-            if name_of(config) == "llama":
+            if GGUF_ARCHITECTURES[name_of(config)].TURNED:
                 q, k = neighbours(q, config.n_head), neighbours(k, config.n_kv_head)
             found[f"{block}attn_q.{suffix}"] = q
             found[f"{block}attn_k.{suffix}"] = k
@@ -94,6 +94,7 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
             "rope.dimension_count": c.head_size,
             "vocab_size": c.vocab_size,
         }
+        sizes |= {key: getattr(c, field) for key, field in c.GGUF_KEYS.items()}
         if c.scaling is not None and c.scaling.kind == "linear":
             sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
     else:

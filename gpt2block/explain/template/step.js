@@ -8,6 +8,11 @@ function drawDetail() {
   for (const term of formula.querySelectorAll("[data-input]")) {  // of an input that this model may not have
     if (tensor.inputs.length < Number(term.dataset.input)) term.remove();
   }
+  const {number: own} = steps[step];  // a scale or factor that this model has
+  for (const term of formula.querySelectorAll("[data-number]")) {
+    if (term.dataset.number !== (own === null ? "no" : "yes")) term.remove();
+    else if (own !== null) term.querySelector("mn").textContent = String(Number(own.toPrecision(6)));
+  }
   const inputs = tensor.inputs.map(([name, sizes]) => `${name} ${shape(sizes)}`).join(", ");
   const left = el("div", {},
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),

@@ -1,0 +1,92 @@
+"""Each architecture on a GPU and on the emulator, compared with NumPy step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import Model
+from gpt2block.architectures import ARCHITECTURES
+from gpt2block.bench.measure import tolerance
+from gpt2block.config import model_shapes
+from gpt2block.parameters.arrays import random_tensors
+from tests.devices import GPU, running_on
+
+# Heads of 64 channels, whose prompts tensor cores compute.
+SIZES: dict[str, Any] = {
+    "n_layer": 2, "n_head": 2, "n_kv_head": 1, "head_size": 64, "n_embd": 64, "n_ff": 128,
+    "n_ctx": 40, "vocab_size": 53,
+}  # fmt: skip
+SCALARS: dict[str, Any] = {
+    "embedding_multiplier": 12, "attention_multiplier": 0.05, "residual_multiplier": 0.3,
+    "logits_scaling": 0.05,
+}  # fmt: skip
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "granite": ("granite", SCALARS),
+    "smollm3": ("smollm3", {"rope_layers": (False, True)}),
+}
+WIDE = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
+FORMATS: dict[str, str | None] = dict.fromkeys(
+    ("float32", "bfloat16", "float16", "float8_e4m3fn")
+) | {"float8_e5m2": "float8_e5m2"}
+Case = tuple[str, str, bool]
+
+
+def cases() -> list[Any]:
+    """A dtype of each architecture on the emulator, where each is many programs; all on a GPU."""
+    emulated = [(name, list(FORMATS)[(n + 1) % 5], False) for n, name in enumerate(OWN)]
+    everywhere = product(OWN, FORMATS, (False, True))
+    found = [("emulator", case) for case in emulated]
+    return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running_on("forward" if request.param == "emulator" else "gpu"):
+        yield "cuda"
+
+
+def made(case: Case, device: str) -> Model[Any]:
+    """Random weights; wide: heads of 128 channels."""
+    name, dtype, wide = case
+    kind, own = OWN[name]
+    config = ARCHITECTURES[kind].CONFIG(**SIZES, **own)
+    if wide:
+        config = ARCHITECTURES[kind].CONFIG(**{**SIZES, **WIDE}, **own)
+    shapes = model_shapes(config)
+    tensors = random_tensors(3, shapes)
+    given = (
+        (key, tensors[key], None if len(shape) < 2 else "KN" if key.startswith("h.") else "NK")
+        for key, shape in shapes.items()
+    )
+    return Model.from_tensors(config, given, device, dtype, FORMATS[dtype])
+
+
+@pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])
+def test_steps_logits_and_batches(device: str, case: Case) -> None:
+    """Each step of a prompt and of decoding errs by rounding; a row has its bits in any batch."""
+    model, on_cpu = made(case, device), made(case, "cpu")
+    rng, narrow = np.random.default_rng(0), case[1] != "float32"
+    long = 150 if case[2] else 19
+    rows = [rng.integers(53, size=n).astype(np.int32) for n in (long, 1, 7)]
+    for cached in (False, True) if FORMATS[case[1]] is None else ():  # FP8 keys are not exact
+        for step in model.compare(rows[0][-17:], cached):
+            assert step.max_rel <= tolerance("bfloat16" if narrow else "float32"), step
+            assert step.total_rel < 0.03, step
+    together, near = model(rows), on_cpu(rows)
+    largest = max(np.abs(logits).max() for logits in near)
+    for row, logits, expected in zip(rows, together, near, strict=True):
+        np.testing.assert_array_equal(logits, model(row))
+        assert np.abs(logits - expected).max() <= (0.03 if narrow else 1e-5) * largest
+    options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1, "stop_ids": ()}
+    prompts = [row[-9:] for row in rows]
+    alone = [model.generate(prompt, **options) for prompt in prompts]
+    for times in (1, 2, 7):  # 3, 6 and 21 rows, which have kernels of their own
+        assert model.generate(prompts * times, **options)[:3] == alone
