@@ -136,6 +136,39 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     assert not wrong
 
 
+@each_kind
+def test_scores_and_files(kind: str, tmp_path: Path) -> None:
+    """Of a text; what `transformers` loads of save_pretrained, and GGUF written by its package."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    from fuzzing import gguf_writer  # noqa: PLC0415  (needs gguf)
+
+    for seed in range(12):
+        settings, folder = KINDS[kind](random.Random(seed)), tmp_path / str(seed)
+        theirs = model_of(torch, transformers, kind, settings, seed)
+        theirs.save_pretrained(folder)
+        ours = gpt2block.from_pretrained(folder, device="cpu")
+        ids = np.random.default_rng(seed).integers(0, settings["vocab_size"], 20)
+        logits = logits_of(torch, theirs, ids)
+        chosen = torch.log_softmax(torch.tensor(logits), -1)[range(19), ids[1:]]
+        assert ours.score(ids).log_likelihood == pytest.approx(float(chosen.sum()), rel=1e-5)
+        ours.save_pretrained(folder / "again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "again", attn_implementation="eager"
+        )
+        np.testing.assert_array_equal(logits_of(torch, again.eval(), ids), logits)
+        layers = getattr(ours.config, "rope_layers", ())
+        if layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
+            continue  # GGUF has no key for others
+        written = gguf_writer.metadata_of(ours), gguf_writer.tensors_of(ours)
+        read = gpt2block.from_pretrained(
+            gguf_writer.write(folder / "m.gguf", *written), device="cpu"
+        )
+        largest = np.abs(logits).max()
+        np.testing.assert_allclose(read(ids), ours(ids), rtol=0, atol=4e-6 * largest)
+
+
 def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:
     """Random weights with which every part of a block affects the logits."""
     torch.manual_seed(seed)

@@ -12,8 +12,7 @@ import pytest
 from gpt2block import Model
 from gpt2block.architectures import ARCHITECTURES
 from gpt2block.bench.measure import tolerance
-from gpt2block.config import model_shapes
-from gpt2block.parameters.arrays import random_tensors
+from gpt2block.parameters.arrays import random_model
 from tests.devices import GPU, running_on
 
 # Heads of 64 channels, whose prompts tensor cores compute.
@@ -60,13 +59,7 @@ def made(case: Case, device: str) -> Model[Any]:
     config = ARCHITECTURES[kind].CONFIG(**SIZES, **own)
     if wide:
         config = ARCHITECTURES[kind].CONFIG(**{**SIZES, **WIDE}, **own)
-    shapes = model_shapes(config)
-    tensors = random_tensors(3, shapes)
-    given = (
-        (key, tensors[key], None if len(shape) < 2 else "KN" if key.startswith("h.") else "NK")
-        for key, shape in shapes.items()
-    )
-    return Model.from_tensors(config, given, device, dtype, FORMATS[dtype])
+    return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])
@@ -85,6 +78,10 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
     for row, logits, expected in zip(rows, together, near, strict=True):
         np.testing.assert_array_equal(logits, model(row))
         assert np.abs(logits - expected).max() <= (0.03 if narrow else 1e-5) * largest
+    likely, expected = model.score(rows[0]), on_cpu.score(rows[0])
+    assert likely.log_likelihood == pytest.approx(
+        expected.log_likelihood, rel=0.01 if narrow else 1e-5
+    )
     options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1, "stop_ids": ()}
     prompts = [row[-9:] for row in rows]
     alone = [model.generate(prompt, **options) for prompt in prompts]

@@ -16,9 +16,11 @@ from fuzzing.gguf_writer import metadata_of, save, tensors_of, write
 from gguf.quants import dequantize, quantize
 
 import gpt2block
-from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights
+from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, Model
+from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
+from gpt2block.parameters.arrays import random_model
 from tests.command_line import gpt2block as command
 from tests.command_line import printed
 from tests.refusals import assert_same_tensors, refused
@@ -66,6 +68,19 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     model, theirs = (gpt2block.from_pretrained(each, device="cpu") for each in (found, expected))
     largest = np.abs(theirs(ids)).max()
     np.testing.assert_allclose(model(ids), theirs(ids), rtol=0, atol=2e-6 * largest)
+
+
+def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path: Path) -> None:
+    """Files have no key for it."""
+    config = SmolLM3Config(n_layer=5, n_head=2, n_embd=8, n_ctx=16, vocab_size=11, n_ff=8)
+    tensors = random_model(0, config)
+    model: Model[Any] = Model.from_tensors(config, tensors, "cpu", "float32")
+    path = write(tmp_path / "m.gguf", metadata_of(model), tensors_of(model))
+    found = gpt2block.from_pretrained(path, device="cpu")
+    assert found.config == config
+    assert config.rope_layers == (True, True, True, False, True)
+    ids = np.arange(9)
+    np.testing.assert_allclose(found(ids), model(ids), rtol=0, atol=1e-9)
 
 
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:

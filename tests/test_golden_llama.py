@@ -43,6 +43,7 @@ LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-s
 NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
+SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
@@ -271,6 +272,14 @@ def test_the_class_follows_the_architecture() -> None:
         ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
         ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
+        (SMOLLM3 | {"no_rope_layers": [1]}, "rope_layers: expected true or false for each of 2"),
+        (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers: expected a list of 0 and 1, got"),
+        (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        (SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window: expected null or false"),
+        (GRANITE | {"residual_multiplier": 0}, "residual_multiplier: expected 2^-20 to 2^20"),
+        (GRANITE | {"logits_scaling": "16"}, "logits_scaling: expected 2^-20 to 2^20, got '16'"),
+        (GRANITE | {"attn_logit_softcapping": 30}, "attn_logit_softcapping: expected null, got 30"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier: expected null or 0.28"),
     ],
 )
 def test_a_config_that_is_not_honoured(

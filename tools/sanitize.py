@@ -32,6 +32,7 @@ from gpt2block import (
     Llama,
     LlamaConfig,
     LlamaWeights,
+    Model,
     Sampling,
     TwoPartMatrix,
     WeightMatrix,
@@ -39,6 +40,7 @@ from gpt2block import (
     random_input,
     reference,
 )
+from gpt2block.architectures import ARCHITECTURES
 from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import DTYPES
@@ -47,6 +49,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
+from gpt2block.parameters.arrays import random_model
 from gpt2block.run.model import Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
@@ -333,16 +336,20 @@ def large_matrices() -> None:
 
 
 def few_rows() -> None:
-    """Decoding of a Llama with one to four rows: clusters of 16 blocks and of 8."""
-    config = LlamaConfig(
-        n_layer=2, n_head=4, n_kv_head=2, n_embd=128, n_ff=256, vocab_size=101, n_ctx=40
-    )
+    """Decoding with one to four rows, in clusters of 16 blocks and of 8, or of a head's; more rows.
+
+    Heads of Qwen3 have norms; Granite's scores have a scale of their own.
+    """
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_size": 64}
+    sizes |= {"n_embd": 128, "n_ff": 256, "vocab_size": 101, "n_ctx": 40}
     prompts = [np.array([row, 3], np.int32) for row in range(4)]
-    for dtype in ("bfloat16", "float8_e4m3fn"):
-        ours = Llama(LlamaWeights.random(0, config), "cuda", dtype)
-        for rows in (1, 2, 4):
+    for kind, dtype in product(("llama", "qwen3", "granite"), ("bfloat16", "float8_e4m3fn")):
+        config = ARCHITECTURES[kind].CONFIG(**sizes)
+        ours: Model[Any] = Model.from_tensors(config, random_model(0, config), "cuda", dtype)
+        for rows in (1, 2, 4) if kind == "llama" else (1, 4, 7):
             greedy(ours, prompts, rows, 3)
-        print(f"checked decoding of few rows Llama {ours.dtypes}")
+        in_chunks(ours, [np.arange(n, dtype=np.int32) for n in (31, 1, 20)], 17)
+        print(f"checked decoding of few rows {kind} {ours.dtypes}")
 
 
 def main() -> None:

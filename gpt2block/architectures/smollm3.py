@@ -73,7 +73,8 @@ class SmolLM3Config(LlamaConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""
         layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
-        return super().to_hugging_face() | layers
+        padding = {"pad_token_id": None}  # transformers' default is beyond a smaller vocabulary
+        return super().to_hugging_face() | layers | padding
 
 
 def _all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:

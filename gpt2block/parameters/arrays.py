@@ -311,3 +311,10 @@ def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
             tensors[name] = rng.standard_normal(shape, dtype=np.float32)
             tensors[name] *= np.float32(0.02)
     return tensors
+
+
+def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], str | None]]:
+    """Random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
+    for name, array in random_tensors(seed, model_shapes(config)).items():
+        matrix = "KN" if name.startswith("h.") else "NK"
+        yield name, array, matrix if array.ndim == 2 else None

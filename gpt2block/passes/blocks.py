@@ -79,7 +79,7 @@ class StepPass(Pass):
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
-            y = self.do(f"{h}qk_norm", "qk_norm", (y, *norms), **options)
+            y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
         return self.do(f"{h}rope", "rope_qkv", (y, "positions", rope), **self.c.turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,8 +102,12 @@ class NumpyModel(NumpySteps, StoredModel):
         return NumpyCache(self.config, batch, n_ctx, self.formats)
 
     def forward(
-        self, sequences: Sequence[Ids], want: Output, cache: NumpyCache | None = None
+        self,
+        sequences: Sequence[Ids],
+        want: Output | Literal["rows"],
+        cache: NumpyCache | None = None,
     ) -> list[Floats]:
+        """As in Model; "rows": the final norm before the product with lm_head."""
         if cache is None:  # no later call continues: all layers share one layer's memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
@@ -166,7 +170,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []
-        for ids, hidden in zip(sequences, self.forward(sequences, "hidden"), strict=True):
+        for ids, hidden in zip(sequences, self.forward(sequences, "rows"), strict=True):
             parts = [
                 self._scores(
                     hidden[:-1][first : first + ROWS_AT_ONCE],
