@@ -115,14 +115,15 @@ def attention(
     n_head: int,
     causal: bool = False,
     n_kv_head: int | None = None,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Array:
-    """softmax(Q Kᵀ scale) V for each head; scale: by default 1 / sqrt(HS).
+    """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
     qkv (..., T, 3C): a row is [Q | K | V], each with its heads packed next to each other.
     → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
     With n_kv_head below n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head heads, and
-    each head of K and V serves n_head / n_kv_head neighbouring heads of Q.
+    each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: in the
+    place of 1 / sqrt(HS).
     Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
     *batch, T, width = qkv.shape
@@ -139,20 +140,21 @@ def attention(
     for h in range(n_head):
         at = n_head + h * shared // n_head  # the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
-        scores = _scaled(q @ k.swapaxes(-1, -2), q.shape[-1], scale)  # (..., T, T)
+        scores = _scaled(q @ k.swapaxes(-1, -2), q.shape[-1], softmax_scale)  # (..., T, T)
         out[..., h, :] = _weighted_sum(softmax(scores, causal), v, causal)
     return out.reshape(*batch, T, -1)
 
 
 @takes("q f32 T Q; k v kv P C -> out f32 T Q")
 def attention_cached(
-    q: Array, k: Array, v: Array, start: int, n_head: int, scale: float | None = None
+    q: Array, k: Array, v: Array, start: int, n_head: int, softmax_scale: float | None = None
 ) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
     q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
     ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
-    fewer heads, each of which serves as many neighbouring heads of q. scale: as in `attention`.
+    fewer heads, each of which serves as many neighbouring heads of q. softmax_scale: as in
+    `attention`.
     """
     T, C = q.shape
     HS, n_kv_head = C // n_head, k.shape[1] * n_head // C
@@ -166,14 +168,15 @@ def attention_cached(
     if T > QUERIES:
         firsts = range(0, T, QUERIES)
         parts = [
-            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, scale) for t in firsts
+            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, softmax_scale)
+            for t in firsts
         ]
         return np.concatenate(parts)
     seen = np.tri(T, start + T, start, dtype=bool)
     # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
-    scores = _scaled(q @ k.swapaxes(2, 3), HS, scale)
+    scores = _scaled(q @ k.swapaxes(2, 3), HS, softmax_scale)
     p = softmax(np.where(seen, scores, -np.inf))  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
@@ -233,7 +236,7 @@ def attention_packed(
     start: NDArray[np.integer[Any]],
     n_head: int,
     longest: int | None = None,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Array:
     """`attention_cached` of several sequences, whose rows of qkv follow each other.
 
@@ -257,7 +260,9 @@ def attention_packed(
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
             q = qkv[first:end, :Q]
-            out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head, scale)
+            out[first:end] = attention_cached(
+                q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale
+            )
     return out
 
 
@@ -277,7 +282,7 @@ def attention_varlen(
     causal: bool = False,
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`.
 
@@ -295,7 +300,7 @@ def attention_varlen(
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:
-            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head, scale)
+            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head, softmax_scale)
     return out
 
 
@@ -307,7 +312,7 @@ def attention_split(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Array:
     """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
@@ -320,7 +325,7 @@ def attention_split(
     out = np.zeros_like(q)
     for m, (b, at) in enumerate(zip(row.tolist(), position.tolist(), strict=True)):
         if b >= 0 and at >= 0:
-            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head, scale)[0]
+            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head, softmax_scale)[0]
     return out
 
 

@@ -61,7 +61,7 @@ class Rows:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"n_head": self.heads[0], "n_kv_head": self.heads[1], "scale": self.scale}
+        return {"n_head": self.heads[0], "n_kv_head": self.heads[1], "softmax_scale": self.scale}
 
     @property
     def wanted(self) -> Array:
@@ -173,7 +173,7 @@ def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> 
     inputs = tuple(map(cp.asarray, (qkv, held.k, held.v, seams, starts)))
     out = cp.asarray(np.full((len(qkv), rows.width), np.nan, qkv.dtype))
     options |= {"kv_dtype": held.kv_dtype, "variant": variant, "longest": int(new.max())}
-    options |= {"scale": rows.scale}
+    options |= {"softmax_scale": rows.scale}
     bound = ATTENTION_PACKED.bind(inputs, out, n_head=rows.heads[0], **options)
     return np.asarray(bound.run().get())
 
@@ -191,7 +191,7 @@ def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
     q = np.concatenate([rows.qkv[wanted, : rows.width], rows.qkv[:1, : rows.width]])
     given = (q, held.k, held.v, *(each.astype(np.int32) for each in places))
     inputs = tuple(map(cp.asarray, given))  # kept: a launch keeps no array alive
-    options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, "scale": rows.scale}
+    options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, "softmax_scale": rows.scale}
     bound = ATTENTION_SPLIT.bind(inputs, **options)
     bound.out.fill(np.nan)
     got: Array = bound.run().get()

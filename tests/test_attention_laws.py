@@ -130,7 +130,7 @@ def test_scores_of_another_scale(
     lengths, scale = [17, 1, 70], 2 / heads[2] ** 0.5
     qkv = kernel.made(sum(lengths), heads)
     if not kernel.scaled:
-        with pytest.raises(InputError, match="scale: divides by the square root"):
+        with pytest.raises(InputError, match="softmax_scale: divides by the square root"):
             kernel(cp, qkv, lengths, heads, causal, scale=scale)
         return
     got, doubled = kernel(cp, qkv, lengths, heads, causal, scale=scale), qkv.copy()

@@ -144,7 +144,7 @@ def _step(
     files.update({each["file"]: read_source(each["file"]) for each in found})
     return {
         "op": sources.function_of(step),
-        "number": step.attrs.get("scale", step.attrs.get("factor")),
+        "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
         "adds": step.op == "add",
         "kernels": found,
         "joins": [_short(name) for name in names],

@@ -118,8 +118,10 @@ def _fit_float32(c: Call) -> None:
 
 def _fit_naive(c: Call) -> None:
     _fit_float32(c)
-    if c.scale is not None:
-        raise Unfit("scale: divides by the square root of the head size: use variant online")
+    if c.softmax_scale is not None:
+        raise Unfit(
+            "softmax_scale: divides by the square root of the head size: use variant online"
+        )
 
 
 def _fit_online(c: Call) -> None:
@@ -202,7 +204,7 @@ def _online(c: Call) -> Launch:
     geometry = online_geometry(
         *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
     return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
 
 
@@ -234,7 +236,7 @@ def _two_part(c: Call) -> Launch:
     geometry, together = two_part_geometry(
         *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
@@ -253,7 +255,7 @@ def _mma(c: Call) -> Launch:
     geometry, together = mma_geometry(
         *c.sizes, c.causal, sms=sms, most_shared=most_shared, **c.heads
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
     return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
 
 
@@ -274,7 +276,7 @@ def _hopper_two_part(c: Call) -> Launch:
     geometry, together = hopper_two_part_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
     boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
@@ -323,7 +325,7 @@ def _hopper(c: Call) -> Launch:
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.out)
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.scale))
+    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
@@ -385,7 +387,7 @@ def _completed(c: Call) -> Call:
         _check_cache(c)
     c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest
     c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
-    of_floats = ("mha",) if c.scale is None else ("online",)
+    of_floats = ("mha",) if c.softmax_scale is None else ("online",)
     own = of_floats if c.storage == "float32" else TENSOR_CORES
     c.order = own if c.k is None else APPENDING
     return c
@@ -431,7 +433,7 @@ def _check_fit(
         "n_kv_head": n_kv_head,
         "HS": HS,
         "cu_seqlens": None,
-        "scale": None,
+        "softmax_scale": None,
     }
     options |= sizes
     try:
@@ -484,7 +486,7 @@ OPTIONS = {
     "causal": REQUIRED,
     "n_kv_head": None,
     "max_seqlen": None,
-    "scale": None,
+    "softmax_scale": None,
     "variant": None,
     "block": None,
 }
@@ -531,12 +533,13 @@ def attention(
     cu_seqlens: CudaArray | None = None,
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
 ) -> Any:
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
     With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
-    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. scale: of scores,
+    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: of
+    scores,
     in the place of 1 / sqrt(HS); mha and naive have no other, so that online is then the default.
 
     float32: variants mha (the default), naive and online. mha takes a T that the GPU's opt-in
@@ -566,7 +569,7 @@ def attention(
     """
     qkv, heads = on_16_bytes("qkv", qkv), {"n_head": n_head, "n_kv_head": n_kv_head}
     options: dict[str, Any] = {**heads, "causal": causal, "variant": variant, "block": block}
-    options |= {"max_seqlen": max_seqlen, "scale": scale}
+    options |= {"max_seqlen": max_seqlen, "softmax_scale": softmax_scale}
     if cu_seqlens is not None:
         return call(VARLEN, (qkv, cu_seqlens), **options).out
     return call(OPERATION, (qkv,), **options).out

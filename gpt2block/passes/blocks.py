@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     def scores(self) -> dict[str, Any]:
         """What attention is told of its scores, if they have a scale of their own."""
         scale = self.scales.attention if self.scales else None
-        return {} if scale is None else {"scale": scale}
+        return {} if scale is None else {"softmax_scale": scale}
 
     @property
     def turn(self) -> dict[str, Any]:
