@@ -309,8 +309,9 @@ class Model(Generic[Weights]):
         """
         sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
-        for each in states:
-            each[:-1] *= np.float32(self.config.scales.stream)
+        if (unit := self.config.scales.stream) != 1:
+            for each in states:
+                each[:-1] *= np.float32(unit)
         if shape is None:
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
