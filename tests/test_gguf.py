@@ -83,6 +83,18 @@ def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path: Path) -> None:
     np.testing.assert_allclose(found(ids), model(ids), rtol=0, atol=1e-9)
 
 
+def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path) -> None:
+    """Also where a head size is not stated; heads that do not fit are refused as in a Llama."""
+    source = gpt2block.from_pretrained(GOLDEN / "granite", device="cpu")
+    metadata, tensors = metadata_of(source), tensors_of(source)
+    for absent in ("granite.attention.scale", "granite.attention.key_length"):
+        del metadata[absent]
+    config: Any = Checkpoint.open(write(tmp_path / "m.gguf", metadata, tensors)).config
+    assert config.attention_multiplier == source.config.head_size**-0.5
+    metadata["granite.attention.head_count"] = 0
+    refused(write(tmp_path / "none.gguf", metadata, tensors), "n_head: expected a positive integer")
+
+
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:
     refused(tiny.parent, "expected model.safetensors", "give the path of the file", "tiny.gguf")
     refused("no_such_model.gguf", "no such file or directory")

@@ -102,7 +102,7 @@ def _config(header: Header) -> ModelConfig:
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
-        read = key in _READ or key in getattr(known.CONFIG, "GGUF_KEYS", ())
+        read = key in _READ or key in known.CONFIG.GGUF_KEYS
         if not read and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
@@ -151,22 +151,20 @@ def _llama_config(
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     sizes |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
-    head_size = settings.get("attention.key_length", 0)
-    for key, field in kind.GGUF_KEYS.items():
-        if settings.get(key, 0) != 0:  # which stands for none, as in llama.cpp
-            sizes[field] = settings[key]
-        elif key == "attention.scale":
-            sizes[field] = (head_size or settings["embedding_length"] / sizes["n_head"]) ** -0.5
-    return kind(
+    config = kind(
         **sizes,
         n_ff=settings["feed_forward_length"],
         n_kv_head=settings.get("attention.head_count_kv", 0),
-        head_size=head_size,
+        head_size=settings.get("attention.key_length", 0),
         eps=settings.get("attention.layer_norm_rms_epsilon", 1e-6),
         theta=settings.get("rope.freq_base", 10000.0),
         scaling=_scaling(prefix, settings, header),
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
+    neutral = {"attention.scale": config.head_size**-0.5}  # of others 1; 0 stands for it, too
+    keys = kind.GGUF_KEYS.items()
+    scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
+    return replace(config, **scalars)
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:

@@ -84,7 +84,8 @@ class ModelConfig(ABC):
     there, the first of which is written; OTHERS: likewise of other fields; FLAGS: the fields that
     are true or false, which have the same names there; ABSENT: fields without a value there that
     differ from the default. SETTINGS: names there, supported values, the default first, and why no
-    others. HONOURED: keys of other architectures that this one has as well.
+    others. HONOURED: keys of other architectures that this one has as well. GGUF_KEYS: those of
+    GGUF files, which have them without this architecture's name → fields.
     """
 
     NAME: ClassVar[str]
@@ -94,6 +95,7 @@ class ModelConfig(ABC):
     ABSENT: ClassVar[Mapping[str, Any]] = {}
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int

@@ -120,7 +120,6 @@ class LlamaConfig(ModelConfig):
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "attention_bias", "mlp_bias")
     OTHERS: ClassVar[Mapping[str, str]] = {"eps": "rms_norm_eps", "bos_token_id": "bos_token_id"}
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-6}
-    GGUF_KEYS: ClassVar[Mapping[str, str]] = {}  # further keys of GGUF files → fields
     SETTINGS: ClassVar[Settings] = (
         ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
         ("hidden_activation", (None, "silu", "swish"), "the feed-forward computes SiLU only"),

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.kernels import Defines, Geometry, float_define
 from gpt2block.errors import InputError
 from gpt2block.ops._products import room
 
@@ -36,6 +36,11 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
 
 # --- float32
+
+
+def scaled(geometry: Geometry, softmax_scale: float | None) -> Geometry:
+    """The launch with this scale of scores in the place of 1 / sqrt(HS)."""
+    return geometry.with_defines(float_define("ATT_SCALE", softmax_scale))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:

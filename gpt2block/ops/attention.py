@@ -24,7 +24,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at, load
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
@@ -44,6 +44,7 @@ from gpt2block.ops._attention_tiles import (
     mma_geometry,
     mma_stage,
     online_geometry,
+    scaled,
     tensor_heads_defines,
     two_part_geometry,
 )
@@ -204,7 +205,7 @@ def _online(c: Call) -> Launch:
     geometry = online_geometry(
         *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
 
 
@@ -236,7 +237,7 @@ def _two_part(c: Call) -> Launch:
     geometry, together = two_part_geometry(
         *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
@@ -255,7 +256,7 @@ def _mma(c: Call) -> Launch:
     geometry, together = mma_geometry(
         *c.sizes, c.causal, sms=sms, most_shared=most_shared, **c.heads
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
 
 
@@ -276,7 +277,7 @@ def _hopper_two_part(c: Call) -> Launch:
     geometry, together = hopper_two_part_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
@@ -325,7 +326,7 @@ def _hopper(c: Call) -> Launch:
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.out)
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)

@@ -27,7 +27,7 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import Geometry, float_define, launch_at
+from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
@@ -35,6 +35,7 @@ from gpt2block.ops._attention_tiles import (
     TENSOR_HEADS,
     heads_defines,
     mma_geometry,
+    scaled,
     shared_bytes,
     warp_queries,
 )
@@ -235,7 +236,7 @@ def _tiles(c: Call) -> Launch:
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.kv_dtype else storage(c.k)
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
@@ -260,8 +261,9 @@ def _mma(c: Call) -> Launch:
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
     plain, together = mma_geometry(*sizes, True, sms=sms, most_shared=most_shared, **heads)
-    defines = (*plain.defines, ("ATT_CACHED", 1), *float_define("ATT_SCALE", c.softmax_scale))
+    defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
+    geometry = scaled(geometry, c.softmax_scale)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
@@ -300,7 +302,7 @@ def _split(c: Call) -> Launch:
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
-    geometry = geometry.with_defines(float_define("ATT_SCALE", c.softmax_scale))
+    geometry = scaled(geometry, c.softmax_scale)
     T = "float32" if c.kv_dtype else c.kv_storage
     if c.to_terms is not None:
         own = TWO_PART if c.kv_storage == "float32" else c.kv_storage

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
-from gpt2block.config import ModelConfig, Scales
+from gpt2block.config import ModelConfig
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import TWO_PART, Machine
 
@@ -16,7 +16,7 @@ class Settings(NamedTuple):
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    scales: of a model.
+    embedding, softmax_scale: as in `Scales`.
     """
 
     n_head: int
@@ -27,7 +27,8 @@ class Settings(NamedTuple):
     half_split: bool = True
     rope: tuple[str, ...] = ()
     qk_norm: bool = False
-    scales: Scales | None = None
+    embedding: float = 1.0
+    softmax_scale: float | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
@@ -36,7 +37,13 @@ class Settings(NamedTuple):
         rope, qk_norm = config.frequencies_of_layers, "gamma_q" in config.block_shapes()
         scales = config.scales
         sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
-        return cls(*sizes, rope=rope, qk_norm=qk_norm, scales=scales)
+        return cls(
+            *sizes,
+            rope=rope,
+            qk_norm=qk_norm,
+            embedding=scales.embedding,
+            softmax_scale=scales.attention,
+        )
 
     def frequencies_of(self, h: str) -> str:
         """The name of those of a layer; h: the prefix of its names."""
@@ -49,8 +56,7 @@ class Settings(NamedTuple):
     @property
     def scores(self) -> dict[str, Any]:
         """What attention is told of its scores, if they have a scale of their own."""
-        scale = self.scales.attention if self.scales else None
-        return {} if scale is None else {"softmax_scale": scale}
+        return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
 
     @property
     def turn(self) -> dict[str, Any]:

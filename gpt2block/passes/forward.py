@@ -49,8 +49,8 @@ class Pass(ABC):
 
     def embed(self) -> Value:
         """The rows of the tokens: token embedding, plus position embedding if there is one."""
-        inputs, scales = ("tokens", "positions", "wte", "wpe"), self.c.scales
-        scaled = {} if scales is None or scales.embedding == 1 else {"factor": scales.embedding}
+        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
+        scaled = {} if factor == 1 else {"factor": factor}
         return self.do("embedding", "encoder_rows", inputs, **scaled)
 
     @abstractmethod
