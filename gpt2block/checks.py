@@ -269,6 +269,7 @@ def _position(name: str, value: Any) -> int:
 # Scalar arguments by name, with the same meaning in every function.
 SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_head": check_count,
+    "window": check_count,
     "n_kv_head": check_count,
     "head_dim": check_count,
     "start": _position,

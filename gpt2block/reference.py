@@ -116,6 +116,7 @@ def attention(
     causal: bool = False,
     n_kv_head: int | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
@@ -123,7 +124,7 @@ def attention(
     → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
     With n_kv_head below n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head heads, and
     each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: in the
-    place of 1 / sqrt(HS).
+    place of 1 / sqrt(HS). window, with `causal`: row i sees keys i - window + 1…i only.
     Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
     *batch, T, width = qkv.shape
@@ -135,25 +136,34 @@ def attention(
                 f"{n_head} + 2 · {shared} heads, where the first number is a multiple of the other"
             )
         raise InputError(f"qkv: expected rows of {rows}, got {width}")
+    if window is not None and not causal:
+        raise InputError("window: needs causal=True")
+    seen = seen_keys(T, T, 0, window) if causal else None
     heads = qkv.reshape(*batch, T, n_head + 2 * shared, -1)
     out = np.empty_like(heads[..., :n_head, :])  # (..., T, NH, HS)
     for h in range(n_head):
         at = n_head + h * shared // n_head  # the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
-        scores = _scaled(q @ k.swapaxes(-1, -2), q.shape[-1], softmax_scale)  # (..., T, T)
-        out[..., h, :] = _weighted_sum(softmax(scores, causal), v, causal)
+        p = attention_weights(q, k, seen, softmax_scale)  # (..., T, T)
+        out[..., h, :] = _weighted_sum(p, v, seen)
     return out.reshape(*batch, T, -1)
 
 
 @takes("q f32 T Q; k v kv P C -> out f32 T Q")
 def attention_cached(
-    q: Array, k: Array, v: Array, start: int, n_head: int, softmax_scale: float | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    start: int,
+    n_head: int,
+    softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
     q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
     ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
-    fewer heads, each of which serves as many neighbouring heads of q. softmax_scale: as in
+    fewer heads, each of which serves as many neighbouring heads of q. softmax_scale, window: as in
     `attention`.
     """
     T, C = q.shape
@@ -168,21 +178,21 @@ def attention_cached(
     if T > QUERIES:
         firsts = range(0, T, QUERIES)
         parts = [
-            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, softmax_scale)
+            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, softmax_scale, window)
             for t in firsts
         ]
         return np.concatenate(parts)
-    seen = np.tri(T, start + T, start, dtype=bool)
+    past = 0 if window is None else max(0, start - window + 1)  # keys that no query sees
+    k, v, start = k[past:], v[past:], start - past
+    seen = seen_keys(T, start + T, start, window)
     # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
-    scores = _scaled(q @ k.swapaxes(2, 3), HS, softmax_scale)
-    p = softmax(np.where(seen, scores, -np.inf))  # (KV heads, G, T, start + T)
+    p = attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
     else:  # 0 · NaN would be NaN
-        ends = range(start + 1, start + T + 1)
-        parts = [p[:, :, t, None, :n] @ v[:, :, :n] for t, n in enumerate(ends)]
+        parts = [p[:, :, t, None, keys] @ v[:, :, keys] for t, keys in enumerate(seen)]
         out = np.concatenate(parts, axis=2)
     return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(T, C)
 
@@ -237,6 +247,7 @@ def attention_packed(
     n_head: int,
     longest: int | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     """`attention_cached` of several sequences, whose rows of qkv follow each other.
 
@@ -261,7 +272,7 @@ def attention_packed(
         if end > first:
             q = qkv[first:end, :Q]
             out[first:end] = attention_cached(
-                q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale
+                q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
             )
     return out
 
@@ -283,6 +294,7 @@ def attention_varlen(
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`.
 
@@ -300,7 +312,9 @@ def attention_varlen(
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:
-            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head, softmax_scale)
+            out[first:end] = attention(
+                qkv[first:end], n_head, causal, n_kv_head, softmax_scale, window
+            )
     return out
 
 
@@ -313,6 +327,7 @@ def attention_split(
     position: NDArray[np.integer[Any]],
     n_head: int,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
@@ -325,13 +340,30 @@ def attention_split(
     out = np.zeros_like(q)
     for m, (b, at) in enumerate(zip(row.tolist(), position.tolist(), strict=True)):
         if b >= 0 and at >= 0:
-            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head, softmax_scale)[0]
+            one, options = q[m : m + 1], (n_head, softmax_scale, window)
+            out[m] = attention_cached(one, k[b], v[b], at, *options)[0]
     return out
 
 
-def _scaled(scores: Array, HS: int, scale: float | None) -> Array:
-    made: Array = scores / math.sqrt(HS) if scale is None else scores * scale
-    return made
+def attention_weights(
+    q: Array, k: Array, seen: NDArray[np.bool_] | None, softmax_scale: float | None = None
+) -> Array:
+    """softmax(Q Kᵀ / sqrt(HS)), 0 where a key is not seen.
+
+    q (..., T, HS), k (..., P, HS), seen (T, P) or None for all → (..., T, P). softmax_scale: as
+    in `attention`.
+    """
+    scores = q @ k.swapaxes(-1, -2)
+    scores = scores / math.sqrt(q.shape[-1]) if softmax_scale is None else scores * softmax_scale
+    return softmax(scores if seen is None else np.where(seen, scores, -np.inf))
+
+
+def seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
+    """Which of P keys the queries at positions start … start + T - 1 see: (T, P)."""
+    seen: NDArray[np.bool_] = np.tri(T, P, start, dtype=bool)
+    if window is not None:
+        seen &= ~np.tri(T, P, start - window, dtype=bool)
+    return seen
 
 
 @takes("scores f32 ... T -> out~scores f32 ... T")
@@ -352,7 +384,7 @@ def softmax(scores: Array, causal: bool = False) -> Array:
     return weights / total
 
 
-def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
+def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
     """p · v, where a masked row of v has no effect even if it is NaN (0 · NaN would be NaN).
 
     p (..., T, T), v (..., T, HS) → (..., T, HS).
@@ -362,8 +394,8 @@ def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
         return p @ v
     out = p @ np.where(finite, v, 0)
     for t in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))):
-        seen = slice(t if causal else 0, None)  # the rows that see key t
-        out[..., seen, :] += p[..., seen, t, None] * np.where(finite, 0, v)[..., None, t, :]
+        rows = slice(None) if seen is None else seen[:, t]  # that see key t
+        out[..., rows, :] += p[..., rows, t, None] * np.where(finite, 0, v)[..., None, t, :]
     return out
 
 

@@ -49,7 +49,7 @@ class Rows:
     """Packed rows [Q | K | V] (N, W) of sequences, and what attention is to make of them.
 
     starts: tokens of each sequence that are in the cache already, of which no result is wanted.
-    scale: of scores, if it is not that of the heads.
+    scale: of scores, if it is not that of the heads. window: keys that a row sees, if not all.
     """
 
     qkv: Array
@@ -58,10 +58,15 @@ class Rows:
     causal: bool
     starts: Sequence[int] = ()
     scale: float | None = None
+    window: int | None = None
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        return {"softmax_scale": self.scale, "window": self.window}
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"n_head": self.heads[0], "n_kv_head": self.heads[1], "softmax_scale": self.scale}
+        return {"n_head": self.heads[0], "n_kv_head": self.heads[1], **self.scores}
 
     @property
     def wanted(self) -> Array:
@@ -173,7 +178,7 @@ def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> 
     inputs = tuple(map(cp.asarray, (qkv, held.k, held.v, seams, starts)))
     out = cp.asarray(np.full((len(qkv), rows.width), np.nan, qkv.dtype))
     options |= {"kv_dtype": held.kv_dtype, "variant": variant, "longest": int(new.max())}
-    options |= {"softmax_scale": rows.scale}
+    options |= rows.scores
     bound = ATTENTION_PACKED.bind(inputs, out, n_head=rows.heads[0], **options)
     return np.asarray(bound.run().get())
 
@@ -191,7 +196,7 @@ def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
     q = np.concatenate([rows.qkv[wanted, : rows.width], rows.qkv[:1, : rows.width]])
     given = (q, held.k, held.v, *(each.astype(np.int32) for each in places))
     inputs = tuple(map(cp.asarray, given))  # kept: a launch keeps no array alive
-    options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, "softmax_scale": rows.scale}
+    options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, **rows.scores}
     bound = ATTENTION_SPLIT.bind(inputs, **options)
     bound.out.fill(np.nan)
     got: Array = bound.run().get()
@@ -210,7 +215,7 @@ class Kernel:
     has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
     so that a value that is not finite changes how those of other channels are rounded. infinity:
     whether one in V comes out as such, not as NaN. channels: of a head, if it takes no others.
-    scaled: whether scores can have another scale.
+    scaled: whether scores can have another scale, and rows a window.
     """
 
     run: Run
@@ -234,9 +239,10 @@ class Kernel:
         causal: bool,
         starts: Sequence[int] = (),
         scale: float | None = None,
+        window: int | None = None,
     ) -> Array:
         """On a GPU three times, with the same bits."""
-        rows = Rows(qkv, lengths, heads, causal, starts, scale)
+        rows = Rows(qkv, lengths, heads, causal, starts, scale, window)
         found = [self.run(cp, rows) for _ in range(1 if replaced() else 3)]
         for other in found[1:]:
             assert_same_bits(found[0], other)
@@ -373,29 +379,33 @@ def assert_right(
     causal: bool,
     xp: Any = np,
     starts: Sequence[int] = (),
+    window: int | None = None,
 ) -> None:
     """As accurate as a sequential evaluation in float32, with its roundings to 16 bits if any."""
     assert got.dtype == qkv.dtype
     rows = Rows(expanded(qkv, heads), lengths, heads, causal, starts)
     own = [part for part in parts(lengths) if part.stop > part.start]
-    exact = [reference.attention(rows.qkv[p].astype(np.float64), heads[0], causal) for p in own]
-    by_hand = [plainly(rows.qkv[p], heads[0], causal, xp) for p in own]
+    wide = [rows.qkv[part].astype(np.float64) for part in own]
+    exact = [reference.attention(each, heads[0], causal, window=window) for each in wide]
+    by_hand = [plainly(rows.qkv[p], heads[0], causal, xp, window) for p in own]
     truth, expected = (np.concatenate(each)[rows.wanted] for each in (exact, by_hand))
     plain.assert_as_accurate(got.astype(np.float32), truth, expected.astype(np.float32))
 
 
-def plainly(qkv: Array, n_head: int, causal: bool, xp: Any = np) -> Array:
+def plainly(
+    qkv: Array, n_head: int, causal: bool, xp: Any = np, window: int | None = None
+) -> Array:
     """In float32. Rows of 16 bits with two roundings, as tensor cores take no other numbers: of the
     softmax's weights, exp(s - max), before they are multiplied, and of the result.
     """
     if qkv.dtype == np.float32:
-        return on_host(plain.attention(xp.asarray(qkv), n_head, causal, xp))
+        return on_host(plain.attention(xp.asarray(qkv), n_head, causal, xp, window))
     T = len(qkv)
     heads = xp.asarray(qkv.astype(np.float32)).reshape(T, 3, n_head, -1)
     q, k, v = (xp.ascontiguousarray(heads[:, i].transpose(1, 0, 2)) for i in range(3))
     scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(q.shape[-1] ** 0.5)
     if causal:
-        scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
+        scores = xp.where(plain.seen(T, window, xp), scores, xp.float32(-np.inf))
     p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     # rounded on the host, whatever CuPy knows of bfloat16
     weights = xp.asarray(on_host(p).astype(qkv.dtype).astype(np.float32))

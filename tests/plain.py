@@ -77,16 +77,24 @@ def matmul_bias(a: Array, w: Array, bias: Array | None = None, xp: Any = np) -> 
     return total if bias is None else total + bias
 
 
-def attention(qkv: Array, n_head: int, causal: bool = False, xp: Any = np) -> Array:
+def attention(
+    qkv: Array, n_head: int, causal: bool = False, xp: Any = np, window: int | None = None
+) -> Array:
     *batch, T, three_c = qkv.shape
     heads = qkv.reshape(*batch, T, 3, n_head, -1)
     q, k, v = (xp.swapaxes(heads[..., i, :, :], -2, -3) for i in range(3))  # (..., NH, T, HS)
     scores = product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(math.sqrt(q.shape[-1]))
     if causal:
-        scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
+        scores = xp.where(seen(T, window, xp), scores, xp.float32(-np.inf))
     p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     out = product(p, v, xp) / running_sum(p, xp)
     return xp.ascontiguousarray(xp.swapaxes(out, -2, -3)).reshape(*batch, T, three_c // 3)
+
+
+def seen(T: int, window: int | None, xp: Any = np) -> Array:
+    """Which keys (T, T) rows see with a mask: up to their own, or the last `window` of these."""
+    every: Array = xp.tri(T, dtype=bool)
+    return every if window is None else every & ~xp.tri(T, k=-window, dtype=bool)
 
 
 def add(a: Array, b: Array, xp: Any = np) -> Array:

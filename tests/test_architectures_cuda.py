@@ -30,8 +30,10 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "granite": ("granite", SCALARS),
     "smollm3": ("smollm3", {"rope_layers": (False, True)}),
+    "mistral": ("mistral", {"window": 5}),
 }
-WIDE = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
+WINDOW = 70  # of a model with WIDE, if it has one
+WIDE: dict[str, Any] = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
 FORMATS: dict[str, str | None] = dict.fromkeys(
     ("float32", "bfloat16", "float16", "float8_e4m3fn")
 ) | {"float8_e5m2": "float8_e5m2"}
@@ -41,7 +43,7 @@ Case = tuple[str, str, bool]
 def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16", False), ("granite", "float8_e5m2", False)]
-    emulated += [("smollm3", "float32", False)]
+    emulated += [("smollm3", "float32", False), ("mistral", "float16", False)]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", case) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -59,6 +61,7 @@ def made(case: Case, device: str) -> Model[Any]:
     kind, own = OWN[name]
     config = ARCHITECTURES[kind].CONFIG(**SIZES, **own)
     if wide:
+        own = {name: WINDOW if name == "window" else value for name, value in own.items()}
         config = ARCHITECTURES[kind].CONFIG(**{**SIZES, **WIDE}, **own)
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 

@@ -182,6 +182,35 @@ def test_what_a_row_does_not_see_leaves_no_trace(
 
 
 @every_kernel()
+def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
+    """A row sees the last keys up to its own; others leave no trace, whatever stands there."""
+    lengths, windows, keys = [17, 1, 75], [20], [0, 37]
+    if where == "gpu":
+        lengths, windows, keys = [130, 1, 475], [1, 20, 64, 65, 200, 300], [0, 63, 128, 250]
+    qkv, own = kernel.made(sum(lengths), heads), parts(lengths)[2]
+    for window in windows:
+        if not (kernel.scaled and causal):
+            with pytest.raises(InputError, match=r"window: (attends to all|needs causal=True)"):
+                kernel(cp, qkv, lengths, heads, causal, window=window)
+            continue
+        clean = kernel(cp, qkv, lengths, heads, causal, window=window)
+        xp = cp if where == "gpu" else np
+        assert_right(clean, qkv, lengths, heads, causal, xp, window=window)
+        for key, value in product(keys, NOT_FINITE[: kernel.values]):
+            for columns in (keys_of, values_of) if np.isnan(value) else (values_of,):
+                wrong, first = qkv.copy(), own.start + key
+                columns(wrong, heads)[first, -1] = value
+                got = kernel(cp, wrong, lengths, heads, causal, window=window)
+                reached = slice(first, min(first + window, own.stop))
+                assert not np.isfinite(got[reached, -1].astype(np.float32)).any()
+                got[reached] = clean[reached]
+                assert_same_bits(got, clean)
+    if kernel.scaled and causal:
+        all_seen = kernel(cp, qkv, lengths, heads, causal, window=max(lengths))
+        assert_same_bits(all_seen, kernel(cp, qkv, lengths, heads, causal))
+
+
+@every_kernel()
 def test_values_that_are_not_finite(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:

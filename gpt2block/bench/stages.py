@@ -92,7 +92,7 @@ class StagedPass(DecodePass):
         k, v = f"{h}k", f"{h}v"
         self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        options = {"n_head": self.c.n_head, "longest": 1, **self.c.scores}
+        options = {"n_head": self.c.n_head, "longest": 1, **self.c.scores(h)}
         return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:

@@ -149,6 +149,11 @@ class ModelConfig(ABC):
         """The name of the frequencies by which RoPE turns each layer; () without RoPE."""
         return ()
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The number of tokens that attention of each layer sees, its own and earlier ones."""
+        return (None,) * self.n_layer
+
     @abstractmethod
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""

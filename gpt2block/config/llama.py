@@ -235,6 +235,27 @@ class LlamaConfig(ModelConfig):
         }
 
 
+@dataclass(frozen=True)
+class WindowedConfig(LlamaConfig):
+    """Sizes of a model that attends to the last `window` tokens; None: to all."""
+
+    HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
+    OTHERS: ClassVar[Mapping[str, str]] = {**LlamaConfig.OTHERS, "window": "sliding_window"}
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None:
+            object.__setattr__(self, "window", check_count("window", self.window))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """As in ModelConfig."""
+        sees_all = self.window is None or self.window >= self.n_ctx
+        return (None if sees_all else self.window,) * self.n_layer
+
+
 def _rope_of(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
 

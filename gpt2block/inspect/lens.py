@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,8 +90,8 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
         rows = rows_of_attention(engine, traced, layer)
         q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
-        scores = q @ k[shared].swapaxes(-1, -2) / np.float32(math.sqrt(D))
-        weights[layer] = reference.softmax(scores, causal=True)
+        seen = reference.seen_keys(T, T, 0, config.windows[layer])
+        weights[layer] = reference.attention_weights(q, k[shared], seen, config.scales.attention)
     return weights
 
 

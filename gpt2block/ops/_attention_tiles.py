@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Defines, Geometry, float_define
 from gpt2block.errors import InputError
 from gpt2block.ops._products import room
+from gpt2block.ops.call import Call
 
 MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the others
 WARPS = (4, 2, 1)  # of a block of `online`, the best first
@@ -38,9 +39,10 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 # --- float32
 
 
-def scaled(geometry: Geometry, softmax_scale: float | None) -> Geometry:
-    """The launch with this scale of scores in the place of 1 / sqrt(HS)."""
-    return geometry.with_defines(float_define("ATT_SCALE", softmax_scale))
+def scored(geometry: Geometry, c: Call) -> Geometry:
+    """The launch with the call's scale of scores in the place of 1 / sqrt(HS), and its window."""
+    window: Defines = () if c.window is None else (("ATT_WINDOW", c.window),)
+    return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:

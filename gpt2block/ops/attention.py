@@ -44,7 +44,7 @@ from gpt2block.ops._attention_tiles import (
     mma_geometry,
     mma_stage,
     online_geometry,
-    scaled,
+    scored,
     tensor_heads_defines,
     two_part_geometry,
 )
@@ -123,6 +123,8 @@ def _fit_naive(c: Call) -> None:
         raise Unfit(
             "softmax_scale: divides by the square root of the head size: use variant online"
         )
+    if c.window is not None:
+        raise Unfit("window: attends to all earlier tokens: use variant online")
 
 
 def _fit_online(c: Call) -> None:
@@ -205,7 +207,7 @@ def _online(c: Call) -> Launch:
     geometry = online_geometry(
         *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
     )
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
 
 
@@ -237,7 +239,7 @@ def _two_part(c: Call) -> Launch:
     geometry, together = two_part_geometry(
         *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
     )
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
@@ -256,7 +258,7 @@ def _mma(c: Call) -> Launch:
     geometry, together = mma_geometry(
         *c.sizes, c.causal, sms=sms, most_shared=most_shared, **c.heads
     )
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
 
 
@@ -277,7 +279,7 @@ def _hopper_two_part(c: Call) -> Launch:
     geometry, together = hopper_two_part_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
@@ -326,7 +328,7 @@ def _hopper(c: Call) -> Launch:
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.out)
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
@@ -388,7 +390,9 @@ def _completed(c: Call) -> Call:
         _check_cache(c)
     c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest
     c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
-    of_floats = ("mha",) if c.softmax_scale is None else ("online",)
+    if c.window is not None and not c.causal:
+        raise InputError("window: needs causal=True")
+    of_floats = ("mha",) if c.softmax_scale is c.window is None else ("online",)
     own = of_floats if c.storage == "float32" else TENSOR_CORES
     c.order = own if c.k is None else APPENDING
     return c
@@ -435,6 +439,7 @@ def _check_fit(
         "HS": HS,
         "cu_seqlens": None,
         "softmax_scale": None,
+        "window": None,
     }
     options |= sizes
     try:
@@ -488,6 +493,7 @@ OPTIONS = {
     "n_kv_head": None,
     "max_seqlen": None,
     "softmax_scale": None,
+    "window": None,
     "variant": None,
     "block": None,
 }
@@ -535,13 +541,14 @@ def attention(
     max_seqlen: int | None = None,
     n_kv_head: int | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Any:
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
     With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
     heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: of
-    scores,
-    in the place of 1 / sqrt(HS); mha and naive have no other, so that online is then the default.
+    scores, in the place of 1 / sqrt(HS). window: of the keys up to its own, a row sees so many. mha
+    and naive have neither, so that online is then the default.
 
     float32: variants mha (the default), naive and online. mha takes a T that the GPU's opt-in
     shared memory limits, about 57,000 on an H200. naive stores B · n_head · T² scores in device
@@ -570,7 +577,7 @@ def attention(
     """
     qkv, heads = on_16_bytes("qkv", qkv), {"n_head": n_head, "n_kv_head": n_kv_head}
     options: dict[str, Any] = {**heads, "causal": causal, "variant": variant, "block": block}
-    options |= {"max_seqlen": max_seqlen, "softmax_scale": softmax_scale}
+    options |= {"max_seqlen": max_seqlen, "softmax_scale": softmax_scale, "window": window}
     if cu_seqlens is not None:
         return call(VARLEN, (qkv, cu_seqlens), **options).out
     return call(OPERATION, (qkv,), **options).out

@@ -35,7 +35,7 @@ from gpt2block.ops._attention_tiles import (
     TENSOR_HEADS,
     heads_defines,
     mma_geometry,
-    scaled,
+    scored,
     shared_bytes,
     warp_queries,
 )
@@ -236,7 +236,7 @@ def _tiles(c: Call) -> Launch:
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.kv_dtype else storage(c.k)
     return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
@@ -263,7 +263,7 @@ def _mma(c: Call) -> Launch:
     plain, together = mma_geometry(*sizes, True, sms=sms, most_shared=most_shared, **heads)
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
@@ -302,7 +302,7 @@ def _split(c: Call) -> Launch:
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
-    geometry = scaled(geometry, c.softmax_scale)
+    geometry = scored(geometry, c)
     T = "float32" if c.kv_dtype else c.kv_storage
     if c.to_terms is not None:
         own = TWO_PART if c.kv_storage == "float32" else c.kv_storage
@@ -380,6 +380,7 @@ ATTENTION_PACKED = Operation(
         "n_head": REQUIRED,
         "longest": REQUIRED,
         "softmax_scale": None,
+        "window": None,
         "kv_dtype": None,
         "variant": None,
     },
@@ -388,7 +389,13 @@ ATTENTION_PACKED = Operation(
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
-    options={"n_head": REQUIRED, "softmax_scale": None, "to_terms": None, "kv_dtype": None},
+    options={
+        "n_head": REQUIRED,
+        "softmax_scale": None,
+        "window": None,
+        "to_terms": None,
+        "kv_dtype": None,
+    },
 )
 KV_APPEND = Operation(
     name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
@@ -410,7 +417,13 @@ OPERATION = Operation(
     attrs={"start": START, "n_head": 12},
     axes={"Q": "C", "P": "start+T"},
     small=({"T": 17, "C": 128, "n_head": 2},),
-    options={"start": REQUIRED, "n_head": REQUIRED, "softmax_scale": None, "kv_dtype": None},
+    options={
+        "start": REQUIRED,
+        "n_head": REQUIRED,
+        "softmax_scale": None,
+        "window": None,
+        "kv_dtype": None,
+    },
     prepare=_one_sequence,
     steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
 )
@@ -424,19 +437,21 @@ def attention_cached(
     n_head: int,
     kv_dtype: str | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> CudaArray:
     """`reference.attention_cached` on CuPy arrays; raises InputError.
 
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
     C. The bits of a query's result do not depend on how its sequence is divided into calls. Heads
-    have at most 256 channels. softmax_scale: as in `attention`.
+    have at most 256 channels. softmax_scale, window: as in `attention`.
     """
     options = {
         "start": start,
         "n_head": n_head,
         "kv_dtype": kv_dtype,
         "softmax_scale": softmax_scale,
+        "window": window,
     }
     return call(OPERATION, contiguous(q, k, v), **options).out
 
@@ -452,6 +467,7 @@ def attention_packed(
     kv_dtype: str | None = None,
     variant: str | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> CudaArray:
     """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
 
@@ -466,7 +482,7 @@ def attention_packed(
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     options: dict[str, Any] = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
-    options |= {"variant": variant, "softmax_scale": softmax_scale}
+    options |= {"variant": variant, "softmax_scale": softmax_scale, "window": window}
     return call(ATTENTION_PACKED, arrays, **options).out
 
 
@@ -479,6 +495,7 @@ def attention_split(
     n_head: int,
     kv_dtype: str | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> CudaArray:
     """Attention of single queries over a kv_cache, the keys in splits of 32.
 
@@ -487,7 +504,8 @@ def attention_split(
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     arrays = contiguous(q, k, v, row, position)
-    options = {"n_head": n_head, "kv_dtype": kv_dtype, "softmax_scale": softmax_scale}
+    options: dict[str, Any] = {"n_head": n_head, "kv_dtype": kv_dtype}
+    options |= {"softmax_scale": softmax_scale, "window": window}
     return ATTENTION_SPLIT.bind_on_device(arrays, **options).run()
 
 

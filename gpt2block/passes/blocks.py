@@ -16,7 +16,7 @@ class Settings(NamedTuple):
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    embedding, softmax_scale: as in `Scales`.
+    embedding, softmax_scale: as in `Scales`. windows: as in ModelConfig, or () for none.
     """
 
     n_head: int
@@ -29,6 +29,7 @@ class Settings(NamedTuple):
     qk_norm: bool = False
     embedding: float = 1.0
     softmax_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
@@ -43,25 +44,31 @@ class Settings(NamedTuple):
             qk_norm=qk_norm,
             embedding=scales.embedding,
             softmax_scale=scales.attention,
+            windows=config.windows,
         )
 
     def frequencies_of(self, h: str) -> str:
         """The name of those of a layer; h: the prefix of its names."""
-        return self.rope[int(h.split(".")[1])]
+        return self.rope[_layer(h)]
 
     @property
     def heads(self) -> dict[str, Any]:
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
 
-    @property
-    def scores(self) -> dict[str, Any]:
-        """What attention is told of its scores, if they have a scale of their own."""
-        return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
+    def scores(self, h: str) -> dict[str, Any]:
+        """What attention of a layer is told: the scale of its scores, and its window."""
+        window = self.windows[_layer(h)] if self.windows else None
+        options = {"softmax_scale": self.softmax_scale, "window": window}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def turn(self) -> dict[str, Any]:
         """What RoPE is told."""
         return {**self.heads, "half_split": self.half_split}
+
+
+def _layer(h: str) -> int:
+    return int(h.split(".")[1])
 
 
 class StepPass(Pass):
@@ -91,7 +98,7 @@ class StepPass(Pass):
         return self.do(f"{h}rope", "rope_qkv", (y, "positions", rope), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        options = {**self.c.heads, **self.c.scores, "causal": self.c.causal}
+        options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
         return self.do(f"{h}attn", "attention", (qkv,), **options)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
@@ -118,7 +125,7 @@ class ModelStepPass(StepPass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
         self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores}
+        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
         inputs = (qkv, k, v, "cu_seqlens", "start")
         return self.do(f"{h}attn", "attention_packed", inputs, **options)
 

@@ -106,7 +106,7 @@ class DecodePass(Pass):
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
         bound = self._bounds.get(means_of)
         terms = self._terms(to, bound)
-        options = {"n_head": self.c.n_head, **self.c.scores, **_to(terms), **self.kv}
+        options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, terms=terms, bound=bound)
 

@@ -106,7 +106,7 @@ class PrefillPass(Pass):
         self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
-        options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores}
+        options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
         return self.do(name, "attention_packed", inputs, **options, **self.kv)
 
@@ -180,7 +180,7 @@ class TensorCorePass(PrefillPass):
 
     def _over_new(self, h: str, qkv: Value, *cache: Value) -> Value:
         """cache: the kv_cache that K and V also go to, and their rows and positions."""
-        options = {**self.c.heads, **self.c.scores, "causal": True}
+        options = {**self.c.heads, **self.c.scores(h), "causal": True}
         return self.do(
             f"{h}attn",
             "attention_varlen",

@@ -30,13 +30,15 @@
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
 // ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
-// repeated. The grid is the same for all positions, so that it can be captured in a CUDA graph.
+// repeated. With a window, split 0 has its first key. The grid is the same for all positions, so that it can be captured
+// in a CUDA graph.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
 // sizeof(Shared). A position beyond the cache counts as its last.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
 #include "attention/unit.cuh"
+#include "attention/window.cuh"
 #include "lib/cluster.cuh"
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
@@ -155,14 +157,14 @@ struct Held {
         });
     }
 
-    // Loads the keys of the round up to `last`, and zeros after it.
-    __device__ __forceinline__ void load(const KV* own, int first, int last) {
-        if (first + ROUND - 1 <= last) {
+    // Loads the keys of the round from `lowest` to `last`, and zeros for others.
+    __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
+        if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
             const KV* const here = own + (long long)first * KV_ROW;
             each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
         } else {
             each([&](int i, int p) { vectors[i][p] = {}; });
-            if (first <= last) add(own, first, 0, last);
+            if (first <= last) add(own, first, lowest, last);
         }
     }
 
@@ -186,12 +188,14 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
     }
 }
 
-// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf after key `last`.
+// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf for keys that the query at
+// position `last` does not see.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     const float unit = score_unit(HS);  // a constant
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        const bool seen = first + i * GROUPS + (int)threadIdx.x % 32 / LANES <= last;
+        const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
+        const bool seen = key <= last && !is_past(key, last);
         s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
         if (!seen) s[i] = -INFINITY;
     }
@@ -320,10 +324,11 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
     const KV *const own_k = k + from, *const own_v = v + from;
-    int first = worker * KEYS;  // key of the round
+    int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // the first key of split 0
+    int first = origin + worker * KEYS;                            // key of the round
     Held keys, values;
-    keys.load(own_k, first, hint - 1);
-    values.load(own_v, first, hint - 1);
+    keys.load(own_k, first, lowest, hint - 1);
+    values.load(own_v, first, lowest, hint - 1);
     let_next_start();
     wait_for_previous();
     if (!cached) return;
@@ -345,12 +350,13 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return;
     if (last != hint) {  // the hint was wrong: repeat the loads
-        keys.load(own_k, first, last);
-        values.load(own_v, first, last);
+        lowest = first_seen(last), origin = lowest / KEYS * KEYS, first = origin + worker * KEYS;
+        keys.load(own_k, first, lowest, last);
+        values.load(own_v, first, lowest, last);
     }
     if (AS_CLUSTER > 1) wait_for_cluster();  // the first block runs, so that its shared memory can be written
 
-    const int splits = last / KEYS + 1;
+    const int splits = (last - origin) / KEYS + 1;
     int split = worker;
     Whole whole[ITEMS];
     for (int begin = 0;; begin += SPAN) {
@@ -360,17 +366,17 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             Softmax softmax[AS_QUERIES];
 #pragma unroll 1
             for (int round = 0; round < ROUNDS; ++round) {
-                const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
+                const int next = round + 1 < ROUNDS ? first + ROUND : origin + (split + WORKERS) * KEYS;
                 float s[AS_QUERIES][HELD];
 #pragma unroll
                 for (int i = 0; i < AS_QUERIES; ++i) multiply(x[i], keys, s[i]);
-                if (next <= last) keys.load(own_k, next, last);
+                if (next <= last) keys.load(own_k, next, lowest, last);
 #pragma unroll
                 for (int i = 0; i < AS_QUERIES; ++i) {
                     score(first, last, s[i]);
                     softmax[i].add(s[i], values);
                 }
-                if (next <= last) values.load(own_v, next, last);
+                if (next <= last) values.load(own_v, next, lowest, last);
                 first = next;
             }
 #pragma unroll

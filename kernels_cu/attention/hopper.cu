@@ -22,8 +22,8 @@
 // The bits of a row depend only on its sequence: keys are counted from its start, 128 at a time. Heads of 64 channels
 // add up even and odd steps separately (attention/hopper_rows.cuh), so that attention/hopper_alternate.cu, in which two
 // warpgroups share the keys of a query, has the same bits. Only the 128 keys that are processed first can include keys
-// after a query or past the end. Values of these V that are not finite are removed, and added at the end to the rows
-// that see them.
+// after a query or past the end, and with a window (attention/window.cuh) the last ones keys before it. Values of these
+// V that are not finite are removed, and added at the end to the rows that see them.
 //
 // Warps that have nothing else to do write K and V to a kv_cache, if there is one (attention/hopper_append.cuh).
 // attention/hopper_work.cuh describes which tiles a block takes.
@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         const auto load = [&](int part, int step) {
             const int slot = count % SLOTS;
             wait(shared.empty[0][slot], count / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
-            load_rows(map, work, shared.slots[0][slot], shared.full[0][slot], part, step * KEYS);
+            load_rows(map, work, shared.slots[0][slot], shared.full[0][slot], part, (first_step(work) + step) * KEYS);
             ++count;
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, from = last * KEYS;  // the last keys come first
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // the last keys come first
         const int row = work.first + own.row;                     // the warp's first
         bool finite = true;
         if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {
@@ -115,13 +115,17 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
         }
 #pragma unroll 1
         for (int step = last; step > 0; step = SERIES > 1 ? step - 1 & ~1 : step - 1) {
-            if (SERIES == 1 || step % 2 == 0) own.advance(even, odd, tile, step + SERIES <= last);
-            if (SERIES > 1) own.advance(odd, even, tile, step < last);
+            const int next = step - 1 & ~1;
+            if (SERIES == 1 || step % 2 == 0) {
+                finite &= own.advance(even, odd, work, tile, step + SERIES <= last, step - 1, step > 1);
+            }
+            if (SERIES > 1) finite &= own.advance(odd, even, work, tile, step < last, next, next > 0);
         }
         own.release(shared.answered[tile % 2]);
         T* const to = out + (work.row + row) * C + SIZE * work.head;
         const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
         const int left = work.length - row, end = min(work.length, from + KEYS);
+        const int seen_from = WINDOW ? first_step(work) * KEYS : from;
         more = work.next();
         const unsigned number = own.count++;
         const Matrix last_values = own.arrived(number);
@@ -138,7 +142,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
         } else {
             even.divide();
         }
-        if (!finite) even.add_not_finite(values, stride, from, end, row + own.lane / 4);
+        if (!finite) even.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
         own.store(even, to, C, left);
     }
     wait_for_products<0>();

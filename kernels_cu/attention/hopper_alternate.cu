@@ -57,7 +57,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         const auto load = [&](int ring, unsigned number, int part, int step) {
             const int slot = number % SLOTS;
             wait(shared.empty[ring][slot], number / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
-            load_rows(map, work, shared.slots[ring][slot], shared.full[ring][slot], part, step * KEYS);
+            const int first = (first_step(work) + step) * KEYS;
+            load_rows(map, work, shared.slots[ring][slot], shared.full[ring][slot], part, first);
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
         load_rows(map, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
@@ -105,19 +106,22 @@ __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
 // The group's steps of a tile, every second one from `step` on. Returns whether values that not all queries see are
 // finite.
 __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& work, int tile, int step, bool ragged) {
-    const int from = step * KEYS;
-    const bool last = own.group == 0, seen_in_part = ATT_CAUSAL || (ragged && work.length - from < KEYS);
+    const int from = (first_step(work) + step) * KEYS;
+    const bool last = own.group == 0, in_part = ATT_CAUSAL || (ragged && work.length - from < KEYS);
+    const bool seen_in_part = (last && in_part) || is_past(from, work.first + QUERIES - 1);
     bool finite = true;
     sums.clear();
     fence_sums();
     own.ask_for_scores(tile, own.arrived(own.count));
-    if (last && seen_in_part) finite = own.make_finite(own.count + (step > 1 ? 2 : 1));
+    if (seen_in_part) finite = own.make_finite(own.count + (step > 1 ? 2 : 1));
     wait_for_products<0>();
     pin(own.s);
     own.release_next();
     own.begin(sums, from, work.first, work.length);
 #pragma unroll 1
-    for (int now = step; now > 1; now -= 2) own.advance(sums, sums, tile, now < step);
+    for (int now = step; now > 1; now -= 2) {
+        finite &= own.advance(sums, sums, work, tile, now < step, now - 2, now > 3);
+    }
     const Matrix values = own.arrived(own.count);
     fence_sums();
     own.ask_for_out(sums, values, step > 1);
@@ -133,13 +137,16 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, 
     const int C = SIZE * work.n_head, to_values = C + C / ATT_SERVES;
     const long long stride = C + 2 * C / ATT_SERVES;
     for (int tile = 0; work.next(); ++tile) {
-        const int last = steps_of(work) - 1, from = last * KEYS, row = work.first + own.row;
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS, row = work.first + own.row;
         Sums sums;
         bool finite = true;
         wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         if (last >= own.group) finite = attend(own, sums, work, tile, last - own.group, ragged);
         own.release(shared.answered[tile % 2]);
+        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
+        const int seen_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
+            if (WINDOW && !finite) sums.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
             if (last > 0) give(shared.passed, sums);
             continue;
         }
@@ -148,9 +155,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, 
         } else {
             sums.divide();
         }
-        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
-        const int end = min(work.length, from + KEYS);
-        if (!finite) sums.add_not_finite(values, stride, from, end, row + own.lane / 4);
+        if (!finite) sums.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
         own.store(sums, out + (work.row + row) * C + SIZE * work.head, C, work.length - row);
     }
 }

@@ -44,9 +44,12 @@ struct Shared {
     }
 };
 
-// The number of steps of 128 keys that a tile's queries see.
+// The step of 128 keys that a tile starts with, of the series of even steps, and the number of steps from there on.
+__device__ __forceinline__ int first_step(const Work& work) {
+    return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
+}
 __device__ __forceinline__ int steps_of(const Work& work) {
-    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
 }
 
 // Loads 128 rows of the tile's head, from its sequence's row `first` on. part: 0 for Q, 1 for K, 2 for V.
@@ -140,8 +143,8 @@ struct Sums {
             for (int i = 0; i < SIZE / 4; ++i) {
                 const float v = widen(values[key * stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
                 if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || key <= row) out[i / 2 * 4 + i % 2] += v;
-                    if (!ATT_CAUSAL || key <= row + 8) out[i / 2 * 4 + 2 + i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
                 }
             }
         }
@@ -207,8 +210,12 @@ struct Consumer {
         end_products();
     }
 
-    // One step: the products of the scores that `pending` has, and the next scores for `next`. adds: as above.
-    __device__ __forceinline__ void advance(Sums& pending, Sums& next, int tile, bool adds) {
+    // One step: the products of the scores that `pending` has, and the scores of the tile's `step` for `next`. adds: as
+    // above; more: whether there are further steps. Returns whether values that a window hides from some queries are
+    // finite.
+    __device__ __forceinline__ bool advance(Sums& pending, Sums& next, const Work& work, int tile, bool adds, int step,
+                                            bool more) {
+        const int from = (first_step(work) + step) * KEYS;
         float factor[2];
         const Matrix keys = arrived(count);
         take_turn();
@@ -219,6 +226,7 @@ struct Consumer {
         wait_for_products<1>();
         pin(s);
         release_next();
+        hide_past(from, work.first);
         const bool moves = next.soften<KEYS / 2>(s, factor);
         hold(next);
         wait_for_products<0>();
@@ -226,6 +234,7 @@ struct Consumer {
         release_next();
         if (moves) next.scale(factor);
         pack<KEYS / 2>();
+        return !is_past(from, work.first + QUERIES - 1) || make_finite(count + more);
     }
 
     // The softmax of a tile's first scores, of 128 keys from `from` on, which can be later than some of the queries.
@@ -233,6 +242,7 @@ struct Consumer {
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
+        hide_past(from, first);
         if (ATT_CAUSAL && first + row / GROUP_QUERIES * GROUP_QUERIES == from) {
             mask<0, KEYS / 4>(seen, 8);
             sums.soften<KEYS / 4>(s, factor);
@@ -245,6 +255,16 @@ struct Consumer {
             }
             sums.soften<KEYS / 2>(s, factor);
             pack<KEYS / 2>();
+        }
+    }
+
+    // Masks scores of 128 keys from `from` on that are no longer in the window of the lane's rows.
+    __device__ __forceinline__ void hide_past(int from, int first) {
+        if (!is_past(from, first + row / GROUP_QUERIES * GROUP_QUERIES + GROUP_QUERIES - 1)) return;
+        const int seen = first + row + lane / 4 - from - 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            if (is_past(i / 4 * 8 + i % 2, seen + (i & 2 ? 8 : 0))) s[i] = -INFINITY;
         }
     }
 
@@ -277,13 +297,13 @@ struct Consumer {
             found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
         }
         if (!any_of_threads(1 + group, GROUP, found != 0)) return true;
-        sync_threads(3, SHARERS);
+        sync_threads(3 + ring, SHARERS);
         unsigned* pairs = reinterpret_cast<unsigned*>(values);
         for (int i = threadIdx.x % SHARERS; i < SLOT / 4; i += SHARERS) {
             pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
         }
         show_writes();
-        sync_threads(3, SHARERS);
+        sync_threads(3 + ring, SHARERS);
         return false;
     }
 

@@ -28,7 +28,7 @@
 //
 // The bits of a row depend only on the rows that it sees: keys are counted from the start of the sequence, and which
 // warpgroup has which of two alternate series of tiles makes no difference. Only the first tile of each warpgroup can
-// include keys after a query or past the end.
+// include keys after a query or past the end, and with a window (attention/window.cuh) the last ones keys before it.
 // Values of its V that are not finite are removed, and added at the end to the rows that see them.
 //
 // map: parts, boxes (1, 64, 64). Block (THREADS), grid: a block per multiprocessor, or per tile of QUERIES if that is
@@ -155,7 +155,7 @@ struct Consumer {
     }
 
     // Replaces the scores of a tile by P in two parts. With MASKED, not all queries see all of its keys: if causal, row
-    // i of the warp sees keys 0 .. seen + i, or none; else all rows see 0 .. seen.
+    // i of the warp sees keys 0 .. seen + i, or of these the last WINDOW, or none; else all rows see 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int seen) {
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);  // of the lane's first key, row g
@@ -165,7 +165,8 @@ struct Consumer {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float& score = s[4 * n + e];
-                const bool visible = !MASKED || 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0) <= sees;
+                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
+                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
                 score = visible ? fmaf(s_cross[4 * n + e], CROSS, score) * of_key[n][e % 2] : -INFINITY;
                 largest[e / 2] = fmaxf(largest[e / 2], score);
                 if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
@@ -218,8 +219,8 @@ struct Consumer {
             for (int i = 0; i < SIZE / 4; ++i) {
                 const float v = widen(values[key * stride + i / 2 * 8 + lane % 4 * 2 + i % 2]);
                 if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || key <= row) out[i / 2][i % 2] += v;
-                    if (!ATT_CAUSAL || key <= row + 8) out[i / 2][2 + i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2][i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2][2 + i % 2] += v;
                 }
             }
         }
@@ -266,13 +267,23 @@ struct Consumer {
     }
 };
 
+// Replaces values of a slot that are not finite by 0. Returns true if all were finite.
+__device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
+    char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
+    own.arrived(number);
+    if (all_finite(values, CHECK + own.group)) return true;
+    make_finite(values, CHECK + own.group);
+    return false;
+}
+
 // Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: the first key of its
 // first tile, of which `there` exist; first: the block's first query; scale: of the sequence's first row. Returns
-// whether values of the first tile are finite, or seen by all queries.
+// whether values that not all queries see are finite.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
                                        int tiles, int key) {
     const int steps = (tiles + 1 - own.group) / 2;
     const Matrix asked = matrix_at(queries, PART);
+    const int end = first + QUERIES - 1;  // the last query
     bool finite = true;
     fence_sums();
     own.ask_for_scores(asked, own.arrived(own.count));
@@ -280,12 +291,8 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
     wait_for_products<0>();
     pin(own.s), pin(own.s_cross);
     own.release(own.count++);
-    if (ATT_CAUSAL ? key + KEYS > first : there < KEYS) {
-        const unsigned number = own.count + (steps > 1);
-        char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
-        own.arrived(number);
-        finite = all_finite(values, CHECK + own.group);
-        if (!finite) make_finite(values, CHECK + own.group);
+    if ((ATT_CAUSAL ? key + KEYS > first : there < KEYS) || is_past(key, end)) {
+        finite = make_finite(own, own.count + (steps > 1));
     }
     own.soften<true>(ATT_CAUSAL ? first + 16 * own.warp - key : there - 1);
 #pragma unroll 1
@@ -307,7 +314,8 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         wait_for_products<0>();
         pin(own.s), pin(own.s_cross);
         own.release(number);
-        own.soften<false>(0);
+        own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
+        if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
     const bool one_more = own.group > 0 && tiles % 2 > 0;  // turn, which the first group has
     const Matrix last = own.arrived(own.count);
@@ -335,11 +343,12 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
         if (tiles > own.group) {
             const char* const queries = shared.queries[tile % 2];
             const float* const scales = scale + work.row;
-            const int key = (tiles - 1 - own.group) * KEYS, there = work.length - key;
+            const int key = (first_tile(work) + tiles - 1 - own.group) * KEYS, there = work.length - key;
             own.start(queries, left > 0 ? scales + row : scales, left);
             if (!attend(own, queries, scales, there, first, tiles, key)) {
                 const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
-                own.add_not_finite(values, stride, key, key + min(there, KEYS), row + own.lane / 4);
+                const int from = WINDOW ? first_tile(work) * KEYS : key;
+                own.add_not_finite(values, stride, from, key + min(there, KEYS), row + own.lane / 4);
             }
         }
         if (own.lane == 0) arrive(shared.answered[tile % 2]);

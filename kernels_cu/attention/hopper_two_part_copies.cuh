@@ -41,9 +41,10 @@ struct Shared {
 // Barriers of some threads of a block.
 enum { CHECK = 1, TURN = CHECK + 2, PASS = TURN + 2, TAKEN };
 
-// The number of tiles of keys that a block's queries see.
+// The number of tiles of keys that a block's queries see, and the first of these.
+__device__ __forceinline__ int first_tile(const Work& work) { return first_seen(work.first) / KEYS; }
 __device__ __forceinline__ int tiles_of(const Work& work) {
-    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_tile(work);
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
 #pragma unroll 1
         for (int i = 0; i < tiles + 2; ++i) {  // keys of the tile i before the last one, values of 2 tiles after it
             const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
-            const int first = row + (tiles - 1 - i) * KEYS;
+            const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
             if (i < tiles) load(i % 2, own - (i >= 2), column, first);
             if (i >= 2) load(i % 2, own - (i >= tiles), values, first + 2 * KEYS);
         }

@@ -22,7 +22,8 @@
 // The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. 16
 // queries skip each step of 16 keys that none of them sees. In the one step that they see in part, or two with a cache,
 // values that are not finite are multiplied key by key, for the queries that see them. Keys past the end of a sequence
-// are zeros, not read. With a cache, a query has the bits that it has in attention_mma, wherever its call starts.
+// are zeros, not read. A window (attention/window.cuh) is a second edge of the same kind. With a cache, a query has the
+// bits that it has in attention_mma, wherever its call starts.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 65.7 and 43.0).
 // With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/cached.cu: 133).
@@ -98,7 +99,7 @@ struct Queries {
     }
 
     // Processes a tile of keys. With MASKED, not all queries see all keys: if causal, row i of the warp sees keys 0 ..
-    // seen + i of the tile; else all rows see 0 .. seen.
+    // seen + i of the tile, or of these the last WINDOW; else all rows see 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
@@ -115,7 +116,7 @@ struct Queries {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 16 * f + 8 * (e / 2) : 0);
-                    if (MASKED && ahead > sees) s[f][n][e] = -INFINITY;
+                    if (MASKED && (ahead > sees || is_past(ahead, sees))) s[f][n][e] = -INFINITY;
                     largest[e / 2] = fmaxf(largest[e / 2], s[f][n][e]);
                 }
             }
@@ -133,10 +134,10 @@ struct Queries {
         multiply_values<MASKED>(s, base, values, seen);
     }
 
-    // Whether no query of fragment f sees keys 8 n, 8 n + 1 .. of a tile; the same for the whole warp.
+    // Whether no query of fragments `from` to `to` sees keys 8 n .. 8 n + 15 of a tile; the same for the whole warp.
     template <bool MASKED>
-    static __device__ __forceinline__ bool hidden(int f, int n, int seen) {
-        return MASKED && 8 * n > (ATT_CAUSAL ? seen + 16 * f + 15 : seen);
+    static __device__ __forceinline__ bool hidden(int from, int to, int n, int seen) {
+        return MASKED && (8 * n > (ATT_CAUSAL ? seen + 16 * to + 15 : seen) || is_past(8 * n + 15, seen + 16 * from));
     }
 
     template <bool MASKED>
@@ -152,12 +153,12 @@ struct Queries {
         for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
             for (int n = 0; n < 8; n += 2) {
-                if (hidden<MASKED>(FRAGS - 1, n, seen)) continue;
+                if (hidden<MASKED>(0, FRAGS - 1, n, seen)) continue;
                 unsigned b[2][2];
                 load_matrices<false>(b[0][0], b[0][1], b[1][0], b[1][1], keys + 8 * n * PITCH + 32 * k);
 #pragma unroll
                 for (int f = 0; f < FRAGS; ++f) {
-                    if (hidden<MASKED>(f, n, seen)) continue;
+                    if (hidden<MASKED>(f, f, n, seen)) continue;
                     mma(s[f][n], q[f][k], b[0]);
                     mma(s[f][n + 1], q[f][k], b[1]);
                 }
@@ -185,12 +186,12 @@ struct Queries {
         values += lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // 16 keys
-            if (hidden<MASKED>(FRAGS - 1, 2 * k, seen)) continue;
+            if (hidden<MASKED>(0, FRAGS - 1, 2 * k, seen)) continue;
             unsigned b[COLUMNS][2];
             load_values(b, values + 16 * k * PITCH);
 #pragma unroll
             for (int f = 0; f < FRAGS; ++f) {
-                if (hidden<MASKED>(f, 2 * k, seen)) continue;
+                if (hidden<MASKED>(f, f, 2 * k, seen)) continue;
                 unsigned p[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
@@ -202,8 +203,9 @@ struct Queries {
                     }
                     p[i] = pack2(v[0], v[1]);
                 }
-                const int ahead = ATT_CACHED ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
-                const bool in_part = ATT_CACHED ? ahead > -16 && ahead < 15 : 16 * k == seen + 16 * f;
+                constexpr bool ANY = ATT_CACHED || WINDOW;
+                const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
+                const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == seen + 16 * f;
                 if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
                     multiply_apart(out[f], p, b, ahead);
                     if (f + 1 < FRAGS) load_values(b, values + 16 * k * PITCH);
@@ -229,7 +231,8 @@ struct Queries {
         return __any_sync(0xffffffffu, found != 0);
     }
 
-    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i and not all values are finite.
+    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i, or of these the last WINDOW, and
+    // not all values are finite.
     // Removes the finite values from b.
     static __device__ __forceinline__ void multiply_apart(float (&out)[COLUMNS][4], const unsigned (&p)[4],
                                                           unsigned (&b)[COLUMNS][2], int ahead) {
@@ -256,7 +259,8 @@ struct Queries {
                 mma(then, a, of_key);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    if (ahead + g + 8 * (e / 2) >= key && !is_finite(then[e])) out[n][e] = then[e];
+                    const int last = ahead + g + 8 * (e / 2);
+                    if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[n][e] = then[e];
                 }
             }
         }
@@ -300,9 +304,10 @@ struct Place {
 __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& at) {
     const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // positions of the sequence's rows
     const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // that are seen, from key 0 on
+    const int first_key = first_seen(start + job.first) / KEYS * KEYS;
     copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, at.q + job.first * at.q_stride, at.q_stride,
                        job.length - job.first);
-    int arriving = 0;  // the first key of the next tile to be copied
+    int arriving = first_key;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             copy_rows<KEYS>(stage, at.k + arriving * at.kv_stride, at.kv_stride, end - arriving);
@@ -322,14 +327,14 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
     queries.load(ring + (ATT_STAGES - 1) * STAGE + warp * PITCH);
     char *stage = ring, *empty = ring + (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
-    for (int key = 0; key < keys; key += KEYS) {
+    for (int key = first_key; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
         __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
         ask(empty);
         const int seen = (ATT_CAUSAL ? start + first : end - 1) - key;
         const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;
-        if (first < job.length && seen + rows >= 0) {
-            if (seen >= KEYS - 1) {
+        if (first < job.length && seen + rows >= 0 && !is_past(KEYS - 1, seen)) {
+            if (seen >= KEYS - 1 && !is_past(0, seen + rows)) {
                 queries.take<false>(stage, stage + TILE, seen);
             } else {
                 queries.take<true>(stage, stage + TILE, seen);

@@ -88,14 +88,15 @@ struct Queries {
         }
     }
 
-    template <bool MASKED>
+    // Whether none of the warp's queries sees HELD keys from 8 n on.
+    template <bool MASKED, int HELD>
     static __device__ __forceinline__ bool hidden(int n, int seen) {
-        return MASKED && 8 * n > (ATT_CAUSAL ? seen + 15 : seen);
+        return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
     }
 
     // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of them: if
-    // causal, row i of the warp sees keys 0 .. seen + i; else all rows see 0 .. seen. rows: the high parts of the
-    // queries; QUERIES rows further are the low parts.
+    // causal, row i of the warp sees keys 0 .. seen + i, or of these the last WINDOW; else all rows see 0 .. seen. rows:
+    // the high parts of the queries; QUERIES rows further are the low parts.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
@@ -115,7 +116,8 @@ struct Queries {
         for (int n = 0; n < OWN / 8; ++n) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const bool visible = !MASKED || 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0) <= sees;
+                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
+                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
                 s[n][e] = visible ? s[n][e] * of_key[n][e % 2] : -INFINITY;
                 largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
                 if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
@@ -134,7 +136,7 @@ struct Queries {
             moves |= passes;
             if (ATT_ONE_SCALE) continue;
             const float higher = lanes_max<4>(highest[r]);
-            down[r] = inverse_of(higher);
+            down[r] = WINDOW && higher == 0.0f ? 0.0f : inverse_of(higher);  // 0: no key so far is visible
             factor[r] *= top[r] * down[r];  // times 1 in most cases
             moves |= higher > top[r];
             top[r] = higher;
@@ -180,7 +182,7 @@ struct Queries {
             load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);
 #pragma unroll
             for (int n = 0; n < OWN / 8; ++n) {
-                if (hidden<MASKED>(n, seen)) continue;
+                if (hidden<MASKED, 8>(n, seen)) continue;
                 unsigned b[2], c[2];
                 load_matrices<false>(b[0], b[1], c[0], c[1], keys + 8 * n * PITCH + 32 * k);
                 mma(s[n], hi, b);
@@ -205,10 +207,11 @@ struct Queries {
             float sums[4] = {}, cross[4] = {};
 #pragma unroll
             for (int k = 0; k < OWN / 16; ++k) {  // 16 keys
-                if (hidden<MASKED>(2 * k, seen)) continue;
+                if (hidden<MASKED, 16>(2 * k, seen)) continue;
                 unsigned b[2], c[2];
                 load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
-                if (MASKED && ATT_CAUSAL && 16 * k == seen) take_apart(out[n], p[k], b, c);
+                const bool in_part = 16 * k == seen || is_past(16 * k, seen + 15);
+                if (MASKED && ATT_CAUSAL && in_part) take_apart(out[n], p[k], b, c, WINDOW ? seen - 16 * k : 0);
                 mma(sums, p[k], b);
                 mma(cross, p[k], c);
                 mma(cross, q[k], b);
@@ -218,10 +221,10 @@ struct Queries {
         }
     }
 
-    // For 16 keys of which query i sees 0 .. i: removes values that are not finite from b and c, and adds them, key by
-    // key, to the queries that see them.
+    // For 16 keys of which query i sees 0 .. ahead + i, or of these the last WINDOW: removes values that are not finite
+    // from b and c, and adds them, key by key, to the queries that see them.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
-                                                      unsigned (&c)[2]) {
+                                                      unsigned (&c)[2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const unsigned found = not_finite(b[0]) | not_finite(b[1]) | not_finite(c[0]) | not_finite(c[1]);
         if (!__any_sync(0xffffffffu, found != 0)) return;
@@ -242,7 +245,8 @@ struct Queries {
             mma(then, a, of_key);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (g + 8 * (e / 2) >= key && !is_finite(then[e])) out[e] = then[e];
+                const int last = ahead + g + 8 * (e / 2);
+                if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[e] = then[e];
             }
         }
     }
@@ -308,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
         copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
     }
     const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
-    int arriving = 0;  // the first key of the next tile to be copied
+    const int first_key = first_seen(job.first) / KEYS * KEYS;
+    int arriving = first_key;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             const T* from = head + arriving * stride + to_keys;
@@ -329,14 +334,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     Queries queries(first < job.length ? scale + first : scale, job.length - first);
     int stage = 0, empty = (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
-    for (int key = 0; key < keys; key += KEYS) {
+    for (int key = first_key; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
         __syncthreads();  // the tile and the queries are complete, and no thread still reads the previous tile
         ask(ring + empty);
         const char *const asked = asking + warp * PITCH, *const tile = ring + stage + own * PITCH;
         const int from = key + own, seen = (ATT_CAUSAL ? first : job.length - 1) - from;
-        if (first < job.length && seen >= 0) {
-            if (seen >= OWN - 1 && !Queries::ALL_MASKED) {
+        if (first < job.length && seen >= 0 && !is_past(OWN - 1, seen)) {
+            if (seen >= OWN - 1 && !is_past(0, seen + 15) && !Queries::ALL_MASKED) {
                 queries.take<false>(asked, tile, scale + from, job.length - from, seen);
             } else {
                 queries.take<true>(asked, tile, scale + from, job.length - from, seen);

@@ -38,6 +38,7 @@
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
 #pragma once
 #include "attention/unit.cuh"
+#include "attention/window.cuh"
 #include "lib/common.cuh"
 #include "lib/copies.cuh"
 #include "lib/fresh.cuh"
@@ -202,8 +203,8 @@ __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const 
     }
 }
 
-// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step. Products
-// with other keys are skipped, not multiplied by 0: their values may be NaN.
+// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or the last
+// WINDOW of these. Products with other keys are skipped, not multiplied by 0: their values may be NaN.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(
     float (&o)[ROWS][GROUPS][4], const float* p, const float* v, int key, int last, int step) {
@@ -220,7 +221,7 @@ __device__ __forceinline__ void add_values(
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const float weight = e == 0 ? a[r].x : e == 1 ? a[r].y : e == 2 ? a[r].z : a[r].w;
-                if (MASKED && key + j + e > last + r * step) continue;
+                if (MASKED && (key + j + e > last + r * step || is_past(key + j + e, last + r * step))) continue;
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g) add_product(o[r][g], weight, b[g]);
             }
@@ -274,6 +275,9 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
                          : causal              ? min(rows, start + warp_query + WARP_QUERIES)
                                                : rows;
     const int all_see = causal ? start + warp_query + 1 : rows;  // keys that all queries of the warp see: no mask
+    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // seen by some query of the block
+    const int none_before = first_seen(start + warp_query);  // keys that no query of the warp sees
+    const int all_from = first_seen(start + warp_query + WARP_QUERIES - 1);
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
     const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a constant
@@ -294,30 +298,31 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     } else {
         copy_rows<QUERIES, STRIDE, false>(q_s, q_s, task.q, task.q_distance, block_query, queries);
     }
-    copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, 0, rows);
+    copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, first_key, rows);
 #pragma unroll 1
-    for (int key = 0; key < n_keys; key += KEYS) {
+    for (int key = first_key; key < n_keys; key += KEYS) {
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
         __syncthreads();  // K is there, and the previous V has been read
         copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
-        if (key < some_see) compute_scores(s, q, k);
+        if (key < some_see && key + KEYS > none_before) compute_scores(s, q, k);
         wait_for_copies();
         widen_rows<KEYS, V_STRIDE, false>(v_s, staged);
         __syncthreads();  // V is there, and K has been read
         if (key + KEYS < n_keys) {
             copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
         }
-        if (key >= some_see) continue;
+        if (key >= some_see || key + KEYS <= none_before) continue;
 
-        const bool masked = key + KEYS > all_see;
+        const bool masked = key + KEYS > all_see || key < all_from;
         if (masked) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) {
-                    if (key + c / 4 * 32 + 4 * tx + c % 4 > last + r * step) s[r][c] = -INFINITY;
+                    const int own = key + c / 4 * 32 + 4 * tx + c % 4;
+                    if (own > last + r * step || is_past(own, last + r * step)) s[r][c] = -INFINITY;
                 }
             }
         }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention/unit.cuh"
+#include "attention/window.cuh"
 #include "lib/common.cuh"
 
 #ifndef ATT_SIZE  // channels of a head: 64 or 128
