@@ -181,12 +181,12 @@ def test_what_a_row_does_not_see_leaves_no_trace(
                     assert not np.isfinite(got[first : own.stop].astype(np.float32)).any()
 
 
-@every_kernel()
+@every_kernel(wide=False)
 def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
     """A row sees the last keys up to its own; others leave no trace, whatever stands there."""
     lengths, windows, keys = [17, 1, 75], [20], [0, 37]
     if where == "gpu":
-        lengths, windows, keys = [130, 1, 475], [1, 20, 64, 65, 200, 300], [0, 63, 128, 250]
+        lengths, windows, keys = [130, 1, 475], [65, 200], [0, 128, 250]
     qkv, own = kernel.made(sum(lengths), heads), parts(lengths)[2]
     for window in windows:
         if not (kernel.scaled and causal):
