@@ -591,12 +591,13 @@ def rope_qkv(
     n_head: int,
     n_kv_head: int,
     half_split: bool = False,
+    factor: float = 1.0,
 ) -> Array:
     """`rope` of the queries and keys of rows [Q | K | V], with a position for each row.
 
     qkv (..., T, (n_head + 2 n_kv_head) D), positions (T,) → the same shape; V is copied.
-    frequencies (D / 2,): pair k of a head turns by position · frequencies[k]. float64 keeps angles
-    exact at large positions.
+    frequencies (D / 2,): pair k of a head turns by position · frequencies[k], and is multiplied by
+    factor unless that is 0. float64 keeps angles exact at large positions.
     """
     D, turning = 2 * len(frequencies), n_head + n_kv_head
     if qkv.shape[-1] != (turning + n_kv_head) * D:
@@ -604,8 +605,8 @@ def rope_qkv(
             f"qkv: expected {turning + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
         )
     heads = qkv.reshape(*qkv.shape[:-1], -1, D)
-    angle = positions[:, None, None] * frequencies
-    turned = _turned(heads[..., :turning, :], np.cos(angle), np.sin(angle), half_split)
+    cos, sin = _rotations(positions[:, None, None], frequencies, factor)
+    turned = _turned(heads[..., :turning, :], cos, sin, half_split)
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
 
 
@@ -622,6 +623,7 @@ def rope_append(
     position: NDArray[np.integer[Any]],
     n_head: int,
     half_split: bool = False,
+    factor: float = 1.0,
 ) -> Array:
     """`rope_qkv` of one token a sequence: returns q, and appends K and V to a kv_cache.
 
@@ -629,7 +631,7 @@ def rope_append(
     → (N, Q). K and V of token n go to position[n] of row[n].
     """
     n_kv_head = k.shape[-1] // max(1, 2 * len(frequencies))
-    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split)
+    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split, factor)
     kv_append(turned, k, v, row, position)
     return turned[:, : -2 * k.shape[-1]]
 
@@ -742,13 +744,21 @@ def _append_turned(
 
 
 @takes("position i32 N; frequencies f64 P -> out f32 N P 2")
-def rotations(position: NDArray[np.integer[Any]], frequencies: Array) -> Array:
+def rotations(position: NDArray[np.integer[Any]], frequencies: Array, factor: float = 1.0) -> Array:
     """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
 
-    An angle is position times frequency, in radians.
+    An angle is position times frequency, in radians. factor: as in `rope_qkv`.
     """
-    angle = position[:, None] * frequencies.astype(np.float64)
-    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    both = _rotations(position[:, None], frequencies.astype(np.float64), factor)
+    return np.stack(both, axis=-1).astype(np.float32)
+
+
+def _rotations(
+    position: NDArray[np.integer[Any]], frequencies: Array, factor: float
+) -> tuple[Array, Array]:
+    """Cosines and sines of position · frequencies, those that turn times factor."""
+    angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
+    return times * np.cos(angle), times * np.sin(angle)
 
 
 def _turned(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import Model
+from gpt2block import Model, RopeScaling
 from gpt2block.architectures import ARCHITECTURES
 from gpt2block.bench.measure import tolerance
 from gpt2block.parameters.arrays import random_model
@@ -24,12 +24,17 @@ SCALARS: dict[str, Any] = {
     "embedding_multiplier": 12, "attention_multiplier": 0.05, "residual_multiplier": 0.3,
     "logits_scaling": 0.05,
 }  # fmt: skip
+LONG = RopeScaling(
+    "longrope", 1.0, original_context=8, factors=(1.0,) * 24, attention_factor=1.3,
+    long_factors=tuple(1.0 + n for n in range(24)),
+)  # fmt: skip
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "granite": ("granite", SCALARS),
     "smollm3": ("smollm3", {"rope_layers": (False, True)}),
+    "phi3": ("phi3", {"rotary": 48, "scaling": LONG}),
 }
 WIDE = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
 FORMATS: dict[str, str | None] = dict.fromkeys(
@@ -41,7 +46,7 @@ Case = tuple[str, str, bool]
 def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16", False), ("granite", "float8_e5m2", False)]
-    emulated += [("smollm3", "float32", False)]
+    emulated += [("smollm3", "float32", False), ("phi3", "bfloat16", False)]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", case) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]

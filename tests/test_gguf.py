@@ -111,12 +111,15 @@ def test_the_scaling_of_llama_3_is_its_factors(tmp_path: Path) -> None:
     assert np.ptp(found.frequencies() / LlamaConfig(theta=500.0, head_size=12).frequencies()) > 0.5
     hugging_face = found.to_hugging_face()
     assert LlamaConfig.from_hugging_face(hugging_face).scaling == found.scaling
-    changes: tuple[dict[str, Any], ...] = (
-        {"attention_factor": 1.2}, {"short_factor": [1.0] * 6}, {"long_factor": None}
+    equal = "longrope is supported with equal"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"attention_factor": 1.2}, equal), ({"attention_factor": None, "factor": 2}, equal),
+        ({"short_factor": [1.0] * 6}, equal), ({"long_factor": None}, "long_factors: expected a"),
+        ({"original_max_position_embeddings": 1}, "expected an integer of at least 2, got 1"),
     )  # fmt: skip
-    for change in changes:
+    for change, match in changes:
         scaling = hugging_face["rope_scaling"] | change
-        with pytest.raises(gpt2block.CheckpointError, match="longrope is supported with equal"):
+        with pytest.raises(gpt2block.InputError, match=match):
             LlamaConfig.from_hugging_face(hugging_face | {"rope_scaling": scaling})
     with pytest.raises(gpt2block.InputError, match="a factor for each of 64 frequencies, got 6"):
         LlamaConfig(scaling=found.scaling)

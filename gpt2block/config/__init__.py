@@ -64,13 +64,15 @@ class Scales(NamedTuple):
 
     eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
     attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
-    residual stream of a pass is multiplied by to be the model's.
+    residual stream of a pass is multiplied by to be the model's. rope: what pairs of channels that
+    RoPE turns are multiplied by.
     """
 
     eps: float
     embedding: float = 1.0
     attention: float | None = None
     stream: float = 1.0
+    rope: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ class ModelConfig(ABC):
     def q_width(self) -> int:
         """Channels of all queries of a token."""
         return self.n_head * self.head_size
+
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """The channels in files of those of a head of q and of k; () where these are the same."""
+        return ()
 
     @property
     def kv_width(self) -> int:

@@ -16,7 +16,7 @@ class Settings(NamedTuple):
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    embedding, softmax_scale: as in `Scales`.
+    embedding, softmax_scale, turned: as in `Scales`, where they are embedding, attention and rope.
     """
 
     n_head: int
@@ -29,6 +29,7 @@ class Settings(NamedTuple):
     qk_norm: bool = False
     embedding: float = 1.0
     softmax_scale: float | None = None
+    turned: float = 1.0
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
@@ -43,6 +44,7 @@ class Settings(NamedTuple):
             qk_norm=qk_norm,
             embedding=scales.embedding,
             softmax_scale=scales.attention,
+            turned=scales.rope,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -59,9 +61,14 @@ class Settings(NamedTuple):
         return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
 
     @property
+    def multiplied(self) -> dict[str, Any]:
+        """What RoPE is told of the pairs that it turns, if they have a factor."""
+        return {} if self.turned == 1 else {"factor": self.turned}
+
+    @property
     def turn(self) -> dict[str, Any]:
         """What RoPE is told."""
-        return {**self.heads, "half_split": self.half_split}
+        return {**self.heads, "half_split": self.half_split, **self.multiplied}
 
 
 class StepPass(Pass):

@@ -58,7 +58,8 @@ class DecodePass(Pass):
         if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in several layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
-                self.rotations[rope] = self.do(name, "rotations", ("positions", rope))
+                inputs = ("positions", rope)
+                self.rotations[rope] = self.do(name, "rotations", inputs, **self.c.multiplied)
         return super().embed()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
@@ -100,7 +101,8 @@ class DecodePass(Pass):
         inputs = (y, rope, *cache, *norms)
         if norms:
             return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
-        return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
+        options = {**heads, **self.c.multiplied, **self.kv}
+        return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
