@@ -42,7 +42,7 @@ _LLAMA = {
 
 def tensors_of(model: TensorSource) -> Arrays:
     """The tensors by GGUF's names, matrices (outputs, inputs), as llama.cpp stores them."""
-    config, found = model.config, {}
+    config, found = model.config, Arrays()
     for name, array, layout in model.tensors():
         h, _, kind = name.rpartition(".")
         block = f"blk.{h[2:]}." if h else ""
