@@ -404,17 +404,18 @@ def linear(
 ) -> Array:
     """[residual +] f(n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up). x (..., K),
-    w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up), or if `gelu`
+    gelu(a) (n · up). x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) →
+    (..., N).
     """
     if (gamma is None) != (beta is None):
         raise InputError("expected gamma and beta, or neither")
     n = x if gamma is None or beta is None else layernorm(x, gamma, beta, eps)
     product = matmul_bias(n, _matrix(w, x), bias)
-    if gelu:
-        product = _gelu(product)
     if up is not None:
-        product = silu_mul(product, n @ _matrix(up, x))
+        product = silu_mul(product, n @ _matrix(up, x), gelu)
+    elif gelu:
+        product = _gelu(product)
     return product if residual is None else residual + product
 
 
@@ -459,9 +460,9 @@ def gemm(
 ) -> Array:
     """[residual +] f(a · w [+ bias]), the product of the tensor-core tier.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up). a (..., K),
-    w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add up K in
-    parts; it does not change this reference.
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up), or if `gelu`
+    gelu(c) (a · up). a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k:
+    whether a kernel may add up K in parts; it does not change this reference.
     """
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
@@ -810,16 +811,18 @@ def rmsnorm_ffn(
     w3: Array | WeightMatrix,
     eps: float = 1e-6,
     residual: Array | None = None,
+    gelu: bool = False,
 ) -> Array | tuple[Array, Array]:
     """The gated feed-forward before its last product: silu(n w1) · (n w3), n = rmsnorm(h).
 
+    gelu: in the place of SiLU.
     x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
     and the result is a pair: (..., N) and h. Without one, h = x.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     h = x if residual is None else x + residual
     n = rmsnorm(h, gamma, eps)
-    out = silu_mul(n @ _matrix(w1, x), n @ _matrix(w3, x))
+    out = silu_mul(n @ _matrix(w1, x), n @ _matrix(w3, x), gelu)
     return out if residual is None else (out, h)
 
 
@@ -832,14 +835,16 @@ def gated_sums(
     w_down: Array | WeightMatrix,
     splits: int,
     eps: float = 1e-6,
+    gelu: bool = False,
 ) -> Array:
     """The products of equal parts of h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), with w_down.
 
-    x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). FP8 numbers of w_down
-    are not multiplied by their scales: that is done with the sum of the results (`linear_sums`).
+    gelu: in the place of SiLU. x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) →
+    (splits, M, C). FP8 numbers of w_down are not multiplied by their scales: that is done with the
+    sum of the results (`linear_sums`).
     """
     n = rmsnorm(x, gamma, eps)
-    h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x))
+    h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x), gelu)
     if splits < 1 or h.shape[1] % splits:
         raise InputError(f"splits: expected a divisor of {h.shape[1]:,} channels, got {splits}")
     parts = zip(np.split(h, splits, 1), np.split(_matrix(w_down, x), splits), strict=True)
@@ -923,8 +928,10 @@ def _scales(w: Array | WeightMatrix, like: Array) -> Any:
 
 
 @takes("gate up any ... -> out~gate~up any ...")
-def silu_mul(gate: Array, up: Array) -> Array:
-    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), for arrays of the same shape."""
+def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
+    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), or GELU(gate) · up, for arrays of one shape."""
+    if gelu:
+        return _gelu(gate) * up
     with np.errstate(over="ignore"):  # exp(-x) = inf gives -0
         gated: Array = gate / (1 + np.exp(-gate)) * up
     return gated

@@ -17,6 +17,7 @@ class Settings(NamedTuple):
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
     embedding, softmax_scale, turned: as in `Scales`, where they are embedding, attention and rope.
+    gelu: whether the gate of the feed-forward is GELU.
     """
 
     n_head: int
@@ -30,6 +31,7 @@ class Settings(NamedTuple):
     embedding: float = 1.0
     softmax_scale: float | None = None
     turned: float = 1.0
+    gelu: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
@@ -45,6 +47,7 @@ class Settings(NamedTuple):
             embedding=scales.embedding,
             softmax_scale=scales.attention,
             turned=scales.rope,
+            gelu=config.GATE == "gelu",
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -59,6 +62,11 @@ class Settings(NamedTuple):
     def scores(self) -> dict[str, Any]:
         """What attention is told of its scores, if they have a scale of their own."""
         return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """What a gated product is told of its gate, unless it is SiLU."""
+        return {"gelu": True} if self.gelu else {}
 
     @property
     def multiplied(self) -> dict[str, Any]:
@@ -104,7 +112,7 @@ class StepPass(Pass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
-        return self.do(f"{h}ff", "silu_mul", (gate, up))
+        return self.do(f"{h}ff", "silu_mul", (gate, up), **self.c.gate)
 
 
 class ModelStepPass(StepPass):
@@ -190,5 +198,6 @@ class BlockPass(StepPass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
         if not any(self.do.has(f"{h}b_{name}") for name in ("gate", "up")):
-            return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), eps=self.c.eps)
+            options = {"eps": self.c.eps, **self.c.gate}
+            return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
         return super().gated(h, self._made(x), to)

@@ -117,11 +117,11 @@ class DecodePass(Pass):
         if x.terms and x.terms.width and not any(map(self.do.has, biases)):
             terms = self._terms(to, width=x.terms.width)
             inputs = (x.x, weights[0], "", "", "", "", weights[1])
-            options = {**self._given(x), **_to(terms)}
+            options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
         up = self.product(f"{h}up", x, weights[1], biases[1])
-        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
+        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
         return Rows(y, bound=self._bounds.get(f"{h}ff"))
 
     def _cache(self, h: str) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ class SumsPass(DecodePass):
             return super()._product(p)
         if isinstance(p.a, Gated):
             inputs = (*p.a, p.w)
-            options = {"splits": self.splits, **self.eps, **self.rounding}
+            options = {"splits": self.splits, **self.eps, **self.c.gate, **self.rounding}
             made = self.do(p.name, "gated_sums", inputs, **options)
             return Sums(p.residual, made, p.w)
         x, *sums = _completed(p.residual)
