@@ -17,6 +17,7 @@ from gguf.quants import dequantize, quantize
 
 import gpt2block
 from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, Model
+from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
@@ -93,6 +94,25 @@ def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path
     assert config.attention_multiplier == source.config.head_size**-0.5
     metadata["granite.attention.head_count"] = 0
     refused(write(tmp_path / "none.gguf", metadata, tensors), "n_head: expected a positive integer")
+
+
+def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
+    """Each part of them, and heads whose last 14 channels do not turn."""
+    config = Phi3Config(n_layer=1, n_head=2, n_embd=64, n_ctx=16, vocab_size=11, n_ff=32, rotary=18)
+    model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+    metadata, tensors = metadata_of(model), tensors_of(model)
+    path = write(tmp_path / "m.gguf", metadata, tensors, lambda _: "Q8_0")
+    found = Checkpoint.open(path)
+    assert found.config == config
+    for (name, array, layout), (ours, exact, its) in zip(
+        found.tensors(), model.tensors(), strict=True
+    ):
+        assert name == ours
+        exact = exact.T if layout == "NK" != its else exact  # noqa: PLW2901
+        assert np.abs(array - exact).max() <= np.abs(exact).max() / 127, name
+    metadata["phi3.rope.scaling.attn_factor"] = 1.5
+    message = "attn_factor: 1.5 is not supported without rope_factors_short.weight and rope_factors"
+    refused(write(tmp_path / "scaled.gguf", metadata, tensors), message)
 
 
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,35 @@ def test_equal_values_of_rope_may_be_repeated(
     found = LlamaConfig.from_hugging_face(config | changed)
     assert found.theta == theta
     assert found.scaling == (scaling and RopeScaling("linear", scaling))
+
+
+def test_longrope_in_a_shorter_context() -> None:
+    """It has the short factors, which are all 1, and the same factor of q and k."""
+    opened = Checkpoint.open(GOLDEN / "phi3")
+    config: Any = opened.config
+    short = replace(config, n_ctx=4)
+    plain = replace(config, scaling=None).frequencies()
+    np.testing.assert_array_equal(short.frequencies(), plain)
+    np.testing.assert_array_equal(config.frequencies()[:3] * [1, 1.5, 4], plain[:3])
+    assert short.scales.rope == config.scales.rope == math.sqrt(1 + math.log(64) / math.log(4))
+    ids = expected_of("phi3")["ids"][0, :4]
+    model: Model[Any] = Model.from_tensors(short, opened.tensors(), "cpu", "float32")
+    assert error(model(ids), load("phi3")(ids)) > 1e-3
+
+
+def test_parts_of_a_tensor_in_files_have_one_dtype(tmp_path: Path) -> None:
+    class Mixed:
+        config = Checkpoint.open(GOLDEN / "phi3").config
+
+        def tensors(self) -> Any:
+            for name, array, layout in load("phi3").tensors():
+                dtype = np.float16 if name.endswith("w_up") else np.float32
+                yield name, array.astype(dtype), layout
+
+    message = "w_up is float16, h.0.w_gate float32: one tensor in the file has both: give a dtype"
+    with pytest.raises(InputError, match=message):
+        gpt2block.checkpoints.save_pretrained(tmp_path / "mixed", Mixed())
+    gpt2block.checkpoints.save_pretrained(tmp_path / "mixed", Mixed(), "float32")
 
 
 JSON_VALUES: tuple[Any, ...] = (
