@@ -113,6 +113,9 @@ def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
     metadata["phi3.rope.scaling.attn_factor"] = 1.5
     message = "attn_factor: 1.5 is not supported without rope_factors_short.weight and rope_factors"
     refused(write(tmp_path / "scaled.gguf", metadata, tensors), message)
+    tensors["rope_factors_long.weight"] = np.ones(9, np.float32)
+    message = "and rope_factors_long.weight, got rope_factors_long.weight"
+    refused(write(tmp_path / "long.gguf", metadata, tensors), message)
 
 
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:

@@ -68,9 +68,9 @@ class Phi3Config(LlamaConfig):
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """As in ModelConfig."""
         fields = super()._fields_in({ORIGINAL: 4096, **config})
-        places = {"": config, **rope_objects(config)}
-        given = {f"{name} {PARTIAL}": place[PARTIAL] for name, place in places.items()
-                 if place.get(PARTIAL) is not None}  # fmt: skip
+        places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
+        given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
+        given = {name: each for name, each in given.items() if each is not None}
         factor = check_number(PARTIAL, agreed(given or {PARTIAL: 1}), 0, 1, "a number up to 1")
         size = fields.get("head_size") or fields["n_embd"] // fields["n_head"]
         rotary = check_integer(PARTIAL, int(size * factor), 1, size, "a channel of a head or more")

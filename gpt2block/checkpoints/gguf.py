@@ -160,8 +160,8 @@ def _llama_config(
         theta=settings.get("rope.freq_base", 10000.0),
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
+    # Of others 1; 0 stands for it, too.
     neutral = {"attention.scale": config.head_size**-0.5, "rope.dimension_count": 0}
-    # of others 1; 0 stands for it, too
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
@@ -170,7 +170,13 @@ def _llama_config(
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
     """The scaling of RoPE: a linear one, or factors for each frequency in one or two tensors."""
     kind = settings.get("rope.scaling.type", "linear")  # as in llama.cpp
-    long = all(name in header.tensors for name in LONGROPE_FACTORS)
+    present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
+    long = present == {*LONGROPE_FACTORS}
+    if not long and not present <= {ROPE_FACTORS}:
+        both = " and ".join(LONGROPE_FACTORS)
+        raise CheckpointError(
+            f"expected {ROPE_FACTORS}, or {both}, got {' and '.join(sorted(present))}"
+        )
     if kind not in ("none", "linear", *("longrope",) * long):
         raise CheckpointError(f"{prefix}rope.scaling.type: {shown(kind)} is not supported")
     factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 0))
