@@ -436,17 +436,18 @@ def linear(
 ) -> Array:
     """[residual +] f(n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up). x (..., K),
-    w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up), or if `gelu`
+    gelu(a) (n · up). x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) →
+    (..., N).
     """
     if (gamma is None) != (beta is None):
         raise InputError("expected gamma and beta, or neither")
     n = x if gamma is None or beta is None else layernorm(x, gamma, beta, eps)
     product = matmul_bias(n, _matrix(w, x), bias)
-    if gelu:
-        product = _gelu(product)
     if up is not None:
-        product = silu_mul(product, n @ _matrix(up, x))
+        product = silu_mul(product, n @ _matrix(up, x), gelu)
+    elif gelu:
+        product = _gelu(product)
     return product if residual is None else residual + product
 
 
@@ -491,9 +492,9 @@ def gemm(
 ) -> Array:
     """[residual +] f(a · w [+ bias]), the product of the tensor-core tier.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up). a (..., K),
-    w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add up K in
-    parts; it does not change this reference.
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up), or if `gelu`
+    gelu(c) (a · up). a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k:
+    whether a kernel may add up K in parts; it does not change this reference.
     """
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
@@ -623,12 +624,13 @@ def rope_qkv(
     n_head: int,
     n_kv_head: int,
     half_split: bool = False,
+    factor: float = 1.0,
 ) -> Array:
     """`rope` of the queries and keys of rows [Q | K | V], with a position for each row.
 
     qkv (..., T, (n_head + 2 n_kv_head) D), positions (T,) → the same shape; V is copied.
-    frequencies (D / 2,): pair k of a head turns by position · frequencies[k]. float64 keeps angles
-    exact at large positions.
+    frequencies (D / 2,): pair k of a head turns by position · frequencies[k], and is multiplied by
+    factor unless that is 0. float64 keeps angles exact at large positions.
     """
     D, turning = 2 * len(frequencies), n_head + n_kv_head
     if qkv.shape[-1] != (turning + n_kv_head) * D:
@@ -636,8 +638,8 @@ def rope_qkv(
             f"qkv: expected {turning + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
         )
     heads = qkv.reshape(*qkv.shape[:-1], -1, D)
-    angle = positions[:, None, None] * frequencies
-    turned = _turned(heads[..., :turning, :], np.cos(angle), np.sin(angle), half_split)
+    cos, sin = _rotations(positions[:, None, None], frequencies, factor)
+    turned = _turned(heads[..., :turning, :], cos, sin, half_split)
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
 
 
@@ -654,6 +656,7 @@ def rope_append(
     position: NDArray[np.integer[Any]],
     n_head: int,
     half_split: bool = False,
+    factor: float = 1.0,
 ) -> Array:
     """`rope_qkv` of one token a sequence: returns q, and appends K and V to a kv_cache.
 
@@ -661,7 +664,7 @@ def rope_append(
     → (N, Q). K and V of token n go to position[n] of row[n].
     """
     n_kv_head = k.shape[-1] // max(1, 2 * len(frequencies))
-    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split)
+    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split, factor)
     kv_append(turned, k, v, row, position)
     return turned[:, : -2 * k.shape[-1]]
 
@@ -774,13 +777,21 @@ def _append_turned(
 
 
 @takes("position i32 N; frequencies f64 P -> out f32 N P 2")
-def rotations(position: NDArray[np.integer[Any]], frequencies: Array) -> Array:
+def rotations(position: NDArray[np.integer[Any]], frequencies: Array, factor: float = 1.0) -> Array:
     """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
 
-    An angle is position times frequency, in radians.
+    An angle is position times frequency, in radians. factor: as in `rope_qkv`.
     """
-    angle = position[:, None] * frequencies.astype(np.float64)
-    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    both = _rotations(position[:, None], frequencies.astype(np.float64), factor)
+    return np.stack(both, axis=-1).astype(np.float32)
+
+
+def _rotations(
+    position: NDArray[np.integer[Any]], frequencies: Array, factor: float
+) -> tuple[Array, Array]:
+    """Cosines and sines of position · frequencies, those that turn times factor."""
+    angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
+    return times * np.cos(angle), times * np.sin(angle)
 
 
 def _turned(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
@@ -832,16 +843,18 @@ def rmsnorm_ffn(
     w3: Array | WeightMatrix,
     eps: float = 1e-6,
     residual: Array | None = None,
+    gelu: bool = False,
 ) -> Array | tuple[Array, Array]:
     """The gated feed-forward before its last product: silu(n w1) · (n w3), n = rmsnorm(h).
 
+    gelu: in the place of SiLU.
     x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
     and the result is a pair: (..., N) and h. Without one, h = x.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     h = x if residual is None else x + residual
     n = rmsnorm(h, gamma, eps)
-    out = silu_mul(n @ _matrix(w1, x), n @ _matrix(w3, x))
+    out = silu_mul(n @ _matrix(w1, x), n @ _matrix(w3, x), gelu)
     return out if residual is None else (out, h)
 
 
@@ -854,14 +867,16 @@ def gated_sums(
     w_down: Array | WeightMatrix,
     splits: int,
     eps: float = 1e-6,
+    gelu: bool = False,
 ) -> Array:
     """The products of equal parts of h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), with w_down.
 
-    x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). FP8 numbers of w_down
-    are not multiplied by their scales: that is done with the sum of the results (`linear_sums`).
+    gelu: in the place of SiLU. x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) →
+    (splits, M, C). FP8 numbers of w_down are not multiplied by their scales: that is done with the
+    sum of the results (`linear_sums`).
     """
     n = rmsnorm(x, gamma, eps)
-    h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x))
+    h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x), gelu)
     if splits < 1 or h.shape[1] % splits:
         raise InputError(f"splits: expected a divisor of {h.shape[1]:,} channels, got {splits}")
     parts = zip(np.split(h, splits, 1), np.split(_matrix(w_down, x), splits), strict=True)
@@ -945,8 +960,10 @@ def _scales(w: Array | WeightMatrix, like: Array) -> Any:
 
 
 @takes("gate up any ... -> out~gate~up any ...")
-def silu_mul(gate: Array, up: Array) -> Array:
-    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), for arrays of the same shape."""
+def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
+    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), or GELU(gate) · up, for arrays of one shape."""
+    if gelu:
+        return _gelu(gate) * up
     with np.errstate(over="ignore"):  # exp(-x) = inf gives -0
         gated: Array = gate / (1 + np.exp(-gate)) * up
     return gated

@@ -319,7 +319,8 @@ class Kernel:
         y = multiply(x, xp.asarray(given["w"].dequantized()), xp)
         if given.get("up") is not None:
             up = multiply(x, xp.asarray(given["up"].dequantized()), xp)
-            return self.rounded(y / (np.float32(1) + xp.exp(-y)) * up)
+            y = plain.gelu(y, xp) if case.gelu else y / (np.float32(1) + xp.exp(-y))
+            return self.rounded(y * up)
         y = y if bias is None else y + xp.asarray(bias)
         attrs = self.attrs(case)
         y = plain.gelu(y, xp) if attrs.get("gelu") else y
@@ -597,14 +598,14 @@ ON_CPU: Table = {
     "rmsnorm_matmul-matvec-own-bfloat16-NK": [Case(9, 8, 40, head_dim=10, sequences=3)],
     "rmsnorm_ffn-matvec-own-bfloat16-*": [Case(2, 520, 33, residual=True)],
     "rmsnorm_ffn-matvec-own-float32-KN": [Case(7, 36, 12, residual=True, apart=4)],
-    "rmsnorm_ffn-matvec-own-float16-NK": [Case(1, 2056, 6)],
+    "rmsnorm_ffn-matvec-own-float16-NK": [Case(1, 2056, 6), Case(1, 64, 6, gelu=True)],
     "rmsnorm_ffn-matvec-float8_e4m3fn-float16-NK": [Case(3, 48, 80, residual=True)],
     "rmsnorm_matmul-mma-own-float16-NK": [TURNED],
     "rmsnorm_matmul-mma-float8_e4m3fn-float16-NK": [TURNED],
     "rmsnorm_matmul-mma-float8_e4m3fn-bfloat16-KN": [TURNED],
     "rmsnorm_ffn-mma-float8_e5m2-float16-KN": [TURNED],
     "rmsnorm_ffn-mma-float8_e4m3fn-float16-NK": [TURNED],
-    "rmsnorm_ffn-mma-float8_e5m2-bfloat16-NK": [TURNED],
+    "rmsnorm_ffn-mma-float8_e5m2-bfloat16-NK": [TURNED._replace(gelu=True)],
     "rmsnorm_ffn-mma-own-float16-KN": [
         Case(40, K, 40, residual=True, tile=UNEVEN) for K in (64, 64 * 5 + 8)],
 }  # fmt: skip
@@ -650,7 +651,7 @@ ON_GPU: Table = {
     "rmsnorm_matmul-*": [
         Case(M, 272, 384, head_dim=64 * (M > 1) or None, half_split=M in (3, 70), apart=8 * (M > 3))
         for M in (1, 3, 16, 70, 200)],
-    "rmsnorm_ffn-*": [Case(M, 272, 192, residual=M > 1, apart=8 * (M > 5))
+    "rmsnorm_ffn-*": [Case(M, 272, 192, residual=M > 1, apart=8 * (M > 5), gelu=M in (5, 130))
                       for M in (1, 5, 33, 130, 300)],
     "rmsnorm_*-matvec-own-float16-*": [Case(3, 333, 77), Case(2, 12_000, 8)],
     "rmsnorm_matmul-matvec-own-float16-*": [LLAMA],

@@ -84,8 +84,31 @@ def mistral(rng: random.Random) -> dict[str, Any]:
     return found | {"sliding_window": window}
 
 
+def phi3(rng: random.Random) -> dict[str, Any]:
+    """A part of a head turns, or all; short factors in short contexts, or long ones in all texts.
+
+    Heads of at least 4 channels, of which a part can turn.
+    """
+    found, head_dim = sizes(rng), 2 * rng.randint(2, 12)
+    found |= {"head_dim": head_dim, "hidden_size": found["num_attention_heads"] * head_dim}
+    part = rng.choice((1.0, 0.75, 0.4 + 1 / head_dim))
+    original = rng.choice((3, 64))  # tokens, below all texts that are compared or above
+    if int(head_dim * part) % 2 or rng.random() < 0.3:
+        return found | {"partial_rotary_factor": part, "original_max_position_embeddings": original}
+    pairs = int(head_dim * part) // 2
+    factors = {name: [rng.uniform(1, 4) for _ in range(pairs)] for name in ("short", "long")}
+    scaling: dict[str, Any] = {"rope_type": "longrope"}
+    scaling |= {f"{name}_factor": each for name, each in factors.items()}
+    scaling |= rng.choice(({}, {"attention_factor": 1.4}, {"factor": 6.0}))
+    return found | {
+        "partial_rotary_factor": part,
+        "original_max_position_embeddings": original,
+        "rope_scaling": scaling,
+    }
+
+
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
-    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3)
+    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3, phi3)
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import Model
-from gpt2block.architectures import ARCHITECTURES
+from gpt2block import Model, RopeScaling
+from gpt2block.architectures.granite import GraniteConfig
+from gpt2block.architectures.mistral import MistralConfig
+from gpt2block.architectures.phi3 import Phi3Config
+from gpt2block.architectures.qwen2 import Qwen2Config
+from gpt2block.architectures.qwen3 import Qwen3Config
+from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.bench.measure import tolerance
+from gpt2block.config import ModelConfig
 from gpt2block.parameters.arrays import random_model
 from tests.devices import GPU, running_on
 
@@ -24,16 +30,37 @@ SCALARS: dict[str, Any] = {
     "embedding_multiplier": 12, "attention_multiplier": 0.05, "residual_multiplier": 0.3,
     "logits_scaling": 0.05,
 }  # fmt: skip
-OWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3-bias": ("qwen3", {"attention_bias": True}),
-    "granite": ("granite", SCALARS),
-    "smollm3": ("smollm3", {"rope_layers": (False, True)}),
-    "mistral": ("mistral", {"window": 5}),
+LONG = RopeScaling(
+    "longrope", 1.0, original_context=8, factors=(1.0,) * 24, attention_factor=1.3,
+    long_factors=tuple(1.0 + n for n in range(24)),
+)  # fmt: skip
+
+
+class Geglu(MistralConfig):
+    """A Mistral with GELU in the place of SiLU."""
+
+    GATE = "gelu"
+
+
+OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3-bias": (Qwen3Config, {"attention_bias": True}),
+    "granite": (GraniteConfig, SCALARS),
+    "smollm3": (SmolLM3Config, {"rope_layers": (False, True)}),
+    "phi3": (Phi3Config, {"rotary": 48, "scaling": LONG}),
+    "geglu": (Geglu, {}),
+    "mistral": (MistralConfig, {"window": 5}),
 }
 WINDOW = 70  # of a model with WIDE, if it has one
-WIDE: dict[str, Any] = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
+WIDE: dict[str, Any] = {
+    "head_size": 128,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_embd": 512,
+    "n_ff": 688,
+    "n_ctx": 200,
+}
 FORMATS: dict[str, str | None] = dict.fromkeys(
     ("float32", "bfloat16", "float16", "float8_e4m3fn")
 ) | {"float8_e5m2": "float8_e5m2"}
@@ -42,10 +69,10 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
-    emulated = [("qwen3", "float16", False), ("granite", "float8_e5m2", False)]
-    emulated += [("smollm3", "float32", False), ("mistral", "float16", False)]
+    emulated = [("qwen3", "float16"), ("granite", "float8_e5m2"), ("smollm3", "float32")]
+    emulated += [("phi3", "bfloat16"), ("geglu", "float16"), ("mistral", "float16")]
     everywhere = product(OWN, FORMATS, (False, True))
-    found = [("emulator", case) for case in emulated]
+    found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
 
 
@@ -59,10 +86,8 @@ def made(case: Case, device: str) -> Model[Any]:
     """Random weights; wide: heads of 128 channels."""
     name, dtype, wide = case
     kind, own = OWN[name]
-    config = ARCHITECTURES[kind].CONFIG(**SIZES, **own)
-    if wide:
-        own = {name: WINDOW if name == "window" else value for name, value in own.items()}
-        config = ARCHITECTURES[kind].CONFIG(**{**SIZES, **WIDE}, **own)
+    own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
+    config = kind(**{**SIZES, **(WIDE if wide else {})}, **own)
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 
 

@@ -69,7 +69,7 @@ class Half:
     """The second half of a layer, and what follows it: x after attention, and weights.
 
     The next layer has two heads of q for one of k and v, of D channels, and norms of them if
-    `normed`.
+    `normed`. gelu: of the gate.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class Half:
         D: int = 8,
         rounded: bool = False,
         normed: bool = False,
+        gelu: bool = False,
     ) -> None:
+        self.gelu = gelu
         self.dtype, self.kv, self.heads = dtype, 3 * D, 6
         self.rounding: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
         self.x, self.a = plain.normal(0, M, C), plain.normal(7, M, C)
@@ -111,7 +113,7 @@ class Half:
 
         x, (gamma, *after) = cupy.asarray(self.x), self.gammas
         n = norm(x, gamma)
-        h = run("silu_mul", of(n, self.gate), of(n, self.up))
+        h = run("silu_mul", of(n, self.gate), of(n, self.up), gelu=self.gelu)
         x = of(h, self.down, None, None, None, x)
         o = of(cupy.asarray(self.a), self.o, None, None, None, x)
         cache = self.cache(self.dtype)
@@ -131,7 +133,8 @@ class Half:
         x, (gamma, *after) = cupy.asarray(self.x), self.gammas
         count = splits(self.gate.N)[0]
         given = (x, gamma, self.gate, self.up, self.down)
-        made = run("gated_sums", *given, splits=count, eps=EPS, **self.rounding)
+        options = {"splits": count, "eps": EPS, "gelu": self.gelu, **self.rounding}
+        made = run("gated_sums", *given, **options)
         left = (made, self.down)
         cache = self.cache(self.dtype)
         by = run("rotations", cache[3], cupy.asarray(self.frequencies))
@@ -149,8 +152,9 @@ class Half:
         )
         gate, up, down, qkv, o = (self.gate, self.up, self.down, self.qkv, self.o)
         count = splits(gate.N)[0]
-        sums = reference.gated_sums(x, gamma, on_host(gate), on_host(up), on_host(down), count, EPS)
-        left = (sums, on_host(down))
+        matrices = (on_host(gate), on_host(up), on_host(down))
+        sums = reference.gated_sums(x, gamma, *matrices, count, EPS, self.gelu)
+        left = (sums, matrices[-1])
         by = reference.rotations(self.position, self.frequencies)
         k, v = (np.zeros((len(x), 8, self.kv)) for _ in range(2))
         places: Any = (by, k, v, self.row, self.position, *(g.get() for g in self.of_heads))
@@ -187,7 +191,8 @@ CASES += [
 def test_the_bits_are_those_of_kernels_apart(
     device: Any, possible: None, M: int, C: int, H: int, dtype: str
 ) -> None:
-    half = Half(M, C, H, dtype, normed=M > 2)
+    kind = {"normed": M > 2, "gelu": M % 2 == 0}
+    half = Half(M, C, H, dtype, **kind)
     found = half.together()
     for ours, theirs, exact in zip(found, half.apart(), half.exact(), strict=True):
         assert_same_bits(ours, theirs)
@@ -195,7 +200,7 @@ def test_the_bits_are_those_of_kernels_apart(
         assert np.abs(ours - exact).max() <= rounding * np.abs(exact).max()
     if dtype == "bfloat16":
         return
-    half = Half(M, C, H, dtype, rounded=True, normed=M > 2)
+    half = Half(M, C, H, dtype, rounded=True, **kind)
     for ours, theirs, unrounded in zip(half.together(), half.apart(), found, strict=True):
         assert_same_bits(ours, theirs)
         assert 0 < np.abs(ours - unrounded).max() <= 2e-3 * np.abs(unrounded).max()

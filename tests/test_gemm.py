@@ -192,31 +192,34 @@ def test_k_in_parts(cp: Any, M: int) -> None:
         kernel.assert_right(out.get(), given, case, "gpu")
 
 
-def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str) -> tuple[Any, ...]:
-    """a, two matrices on the GPU, and silu(a w) (a up) in float64."""
+def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tuple[Any, ...]:
+    """a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
     rng = np.random.default_rng(M)
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (N, K), (N, K))]
     host[0] *= 2 / K**0.5
     a, *both = (cp.asarray(each.astype(np.dtype(dtype))) for each in host)
     exact, w, up = (each.get().astype(np.float64) for each in (a, *both))
     matrices = [WeightMatrix(each, dtype, None, "NK") for each in both]
-    return a, *matrices, reference.gemm(exact, w.T, up=up.T)
+    return a, *matrices, reference.gemm(exact, w.T, up=up.T, gelu=gelu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 8, 264), (70, 144, 72), (500, 2312, 768)])
-def test_gate_and_up_are_one_product(cp: Any, M: int, N: int, K: int, dtype: str) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gate_and_up_are_one_product(
+    cp: Any, gelu: bool, M: int, N: int, K: int, dtype: str
+) -> None:
     """As exact as one rounding; a row has the same bits alone; the variant is chosen by itself."""
-    a, w, up, truth = gate_and_up(cp, M, N, K, dtype)
+    a, w, up, truth = gate_and_up(cp, M, N, K, dtype, gelu)
     memory = cp.full((M + 8, N), 7, dtype)
-    GEMM.bind((a, w, None, None, up), memory[:M]).run()
+    GEMM.bind((a, w, None, None, up), memory[:M], gelu=gelu).run()
     got = memory.get().astype(np.float64)
     assert (got[M:] == 7).all()
     step = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     off = np.abs(got[:M] - truth) - step * np.abs(truth)
     assert off.max() < 1e-5 * np.abs(truth).max()
-    alone = ops.gemm(a[M // 2 : M // 2 + 1], w, up=up).get()
+    alone = ops.gemm(a[M // 2 : M // 2 + 1], w, up=up, gelu=gelu).get()
     np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
 
 
@@ -285,7 +288,6 @@ def test_wrong_input_is_refused(device: Any) -> None:
         ((half, matrix(16, dtype="float16"), *[None] * 2, up["up"]), {}, "up: expected"),
         ((half, up["up"], ones[0, :8], None, up["up"]), {}, "up: expected"),
         ((half, up["up"], None, half[:, :8].copy(), up["up"]), {}, "up: expected"),
-        ((half, up["up"], None, None, up["up"]), {"gelu": True}, "up: expected"),
         ((half, up["up"], None, None, up["up"]), {"dtype": "float32"}, "up: expected"),
         ((half, fp8, None, None, up["up"]), {}, "up: expected"),
         ((float32, parts, None, None, up["up"]), {}, "up: expected"),

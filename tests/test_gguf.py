@@ -17,6 +17,7 @@ from gguf.quants import dequantize, quantize
 
 import gpt2block
 from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, Model
+from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
@@ -95,6 +96,28 @@ def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path
     refused(write(tmp_path / "none.gguf", metadata, tensors), "n_head: expected a positive integer")
 
 
+def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
+    """Each part of them, and heads whose last 14 channels do not turn."""
+    config = Phi3Config(n_layer=1, n_head=2, n_embd=64, n_ctx=16, vocab_size=11, n_ff=32, rotary=18)
+    model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+    metadata, tensors = metadata_of(model), tensors_of(model)
+    path = write(tmp_path / "m.gguf", metadata, tensors, lambda _: "Q8_0")
+    found = Checkpoint.open(path)
+    assert found.config == config
+    for (name, array, layout), (ours, exact, its) in zip(
+        found.tensors(), model.tensors(), strict=True
+    ):
+        assert name == ours
+        exact = exact.T if layout == "NK" != its else exact  # noqa: PLW2901
+        assert np.abs(array - exact).max() <= np.abs(exact).max() / 127, name
+    metadata["phi3.rope.scaling.attn_factor"] = 1.5
+    message = "attn_factor: 1.5 is not supported without rope_factors_short.weight and rope_factors"
+    refused(write(tmp_path / "scaled.gguf", metadata, tensors), message)
+    tensors["rope_factors_long.weight"] = np.ones(9, np.float32)
+    message = "and rope_factors_long.weight, got rope_factors_long.weight"
+    refused(write(tmp_path / "long.gguf", metadata, tensors), message)
+
+
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:
     refused(tiny.parent, "expected model.safetensors", "give the path of the file", "tiny.gguf")
     refused("no_such_model.gguf", "no such file or directory")
@@ -111,12 +134,15 @@ def test_the_scaling_of_llama_3_is_its_factors(tmp_path: Path) -> None:
     assert np.ptp(found.frequencies() / LlamaConfig(theta=500.0, head_size=12).frequencies()) > 0.5
     hugging_face = found.to_hugging_face()
     assert LlamaConfig.from_hugging_face(hugging_face).scaling == found.scaling
-    changes: tuple[dict[str, Any], ...] = (
-        {"attention_factor": 1.2}, {"short_factor": [1.0] * 6}, {"long_factor": None}
+    equal = "longrope is supported with equal"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"attention_factor": 1.2}, equal), ({"attention_factor": None, "factor": 2}, equal),
+        ({"short_factor": [1.0] * 6}, equal), ({"long_factor": None}, "long_factors: expected a"),
+        ({"original_max_position_embeddings": 1}, "expected an integer of at least 2, got 1"),
     )  # fmt: skip
-    for change in changes:
+    for change, match in changes:
         scaling = hugging_face["rope_scaling"] | change
-        with pytest.raises(gpt2block.CheckpointError, match="longrope is supported with equal"):
+        with pytest.raises(gpt2block.InputError, match=match):
             LlamaConfig.from_hugging_face(hugging_face | {"rope_scaling": scaling})
     with pytest.raises(gpt2block.InputError, match="a factor for each of 64 frequencies, got 6"):
         LlamaConfig(scaling=found.scaling)

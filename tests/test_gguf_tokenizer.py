@@ -17,7 +17,7 @@ import tokenizers
 from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
 from gguf import TokenType
 from make_golden_smollm2 import texts
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import gpt2block
 from gpt2block import CheckpointError
@@ -100,6 +100,8 @@ MODELS = {
     "smaug-bpe": Model(split(LLAMA_3)),
     "dbrx": Model(split(LLAMA_3, behavior="removed")),
     "qwen2": Model(split(QWEN_2), nfc=True),
+    "deepseek-r1-qwen": Model(split(QWEN_2)),
+    "megrez": Model(split(QWEN_2)),
     "tekken": Model(split(TEKKEN), ignore_merges=True, bos=True),
     "gpt-4o": Model(split(GPT_4O, behavior="removed")),
     "deepseek-v3": Model(split(r"\p{N}{1,3}", HAN, DEEPSEEK_3)),
@@ -354,6 +356,24 @@ def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
             assert found.decode(ids[1:]) == text.replace("▁", " "), text
             if "▁" not in text:
                 assert ids[1:] == model.encode(text), text
+
+
+def test_the_tokenizer_json_of_gemma(tmp_path: Path) -> None:
+    """With bytes, a normalizer for spaces, and a token before every text."""
+    runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "<h1>"]
+    expected = gemma(trained(add_dummy_prefix=False, user_defined_symbols=runs), runs)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    expected.decoder = decoders.Sequence(steps)
+    expected.add_special_tokens(["<s>", "</s>"])
+    expected.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
+    )
+    expected.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.from_path(tmp_path / "tokenizer.json", 10**6)
+    for text in [" x", " " * 33 + "a", *mixtures()]:
+        ids = tokenizer.encode(found, text)
+        assert ids == expected.encode(text).ids, text
+        assert found.decode(ids[1:]) == text.replace("▁", " "), text
 
 
 def test_bos_is_added_as_the_file_says(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
-NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3")
+NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
+PHI3 = {"model_type": "phi3"}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
@@ -175,7 +178,7 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
         assert array.dtype == (np.float32 if dtype else np.float16)
         np.testing.assert_array_equal(array, kept)
     written = load_file(tmp_path / "again" / "model.safetensors")
-    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(written)
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(written)
 
 
 def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> None:
@@ -280,6 +283,12 @@ def test_the_class_follows_the_architecture() -> None:
         (GRANITE | {"logits_scaling": "16"}, "logits_scaling: expected 2^-20 to 2^20, got '16'"),
         (GRANITE | {"attn_logit_softcapping": 30}, "attn_logit_softcapping: expected null, got 30"),
         ({"attention_multiplier": 0.1}, "attention_multiplier: expected null or 0.28"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number up to 1"),
+        (PHI3 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected a channel of a "),
+        (PHI3 | {"sliding_window": 255}, "sliding_window: expected null, got 255"),
+        (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
+        (PHI3, "layers.0.mlp.gate_up_proj.weight"),
     ],
 )
 def test_a_config_that_is_not_honoured(
@@ -335,6 +344,35 @@ def test_equal_values_of_rope_may_be_repeated(
     assert found.scaling == (scaling and RopeScaling("linear", scaling))
 
 
+def test_longrope_in_a_shorter_context() -> None:
+    """It has the short factors, which are all 1, and the same factor of q and k."""
+    opened = Checkpoint.open(GOLDEN / "phi3")
+    config: Any = opened.config
+    short = replace(config, n_ctx=4)
+    plain = replace(config, scaling=None).frequencies()
+    np.testing.assert_array_equal(short.frequencies(), plain)
+    np.testing.assert_array_equal(config.frequencies()[:3] * [1, 1.5, 4], plain[:3])
+    assert short.scales.rope == config.scales.rope == math.sqrt(1 + math.log(64) / math.log(4))
+    ids = expected_of("phi3")["ids"][0, :4]
+    model: Model[Any] = Model.from_tensors(short, opened.tensors(), "cpu", "float32")
+    assert error(model(ids), load("phi3")(ids)) > 1e-3
+
+
+def test_parts_of_a_tensor_in_files_have_one_dtype(tmp_path: Path) -> None:
+    class Mixed:
+        config = Checkpoint.open(GOLDEN / "phi3").config
+
+        def tensors(self) -> Any:
+            for name, array, layout in load("phi3").tensors():
+                dtype = np.float16 if name.endswith("w_up") else np.float32
+                yield name, array.astype(dtype), layout
+
+    message = "w_up is float16, h.0.w_gate float32: one tensor in the file has both: give a dtype"
+    with pytest.raises(InputError, match=message):
+        gpt2block.checkpoints.save_pretrained(tmp_path / "mixed", Mixed())
+    gpt2block.checkpoints.save_pretrained(tmp_path / "mixed", Mixed(), "float32")
+
+
 JSON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
     {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
@@ -345,7 +383,7 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards"])
+@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards", "phi3"])
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
     config = json.loads((GOLDEN / name / "config.json").read_text())
     refused = set()

@@ -6,6 +6,7 @@ They have the bits of the other kernels; those of a product alone are in test_pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,17 +61,19 @@ def test_gelu_to_terms(device: Any, kernel: Kernel) -> None:
 @on_gpu
 def test_a_gated_product_and_its_terms(device: Any, kernel: Kernel) -> None:
     gpus.cupy_with(90)
-    for M in (1, 5, 40, 130):
+    for M, gelu in product((1, 5, 40, 130), (False, True)):
         (x, handed), order = drawn(kernel, M, 256), kernel.terms
         gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
         inputs = (handed, gate, None, None, None, None, up)
-        made = LINEAR.bind(inputs, terms=order, decoding=True)
+        made = LINEAR.bind(inputs, terms=order, gelu=gelu, decoding=True)
         assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
         got = made.run().get()
         parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
-        exact = reference.silu_mul(*(part.astype(np.float64) for part in parts))
+        first, second = (part.astype(np.float64) for part in parts)
+        exact = reference.silu_mul(first, second, gelu)
         assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        given = LINEAR.bind(inputs, terms=order, to_terms=order, decoding=True).run().get()
+        options: Any = {"gelu": gelu, "terms": order, "to_terms": order, "decoding": True}
+        given = LINEAR.bind(inputs, **options).run().get()
         assert order is not None
         assert_terms(given, got, order)
 

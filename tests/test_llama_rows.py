@@ -71,19 +71,20 @@ def test_what_the_stream_refuses(device: Any) -> None:
         RMSNORM.bind((x, weight), dtype="float16")
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)
 @one_order
-def test_the_gate(device: Any, dtype: str) -> None:
+def test_the_gate(device: Any, dtype: str, gelu: bool) -> None:
     """Also in place, at sizes and addresses without vectors, and where exp overflows."""
     unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     for shape, offset in (((3, 40), 0), ((2, 7), 0), ((2, 8), 1)):
         gate, up = (plain.normal(seed, *shape).astype(FLOATS[dtype]) for seed in (0, 1))
         gate[0, :3] = -1000, 1000, 0
-        exact = reference.silu_mul(gate.astype(np.float64), up.astype(np.float64))
+        exact = reference.silu_mul(gate.astype(np.float64), up.astype(np.float64), gelu)
         arrays = moved(gate, offset), moved(up, offset)
-        got = SILU_MUL.bind(arrays).run().get()
+        got = SILU_MUL.bind(arrays, gelu=gelu).run().get()
         assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * np.abs(exact).max()
-        assert SILU_MUL.bind(arrays, arrays[0]).run() is arrays[0]
+        assert SILU_MUL.bind(arrays, arrays[0], gelu=gelu).run() is arrays[0]
         assert_same_bits(arrays[0].get(), got)
 
 

@@ -399,6 +399,8 @@ def test_the_reference_of_gated_products() -> None:
     x, w, up = (plain.normal(n, 3, 3).astype(np.float64) for n in range(3))
     gated = x @ w / (1 + np.exp(-x @ w)) * (x @ up)
     np.testing.assert_allclose(reference.gemm(x, w, up=up), gated, rtol=1e-12)
+    gelu = reference.gelu(x @ w) * (x @ up)
+    np.testing.assert_allclose(reference.gemm(x, w, up=up, gelu=True), gelu, rtol=1e-12)
 
 
 def test_the_reference_of_a_residual_before_the_norm() -> None:

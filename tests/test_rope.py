@@ -324,6 +324,29 @@ def test_rope_append_on_numpy() -> None:
     np.testing.assert_array_equal(v[row, position], turned[:, 24:])
 
 
+@one_order
+@pytest.mark.parametrize("half_split", [False, True])
+def test_pairs_that_turn_have_a_factor(device: Any, half_split: bool) -> None:
+    """In three kernels alike; of a head's 17 pairs 2 have frequency zero, and keep their bits."""
+    turns = frequencies(34) * (np.arange(17) < 15)
+    rows, position = np.arange(3, dtype=np.int32), np.array([0, 3, 6], np.int32)
+    heads, cache = plain.normal(3, 3, 4, 34), np.zeros((3, 7, 34), np.float32)
+    qkv, at, by, row = map(device.asarray, (heads.reshape(3, -1), position, turns, rows))
+    options: Any = {"n_head": 2, "half_split": half_split, "factor": 1.3}
+    got = registry.bind("rope_qkv", (qkv, at, by), n_kv_head=1, **options).run().get()
+    truth = reference.rope_qkv(heads.reshape(3, -1), position, turns, n_kv_head=1, **options)
+    assert_close(got, truth, "float32")
+    still = (np.r_[15:17, 32:34], np.r_[30:34])[not half_split]
+    np.testing.assert_array_equal(got.reshape(heads.shape)[..., still], heads[..., still])
+    k, v = device.asarray(cache), device.asarray(cache)
+    q = registry.bind("rope_append", (qkv, by, k, v, row, at), **options).run().get()
+    np.testing.assert_array_equal(q, got[:, :68])
+    np.testing.assert_array_equal(k.get()[rows, position], got[:, 68:102])
+    both = registry.bind("rotations", (at, by), factor=1.3).run().get()
+    np.testing.assert_allclose(both, reference.rotations(position, turns, 1.3), rtol=0, atol=3e-7)
+    assert both[0].tolist() == [[np.float32(1.3), 0]] * 15 + [[1, 0]] * 2
+
+
 @combinations(shape=[(1, 8), (3, 64), (64, 128)])
 def test_rotations(device: Any, shape: tuple[int, int]) -> None:
     N, D = shape

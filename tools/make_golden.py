@@ -129,6 +129,19 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "mlp_bias": True,
         "pad_token_id": None,
     },
+    "phi3": {
+        "model_type": "phi3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 4,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.0, 1.0],
+            "long_factor": [1.0, 1.5, 4.0],
+        },
+        "pad_token_id": None,
+    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,

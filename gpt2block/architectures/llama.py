@@ -101,7 +101,7 @@ def operand_bounds(
     computes weighted means, and SiLU increases no magnitude: the sums of gate and up are multiplied
     channel by channel, which is why `norms` has a number for each.
     """
-    root = math.sqrt(config.n_embd)
+    root, turned = math.sqrt(config.n_embd), math.sqrt(2) * max(1.0, config.scales.rope)
     bounds = {"rms_f": root * largest["gamma_f"]}
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
 
@@ -111,7 +111,7 @@ def operand_bounds(
 
         gate, up = product(2, "gate"), product(2, "up")
         bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
-        bounds[f"{h}rope"] = math.sqrt(2) * float(product(1, "qkv").max())
+        bounds[f"{h}rope"] = turned * float(product(1, "qkv").max())
         bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
         bounds[f"{h}ff"] = float((gate * up).max())
     return bounds

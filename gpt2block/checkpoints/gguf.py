@@ -17,7 +17,7 @@ import numpy as np
 from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.checkpoints.files import about, read_start
 from gpt2block.checkpoints.gguf_header import MAGIC, Header, read_header
-from gpt2block.checkpoints.naming import ROPE_FACTORS, naming_of
+from gpt2block.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config.llama import LlamaConfig, RopeScaling
@@ -30,15 +30,14 @@ _READ = {
     "attention.value_length", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
-    "tensor_data_layout",
+    "rope.scaling.attn_factor", "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # Other keys are accepted only with the value for which they change nothing
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
-    "residual_scale": 1.0, "rope.scaling.attn_factor": 1.0, "pooling_type": 0,
-    "use_parallel_residual": False,
+    "residual_scale": 1.0, "pooling_type": 0, "use_parallel_residual": False,
 }  # fmt: skip
 
 
@@ -134,7 +133,8 @@ def _config(header: Header) -> ModelConfig:
             "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
             "attention.head_count_kv": ("n_head", config.n_head),
         }
-    fixed["rope.dimension_count"] = ("the head size", config.head_size)  # unused in GPT-2
+    turned = getattr(config, "rotary_size", config.head_size)  # unused in GPT-2
+    fixed["rope.dimension_count"] = ("the head size", turned)
     for key, (words, expected) in fixed.items():
         if settings.get(key, expected) != expected:
             got = shown(settings[key])
@@ -158,26 +158,44 @@ def _llama_config(
         head_size=settings.get("attention.key_length", 0),
         eps=settings.get("attention.layer_norm_rms_epsilon", 1e-6),
         theta=settings.get("rope.freq_base", 10000.0),
-        scaling=_scaling(prefix, settings, header),
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
-    neutral = {"attention.scale": config.head_size**-0.5}  # of others 1; 0 stands for it, too
+    # Of others 1; 0 stands for it, too.
+    neutral = {"attention.scale": config.head_size**-0.5, "rope.dimension_count": 0}
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
-    return replace(config, **scalars)
+    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
-    """The scaling of RoPE: a linear one, or a factor for each frequency in a tensor."""
+    """The scaling of RoPE: a linear one, or factors for each frequency in one or two tensors."""
     kind = settings.get("rope.scaling.type", "linear")  # as in llama.cpp
-    if kind not in ("none", "linear"):
+    present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
+    long = present == {*LONGROPE_FACTORS}
+    if not long and not present <= {ROPE_FACTORS}:
+        both = " and ".join(LONGROPE_FACTORS)
+        raise CheckpointError(
+            f"expected {ROPE_FACTORS}, or {both}, got {' and '.join(sorted(present))}"
+        )
+    if kind not in ("none", "linear", *("longrope",) * long):
         raise CheckpointError(f"{prefix}rope.scaling.type: {shown(kind)} is not supported")
     factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 0))
     linear = kind == "linear" and factor not in (0, 1)
-    if ROPE_FACTORS not in header.tensors:
+    attention = settings.get("rope.scaling.attn_factor", 1.0)
+    if not long and attention != 1:
+        raise CheckpointError(f"{prefix}rope.scaling.attn_factor: {shown(attention)} is not "
+                              f"supported without {' and '.join(LONGROPE_FACTORS)}")  # fmt: skip
+    names = LONGROPE_FACTORS if long else (ROPE_FACTORS,)
+    if names[0] not in header.tensors:
         return RopeScaling("linear", factor) if linear else None
     if linear:
-        raise CheckpointError(f"{prefix}rope.scaling.factor: not supported with {ROPE_FACTORS}")
-    factors = header.tensors[ROPE_FACTORS]
-    factors.check_type()
-    return RopeScaling("longrope", 1.0, factors=tuple(factors.read().ravel().tolist()))
+        raise CheckpointError(f"{prefix}rope.scaling.factor: not supported with {names[0]}")
+    factors = []
+    for name in names:
+        header.tensors[name].check_type()
+        factors.append(tuple(header.tensors[name].read().ravel().tolist()))
+    if not long:
+        return RopeScaling("longrope", 1.0, factors=factors[0])
+    original = settings.get("rope.scaling.original_context_length", settings.get("context_length"))
+    return RopeScaling("longrope", 1.0, original_context=original, factors=factors[0],
+                       long_factors=factors[1], attention_factor=attention)  # fmt: skip

@@ -59,9 +59,9 @@ def _splits(*expressions: str) -> list[Mapping[str, Any]]:
 
 
 # By llama.cpp's names. Sources: the tokenizer.json of the models after which they are named; of
-# exaone and dbrx, llama.cpp. It differs from the models: it never normalizes, its classes of
-# letters for tekken and gpt-4o have no marks and only the cases of ASCII, and falcon3 has Llama 3's
-# words.
+# exaone, dbrx, deepseek-r1-qwen and megrez, llama.cpp. It differs from the models: it never
+# normalizes, its classes of letters for tekken and gpt-4o have no marks and only the cases of
+# ASCII, and falcon3 has Llama 3's words.
 _PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
     "olmo": _Pre([_WORDS], nfc=True),
@@ -75,6 +75,7 @@ _PRE: Mapping[str, _Pre] = {
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(_splits(patterns.LLAMA_3))),
     "qwen2": _Pre(_splits(patterns.QWEN_2), nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _Pre(_splits(patterns.QWEN_2))),
     "tekken": _Pre(_splits(patterns.TEKKEN), ignore_merges=True, adds_bos=True),
     "gpt-4o": _Pre(_splits(patterns.GPT_4O)),
     "deepseek-v3": _Pre(_splits(*patterns.DEEPSEEK_3)),

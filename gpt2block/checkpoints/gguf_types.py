@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +51,10 @@ class Encoded(Stored):
     @property
     def nbytes(self) -> int:
         return self.length
+
+    def rows(self, begin: int, end: int) -> Stored:
+        length = (end - begin) * (self.length // self.shape[0])
+        return replace(self, **vars(super().rows(begin, end)) | {"length": length})
 
     def check_type(self) -> None:
         """Raise CheckpointError for a type that cannot be read."""

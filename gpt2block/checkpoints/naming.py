@@ -68,15 +68,25 @@ class Naming:
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
-        """gpt2block's names → names without prefixes and shapes of a model's tensors in files."""
-        found = {}
+        """gpt2block's names → names without prefixes and shapes of a model's tensors in files.
+
+        Where one of these has the rows of several of ours, it is at the name of the first.
+        """
+        found: dict[str, dict[str, Shape]] = {}
         heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
             counts = heads if len(names) == len(heads) else (rows,)
-            found[ours] = {name: (n, *rest) for name, n in zip(names, counts, strict=True)}
+            into = found.setdefault(self.first_of(ours), {})
+            for name, n in zip(names, counts, strict=True):
+                into[name] = (n + into.get(name, (0,))[0], *rest)
         return found
+
+    def first_of(self, ours: str) -> str:
+        """Our name of the first rows of the tensor in the file that has this one's."""
+        h, dot, kind = ours.rpartition(".")
+        return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
     def model_tensors(
         self,
@@ -99,7 +109,7 @@ class Naming:
             )
         parts = self.parts(config)
         _check(file, self, parts, found)
-        stored = {}
+        whole: dict[str, Stored] = {}
         for ours, names in parts.items():
             layout = self.layout_of(ours)
             pieces = [_laid_out(found[name], layout) for name in names]
@@ -110,7 +120,22 @@ class Naming:
                         f"{file}: expected one dtype for Q, K and V, got {described}"
                     )
                 pieces = [replace(piece, dtype=mixed) for piece in pieces]
-            stored[ours] = joined(pieces)
+            whole[ours] = joined(pieces)
+        return self._ours(config, whole)
+
+    def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
+        """The tensors by gpt2block's names, of those with the rows of several as well."""
+        stored, ends = {}, dict.fromkeys(whole, 0)
+        for ours, shape in model_shapes(config).items():
+            first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
+            tensor, begin = whole[first], ends[first]
+            ends[first] += count
+            if tensor.layout == "NK" and tensor.shape[0] != count:
+                tensor = tensor.rows(begin, begin + count)
+            if ours.endswith(".w_qkv") and config.head_order:
+                heads = config.q_width + config.kv_width
+                tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
+            stored[ours] = tensor
         return stored
 
 
@@ -173,13 +198,15 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
 
 
 ROPE_FACTORS = "rope_freqs.weight"  # of GGUF
+LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @cache
 def _naming(model_type: str, gguf: bool) -> Naming:
     of = ARCHITECTURES[model_type]
     if gguf:
-        ignored = re.escape(ROPE_FACTORS) if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
+        ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
+        ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
         return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
     prefix, block, matrices, ignored = of.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)

@@ -25,7 +25,7 @@ from gpt2block.checkpoints.hugging_face import (
     shards_of,
 )
 from gpt2block.checkpoints.naming import Naming, Shape, naming_of
-from gpt2block.checkpoints.stored import DTYPES, converted, itemsize
+from gpt2block.checkpoints.stored import DTYPES, converted, itemsize, reorder
 from gpt2block.checks import check_choice, is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -207,7 +207,16 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
                 array = array.T  # noqa: PLW2901
             shape = naming.shape_of(name, shapes[name])
             narrow = _converted(name, array, shape, dtype)
-            dtypes[name] = narrow.dtype.name
+            if name.endswith(".w_qkv") and weights.config.head_order:
+                narrow = narrow.copy()
+                heads = weights.config.q_width + weights.config.kv_width
+                reorder(narrow[:heads], np.argsort(weights.config.head_order).tolist())
+            first = naming.first_of(name)
+            if dtypes.setdefault(first, narrow.dtype.name) != narrow.dtype.name:
+                raise InputError(
+                    f"weights: {name} is {narrow.dtype.name}, {first} {dtypes[first]}: one tensor "
+                    "in the file has both: give a dtype"
+                )
             stream.write(narrow.reshape(-1).view(np.uint8).data)
         missing = list(expected)
         if missing:

@@ -45,6 +45,8 @@ class Stored:
     layout: str | None = None
     order: str | None = "C"  # "F": transposed in the file; None: not contiguous
     parts: tuple[Stored, ...] = ()  # tensors in files whose rows follow each other in this one
+    head_order: tuple[int, ...] = ()  # see `reorder`
+    in_heads: int = 0  # rows of heads in this order, the first ones
 
     def transposed(self) -> Stored:
         """Return the transposed matrix, which has the same bytes."""
@@ -79,6 +81,7 @@ class Stored:
         for piece in self.pieces:
             piece.read_into(array[row : row + piece.shape[0]])
             row += piece.shape[0]
+        reorder(array[: self.in_heads], self.head_order)
         if self.dtype != "float64":
             return array
         narrow, beyond = converted(array, "float32")
@@ -88,6 +91,12 @@ class Stored:
                 "as which float64 is read"
             )
         return narrow
+
+    def rows(self, begin: int, end: int) -> Stored:
+        """The rows begin…end - 1, as a tensor of the same name."""
+        skipped = begin * (self.nbytes // self.shape[0])
+        offset = None if self.offset is None else self.offset + skipped
+        return replace(self, offset=offset, shape=(end - begin, *self.shape[1:]))
 
     def numbers(self, begin: int, end: int) -> NDArray[Any]:
         """Return the numbers begin…end - 1 of the tensor, in order, as `read` does."""
@@ -107,6 +116,13 @@ class Stored:
                 f"{self.file}: {self.label}: expected {self.nbytes:,} bytes at {self.offset:,}, "
                 f"got {got:,}: the file has become shorter since it was opened"
             )
+
+
+def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
+    """Give the rows of each head an order, in place: row n becomes that of head_order[n]."""
+    for first in range(0, len(rows), len(head_order) or 1):
+        head = rows[first : first + len(head_order)]
+        head[...] = head[list(head_order)]
 
 
 def joined(parts: Sequence[Stored]) -> Stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from gpt2block.checks import check_count, check_eps, check_token, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
@@ -64,13 +64,15 @@ class Scales(NamedTuple):
 
     eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
     attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
-    residual stream of a pass is multiplied by to be the model's.
+    residual stream of a pass is multiplied by to be the model's. rope: what pairs of channels that
+    RoPE turns are multiplied by.
     """
 
     eps: float
     embedding: float = 1.0
     attention: float | None = None
     stream: float = 1.0
+    rope: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class ModelConfig(ABC):
     are true or false, which have the same names there; ABSENT: fields without a value there that
     differ from the default. SETTINGS: names there, supported values, the default first, and why no
     others. HONOURED: keys of other architectures that this one has as well. GGUF_KEYS: those of
-    GGUF files, which have them without this architecture's name → fields.
+    GGUF files, which have them without this architecture's name → fields. GATE: of a gated
+    feed-forward; "gelu" is the tanh approximation.
     """
 
     NAME: ClassVar[str]
@@ -96,6 +99,7 @@ class ModelConfig(ABC):
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
+    GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -127,6 +131,11 @@ class ModelConfig(ABC):
     def q_width(self) -> int:
         """Channels of all queries of a token."""
         return self.n_head * self.head_size
+
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """The channels in files of those of a head of q and of k; () where these are the same."""
+        return ()
 
     @property
     def kv_width(self) -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_count, check_number, check_token, several
+from gpt2block.checks import check_count, check_integer, check_number, check_token, several
 from gpt2block.config import (
     ALL_LIMITS,
     OF_OTHERS,
     ModelConfig,
+    Scales,
     Settings,
     Shapes,
     agreed,
@@ -23,6 +24,7 @@ from gpt2block.config import (
 from gpt2block.errors import CheckpointError, InputError, shown
 
 _RopeKind = Literal["linear", "llama3", "longrope"]
+_ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
     ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
@@ -32,8 +34,8 @@ _ROPE_SETTINGS: Settings = (
 )
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -49,9 +51,11 @@ class RopeScaling:
     kind "linear": all are divided by `factor`. "llama3": those with a wavelength above
     original_context / low_freq_factor are divided by `factor`, those with one below
     original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
-    is divided by its own of `factors`, (head_size / 2,), as in GGUF files.
+    is divided by its own of `factors`, as in GGUF files, or of `long_factors`, if there are any,
+    in a context above original_context; a pair that RoPE turns is multiplied by attention_factor.
 
-    Raises InputError. Source: the configuration of Llama 3.1 in Hugging Face `transformers`.
+    Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
+    et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024).
     """
 
     kind: _RopeKind
@@ -60,15 +64,18 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_context: int = 8192
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in _SCALING_FIELDS:
             known = " or ".join(map(repr, _SCALING_FIELDS))
             raise InputError(f"rope_scaling: expected kind {known}, got {shown(self.kind)}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor"):
             object.__setattr__(self, name, _check_factor(name, getattr(self, name)))
-        factors = tuple(_check_factor("factors", factor) for factor in several(self.factors))
-        object.__setattr__(self, "factors", factors)
+        for name in ("factors", "long_factors"):
+            factors = tuple(_check_factor(name, each) for each in several(getattr(self, name)))
+            object.__setattr__(self, name, factors)
         if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
                 f"rope_scaling: expected low_freq_factor below high_freq_factor, got "
@@ -78,12 +85,13 @@ class RopeScaling:
                               self.original_context, ALL_LIMITS["n_ctx"])  # fmt: skip
         object.__setattr__(self, "original_context", context)
 
-    def scaled(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The frequencies to use instead of these, in radians per position."""
+    def scaled(self, frequencies: NDArray[np.float64], n_ctx: int) -> NDArray[np.float64]:
+        """The frequencies to use instead of these in this context, in radians per position."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "longrope":
-            return frequencies / np.array(self.factors, np.float64)
+            long = self.long_factors if n_ctx > self.original_context else ()
+            return frequencies / np.array(long or self.factors, np.float64)
         turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)  # 0: divided by factor; 1: kept
@@ -169,10 +177,18 @@ class LlamaConfig(ModelConfig):
         if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
             raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
         if self.scaling is not None and self.scaling.kind == "longrope":
-            count, pairs = len(self.scaling.factors), self.head_size // 2
-            if count != pairs:
+            pairs = -(-self.rotary_size // 2)
+            for factors in (self.scaling.factors, self.scaling.long_factors or None):
+                if factors is not None and len(factors) != pairs:
+                    raise InputError(
+                        f"rope_scaling: expected a factor for each of {pairs} frequencies, "
+                        f"got {len(factors)}"
+                    )
+            unequal = self.scaling.long_factors or self.scaling.attention_factor != 1
+            if unequal and "long_factor" not in self.HONOURED:
                 raise InputError(
-                    f"rope_scaling: expected a factor for each of {pairs} frequencies, got {count}"
+                    "rope_scaling: longrope is supported with equal short_factor and long_factor, "
+                    f"and with attention_factor 1, in {self.NAME}"
                 )
         if self.bos_token_id is not None:
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
@@ -186,11 +202,23 @@ class LlamaConfig(ModelConfig):
     def kv_width(self) -> int:
         return self.n_kv_head * self.head_size
 
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return self.head_size
+
+    @property
+    def scales(self) -> Scales:
+        """As in ModelConfig."""
+        return Scales(self.eps, rope=1.0 if self.scaling is None else self.scaling.attention_factor)
+
     def frequencies(self) -> NDArray[np.float64]:
         """Radians per position by which RoPE turns each pair of channels: (head_size / 2,)."""
-        k = np.arange(self.head_size // 2)
-        frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.head_size)
-        return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
+        k = np.arange(-(-self.rotary_size // 2))
+        frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.rotary_size)
+        if self.scaling is not None:
+            frequencies = self.scaling.scaled(frequencies, self.n_ctx)
+        return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:
         """As in ModelConfig: seven tensors, of which w_qkv is [Wq | Wk | Wv], then the biases."""
@@ -219,7 +247,7 @@ class LlamaConfig(ModelConfig):
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
-        theta, scaling = _rope_of(config, cls.ABSENT.get("theta", 10000.0))
+        theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
         fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
         if config.get("num_key_value_heads", 0) is None:  # as many as queries, whatever is absent
             fields["n_kv_head"] = 0
@@ -256,28 +284,41 @@ class WindowedConfig(LlamaConfig):
         return (None if sees_all else self.window,) * self.n_layer
 
 
-def _rope_of(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
-
-    theta: where neither has it.
-    Raises CheckpointError for contradictions, of which programs would use one value or the other.
-    """
-    check_settings(config, _ROPE_SETTINGS)
-    thetas: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
-    scalings: dict[str, RopeScaling | None] = {}
+def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of RoPE in objects of their own, by the names of these: those that have any."""
+    found = {}
     for name in ("rope_scaling", "rope_parameters"):
         fields = config.get(name)
         if fields is not None and not isinstance(fields, dict):
             raise CheckpointError(f"config.json: {name}: expected an object, got {shown(fields)}")
         if fields:
-            check_settings(fields, _ROPE_SETTINGS, f"{name}: ")
-            thetas[f"{name}: rope_theta"] = fields.get("rope_theta")
-            scalings[name] = _scaling(name, fields)
+            found[name] = fields
+    return found
+
+
+def _rope_of(
+    config: Mapping[str, Any], absent: Mapping[str, Any], honoured: Container[str]
+) -> tuple[float, RopeScaling | None]:
+    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
+
+    absent, honoured: as in ModelConfig.
+    Raises CheckpointError for contradictions, of which programs would use one value or the other.
+    """
+    neutral = [each for each in _ROPE_SETTINGS if each[0] not in honoured]
+    check_settings(config, neutral)
+    thetas: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    scalings: dict[str, RopeScaling | None] = {}
+    sizes = {"max_position_embeddings": absent["n_ctx"], **config}
+    for name, fields in rope_objects(config).items():
+        check_settings(fields, neutral, f"{name}: ")
+        thetas[f"{name}: rope_theta"] = fields.get("rope_theta")
+        scalings[name] = _scaling(name, fields, sizes)
     given = {name: theta for name, theta in thetas.items() if theta is not None}
-    return agreed(given or {"rope_theta": theta}), agreed(scalings or {"rope_scaling": None})
+    theta = agreed(given or {"rope_theta": absent.get("theta", 10000.0)})
+    return theta, agreed(scalings or {"rope_scaling": None})
 
 
-def _scaling(name: str, fields: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling | None:
     """The scaling of `fields`, the value of the key `name`. A type of null is "default"."""
     types = [(key, fields[key]) for key in ("rope_type", "type") if key in fields]
     kinds = {f"{name}: {key}": "default" if kind is None else kind for key, kind in types}
@@ -291,23 +332,35 @@ def _scaling(name: str, fields: Mapping[str, Any]) -> RopeScaling | None:
     missing = [field for field in needed if field not in fields]
     if missing:
         raise CheckpointError(f"config.json: {name}: expected {', '.join(missing)}: missing")
-    values = [fields[field] for field in needed]
     if kind == "longrope":
-        short, long, attention = values
-        if short != long or attention != 1:
-            raise CheckpointError(
-                f"config.json: {name}: longrope is supported with equal short_factor and "
-                "long_factor, and with attention_factor 1"
-            )
-        return RopeScaling("longrope", 1.0, factors=long)
+        return _longrope(name, fields, sizes)
+    values = [fields[field] for field in needed]
     return RopeScaling(kind, *values)  # type: ignore[arg-type]  # one of _SCALING_FIELDS
+
+
+def _longrope(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling:
+    """As in `transformers`, attention_factor follows from the contexts unless it is given."""
+    n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
+    originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
+    given = {key: value for key, value in originals.items() if value is not None}
+    original = check_integer(_ORIGINAL, agreed(given or {_ORIGINAL: n_ctx}), 2,
+                             ALL_LIMITS["n_ctx"], "an integer of at least 2")  # fmt: skip
+    attention = fields.get("attention_factor")
+    if attention is None:
+        factor = fields.get("factor")
+        factor = n_ctx / original if factor is None else _check_factor("factor", factor)
+        attention = math.sqrt(1 + math.log(max(1.0, factor)) / math.log(original))
+    short, long = fields["short_factor"], fields["long_factor"]
+    return RopeScaling("longrope", 1.0, original_context=original, factors=short,
+                       long_factors=() if long == short else long,
+                       attention_factor=attention)  # fmt: skip
 
 
 def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "longrope":
-        factors = list(scaling.factors)
-        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
-                "short_factor": factors, "long_factor": factors}  # fmt: skip
+        return {"rope_type": "longrope", "factor": 1.0, _ORIGINAL: scaling.original_context,
+                "attention_factor": scaling.attention_factor, "short_factor": list(scaling.factors),
+                "long_factor": list(scaling.long_factors or scaling.factors)}  # fmt: skip
     values = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
     names = _SCALING_FIELDS[scaling.kind]
     fields = zip(names, (*values, scaling.original_context), strict=False)

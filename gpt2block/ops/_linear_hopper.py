@@ -14,7 +14,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
-from gpt2block.ops._products import room, storage_of
+from gpt2block.ops._products import gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
@@ -257,6 +257,8 @@ def launch(
     made = geometry(
         kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head, rounded=c.rounded
     )
+    if gated:
+        made = made.with_defines(gate_define(c.gelu))
     if tile.rows == TERM_ROWS:  # two blocks on an SM, for which small tiles leave room, are slower
         made = made._replace(shared=max(made.shared, room(most_shared, 2) + 1))
     file = ROPE_FILE if head else FILE

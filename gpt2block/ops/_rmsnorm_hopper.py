@@ -17,6 +17,7 @@ from gpt2block.ops._gemm_hopper import (
     launched,
     shared_bytes,
 )
+from gpt2block.ops._products import gate_define
 
 FILE = "llama/rmsnorm_matmul_hopper.cu"
 
@@ -53,10 +54,16 @@ def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
 
 
 def launch(
-    n: CudaArray, matrices: tuple[CudaArray, ...], layout: str, out: CudaArray, *turn: float
+    n: CudaArray,
+    matrices: tuple[CudaArray, ...],
+    layout: str,
+    out: CudaArray,
+    *turn: float,
+    gelu: bool = False,
 ) -> Launch:
     """The product of n (..., K) with one w, or silu(n w1) (n w3) with two, into out (..., N).
 
+    gelu: in the place of SiLU.
     turn: the arguments of RoPE, of one matrix: rows of a sequence, head_dim (0: none), first
     position, and the step of the exponents in two parts.
     """
@@ -70,6 +77,7 @@ def launch(
         *(tensor_map(w.reshape(1, *w.shape), box) for w in matrices),
         tensor_map(out.reshape(1, M, N), (1, 64, tile.chunk)),
     )
+    chosen = chosen.with_defines(gate_define(gelu))
     return launch_at(FILE, chosen, (*maps, M, N, K, *turn), n.dtype.name)
 
 

@@ -11,6 +11,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
+from gpt2block.ops._products import gate_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, Sizes, variant
 from gpt2block.ops.warm import call
@@ -83,16 +84,17 @@ def _silu_mul(c: Call) -> Launch:
     width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements a load
     while size % width:
         width //= 2
-    grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width),)
+    grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width), *gate_define(c.gelu))
     geometry = Geometry("silu_mul", grid, (BLOCK,), defines=defines)
     return launch_at(SILU_MUL_FILE, geometry, (*arrays, size), storage=c.storage)
 
 
 SILU_MUL = Operation(
     name="silu_mul",
-    idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama",
+    idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
     sizes={"M": 16, "N": 11008},
     variants=(_silu_mul,),
+    options={"gelu": False},
     traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
     flops=lambda s: 4 * s["M"] * s["N"],
     small=({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376}),
@@ -101,9 +103,9 @@ SILU_MUL = Operation(
 )
 
 
-def silu_mul(gate: CudaArray, up: CudaArray) -> CudaArray:
+def silu_mul(gate: CudaArray, up: CudaArray, gelu: bool = False) -> CudaArray:
     """`reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
 
     Raises InputError.
     """
-    return call(SILU_MUL, contiguous(gate, up)).out
+    return call(SILU_MUL, contiguous(gate, up), gelu=gelu).out

@@ -25,7 +25,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, storage_of
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, gate_define, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
 from gpt2block.ops.call import Asked, Call
@@ -169,7 +169,7 @@ def _gated_sums(c: Call) -> Launch:
     if c.splits != mma.splits(c.H)[0]:
         raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    found = _rounding(found, c, c.w_gate)
+    found = _rounding(found, c, c.w_gate).with_defines(gate_define(c.gelu))
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
     return launch_at(FILE, found, args, *storage_of(c.w_gate))
@@ -270,7 +270,7 @@ def _prepare_rope(asked: Asked) -> Call:
 GATED_SUMS = Operation(
     name="gated_sums",
     variants=(_gated_sums,),
-    options={"splits": 1, "eps": 1e-6, "x_dtype": None},
+    options={"splits": 1, "eps": 1e-6, "gelu": False, "x_dtype": None},
 )
 
 LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,), options={"x_dtype": None})

@@ -189,7 +189,7 @@ def _hopper(c: Call) -> Any:
     if other:
         raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
-        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out)
+        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out, gelu=c.gelu)
     if c.two_part:
         return _hopper_two_part.launch(c)
     if c.weights.dtype == "uint8":
@@ -333,14 +333,13 @@ def _check_up(c: Call) -> None:
         "FP8 weights": not c.two_part and c.w.dtype in FP8,
         "bias": c.bias is not None,
         "residual": c.residual is not None,
-        "gelu": c.gelu,
     }
     given = [name for name, there in others.items() if there]
     if given or c.up.dtype != c.storage:
         raise InputError(
             f"up: expected the dtype of a, w and the result, float16 or bfloat16, and neither "
-            f"bias, residual nor gelu, got {' with '.join([c.up.dtype, *given])}: use ops.silu_mul "
-            "of two products"
+            f"bias nor residual, got {' with '.join([c.up.dtype, *given])}: use ops.silu_mul of "
+            "two products"
         )
 
 
@@ -400,8 +399,8 @@ def gemm(
     8. Sums, bias, GELU and residual in float32, rounded once. A row's result has the same bits
     alone and among others, unless `split_k` permits summing K in parts, which is faster for few
     rows. Without a variant: the fastest of this GPU. With `up`, of w's dtype (16 bits) and shape,
-    the result is silu(a w) (a up), in the dtype of a, without bias, residual and gelu, on GPUs of
-    compute capability 9.0 only.
+    the result is silu(a w) (a up), or gelu(a w) (a up), in the dtype of a, without bias and
+    residual, on GPUs of compute capability 9.0 only.
 
     With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),
     such as TwoPartMatrix.from_float32(w.T). The result is float32, or, without a residual and with

@@ -350,17 +350,15 @@ def _prepare(asked: Asked) -> Call:
     x's terms their scale. terms: what x has in the place of its floats (lib/terms.cuh), one of
     `terms_of`, and neither gamma nor x_bound, since two-part ones have their scale; to_terms: what
     out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
-    shape: out is silu(x w) (x up), by variant hopper. x_dtype: "float16" rounds floats of x, or
-    their LayerNorm, to it, for weights of float16 or FP8 in a kernel of decoding on tensor cores;
-    terms say themselves what they have.
+    shape: out is silu(x w) (x up), or gelu(x w) (x up), by variant hopper. x_dtype: "float16"
+    rounds floats of x, or their LayerNorm, to it, for weights of float16 or FP8 in a kernel of
+    decoding on tensor cores; terms say themselves what they have.
     """
     c = _checked(asked, TWO_PART_LINEAR)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
     _check(c)
-    if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
-        raise InputError(
-            f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and neither bias nor gelu"
-        )
+    if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
+        raise InputError(f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and no bias")
     few = c.decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype == TWO_PART
     c.order = _decoding(c, OPERATION) if few else (_tiles,)
     return c

@@ -1,8 +1,9 @@
 """RMSNorm and the product that follows it, as in Llama: projections, and the feed-forward.
 
 `rmsnorm_matmul` is (x rms γ) W, with RoPE on the heads of the result on request. `rmsnorm_ffn` is
-silu(n W1) (n W3) for n = (x + residual) rms γ. Kernels: llama/rmsnorm_matmul.cu (matvec),
-llama/rmsnorm_matmul_mma.cu (mma, unfused), llama/rmsnorm_matmul_hopper.cu (hopper).
+silu(n W1) (n W3), or gelu(n W1) (n W3), for n = (x + residual) rms γ. Kernels:
+llama/rmsnorm_matmul.cu (matvec), llama/rmsnorm_matmul_mma.cu (mma, unfused),
+llama/rmsnorm_matmul_hopper.cu (hopper).
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE, storage_of
+from gpt2block.ops._products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    MULTIPLE,
+    gate_define,
+    storage_of,
+)
 from gpt2block.ops.call import Asked, Call, storage
 from gpt2block.ops.operation import (
     Inputs,
@@ -77,6 +84,7 @@ def _product(
     inputs = (x, gamma) if len(c.matrices) == 1 else (x, residual, total, gamma)
     weights = [array for w in c.matrices for array in (w.data, w.scale)]
     args = (*inputs, *weights, c.out, c.eps, stride, *c.sizes, *_turn(c, head_dim))
+    geometry = geometry.with_defines(gate_define(c.gelu))
     return launch_at(file, geometry, args, *storage_of(c.matrices[0], c.storage))
 
 
@@ -206,7 +214,8 @@ def _hopper(c: Call) -> tuple[Launch, ...]:
     norm, head_dim = _norm(c), _fused_head_dim(c)
     matrices = tuple(w.data for w in c.matrices)
     turn = _turn(c, head_dim)
-    product = hopper.launch(norm.out, matrices, c.matrices[0].layout, c.out, *turn)
+    layout = c.matrices[0].layout
+    product = hopper.launch(norm.out, matrices, layout, c.out, *turn, gelu=c.gelu)
     return (*norm.launches, overlapping.early(product), *(() if head_dim else _rope(c)))
 
 
@@ -261,6 +270,7 @@ def _prepare_matmul(asked: Asked) -> Call:
     c.start, c.theta = check_turn(start, theta, c.x.shape[-2])
     c.head_dim = int(head_dim or 0)
     c.residual = c.h = None
+    c.gelu = False
     c.order = _preferred(c)
     return c
 
@@ -354,7 +364,7 @@ RMSNORM_FFN = Operation(
     matrices=(2, 3),
     layout="NK",
     series=("M", 512),
-    options={"eps": 1e-6, "variant": None},
+    options={"eps": 1e-6, "gelu": False, "variant": None},
     prepare=_prepare_ffn,
 )
 
@@ -399,6 +409,7 @@ def rmsnorm_ffn(
     eps: float = ...,
     residual: None = ...,
     variant: str | None = ...,
+    gelu: bool = ...,
 ) -> CudaArray: ...
 
 
@@ -412,6 +423,7 @@ def rmsnorm_ffn(
     *,
     residual: CudaArray,
     variant: str | None = ...,
+    gelu: bool = ...,
 ) -> tuple[CudaArray, CudaArray]: ...
 
 
@@ -423,6 +435,7 @@ def rmsnorm_ffn(
     eps: float = 1e-6,
     residual: CudaArray | None = None,
     variant: str | None = None,
+    gelu: bool = False,
 ) -> CudaArray | tuple[CudaArray, CudaArray]:
     """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
 
@@ -432,5 +445,5 @@ def rmsnorm_ffn(
     """
     gamma, residual = contiguous(gamma, residual)
     inputs = (in_rows(x), gamma, w1, w3, residual)
-    bound = call(RMSNORM_FFN, inputs, eps=eps, variant=variant)
+    bound = call(RMSNORM_FFN, inputs, eps=eps, gelu=gelu, variant=variant)
     return bound.out if residual is None else (bound.out, bound.extra[0])

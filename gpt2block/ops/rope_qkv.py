@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2block.checks import check_count
 from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
@@ -34,7 +34,13 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
-    return choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
+    geometry = choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
+    return geometry.with_defines(_multiplied(c))
+
+
+def _multiplied(c: Call) -> Defines:
+    """By what pairs that turn are multiplied."""
+    return float_define("ROPE_FACTOR", c.factor, 1.0)
 
 
 @variant("rows", FILE, "rope_qkv")
@@ -86,7 +92,8 @@ def _append(c: Call) -> Launch:
 @variant("rotations", ROTATIONS, "rope_rotations")
 def _rotations(c: Call) -> Launch:
     grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, c.out, c.N, c.P)
-    return launch_at(ROTATIONS, Geometry("rope_rotations", grid, (ROTATION_THREADS,)), args)
+    geometry = Geometry("rope_rotations", grid, (ROTATION_THREADS,), defines=_multiplied(c))
+    return launch_at(ROTATIONS, geometry, args)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -99,16 +106,16 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 ROPE_APPEND = Operation(
     name="rope_append",
     variants=(_append,),
-    options={"n_head": REQUIRED, "half_split": False, "kv_dtype": None},
+    options={"n_head": REQUIRED, "half_split": False, "factor": 1.0, "kv_dtype": None},
 )
-ROTATE = Operation(name="rotations", variants=(_rotations,))
+ROTATE = Operation(name="rotations", variants=(_rotations,), options={"factor": 1.0})
 
 OPERATION = Operation(
     name="rope_qkv",
     idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
     sizes={"T": 16, "D": 128},
     variants=(_rows,),
-    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False},
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False, "factor": 1.0},
     draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
     flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
@@ -127,6 +134,7 @@ def rope_qkv(
     n_kv_head: int,
     half_split: bool = False,
     out: CudaArray | None = None,
+    factor: float = 1.0,
 ) -> CudaArray:
     """`reference.rope_qkv` on CuPy arrays; raises InputError.
 
@@ -136,7 +144,7 @@ def rope_qkv(
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(positions, frequencies))
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "half_split": half_split}
-    return call(OPERATION, arrays, out, **heads).out
+    return call(OPERATION, arrays, out, **heads, factor=factor).out
 
 
 def rope_append(
@@ -149,6 +157,7 @@ def rope_append(
     n_head: int,
     half_split: bool = False,
     kv_dtype: str | None = None,
+    factor: float = 1.0,
 ) -> CudaArray:
     """`reference.rope_append` on CuPy arrays: Q turned, and K and V in the kv_cache.
 
@@ -158,5 +167,5 @@ def rope_append(
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    options = {"n_head": n_head, "half_split": half_split, "kv_dtype": kv_dtype}
+    options = {"n_head": n_head, "half_split": half_split, "factor": factor, "kv_dtype": kv_dtype}
     return ROPE_APPEND.bind_on_device(inputs, **options).run()

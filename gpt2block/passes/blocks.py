@@ -16,7 +16,8 @@ class Settings(NamedTuple):
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
     layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    embedding, softmax_scale: as in `Scales`. windows: as in ModelConfig, or () for none.
+    embedding, softmax_scale, turned: as in `Scales`, where they are embedding, attention and rope.
+    gelu: whether the gate of the feed-forward is GELU. windows: as in ModelConfig, or () for none.
     """
 
     n_head: int
@@ -29,6 +30,8 @@ class Settings(NamedTuple):
     qk_norm: bool = False
     embedding: float = 1.0
     softmax_scale: float | None = None
+    turned: float = 1.0
+    gelu: bool = False
     windows: tuple[int | None, ...] = ()
 
     @classmethod
@@ -44,6 +47,8 @@ class Settings(NamedTuple):
             qk_norm=qk_norm,
             embedding=scales.embedding,
             softmax_scale=scales.attention,
+            turned=scales.rope,
+            gelu=config.GATE == "gelu",
             windows=config.windows,
         )
 
@@ -62,9 +67,19 @@ class Settings(NamedTuple):
         return {name: value for name, value in options.items() if value is not None}
 
     @property
+    def gate(self) -> dict[str, Any]:
+        """What a gated product is told of its gate, unless it is SiLU."""
+        return {"gelu": True} if self.gelu else {}
+
+    @property
+    def multiplied(self) -> dict[str, Any]:
+        """What RoPE is told of the pairs that it turns, if they have a factor."""
+        return {} if self.turned == 1 else {"factor": self.turned}
+
+    @property
     def turn(self) -> dict[str, Any]:
         """What RoPE is told."""
-        return {**self.heads, "half_split": self.half_split}
+        return {**self.heads, "half_split": self.half_split, **self.multiplied}
 
 
 def _layer(h: str) -> int:
@@ -104,7 +119,7 @@ class StepPass(Pass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
-        return self.do(f"{h}ff", "silu_mul", (gate, up))
+        return self.do(f"{h}ff", "silu_mul", (gate, up), **self.c.gate)
 
 
 class ModelStepPass(StepPass):
@@ -190,5 +205,6 @@ class BlockPass(StepPass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
         if not any(self.do.has(f"{h}b_{name}") for name in ("gate", "up")):
-            return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), eps=self.c.eps)
+            options = {"eps": self.c.eps, **self.c.gate}
+            return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
         return super().gated(h, self._made(x), to)

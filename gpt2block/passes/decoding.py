@@ -58,7 +58,8 @@ class DecodePass(Pass):
         if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in several layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
-                self.rotations[rope] = self.do(name, "rotations", ("positions", rope))
+                inputs = ("positions", rope)
+                self.rotations[rope] = self.do(name, "rotations", inputs, **self.c.multiplied)
         return super().embed()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
@@ -100,7 +101,8 @@ class DecodePass(Pass):
         inputs = (y, rope, *cache, *norms)
         if norms:
             return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
-        return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
+        options = {**heads, **self.c.multiplied, **self.kv}
+        return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
@@ -115,11 +117,11 @@ class DecodePass(Pass):
         if x.terms and x.terms.width and not any(map(self.do.has, biases)):
             terms = self._terms(to, width=x.terms.width)
             inputs = (x.x, weights[0], "", "", "", "", weights[1])
-            options = {**self._given(x), **_to(terms)}
+            options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
         up = self.product(f"{h}up", x, weights[1], biases[1])
-        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
+        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
         return Rows(y, bound=self._bounds.get(f"{h}ff"))
 
     def _cache(self, h: str) -> tuple[str, ...]:
@@ -216,7 +218,7 @@ class SumsPass(DecodePass):
             return super()._product(p)
         if isinstance(p.a, Gated):
             inputs = (*p.a, p.w)
-            options = {"splits": self.splits, **self.eps, **self.rounding}
+            options = {"splits": self.splits, **self.eps, **self.c.gate, **self.rounding}
             made = self.do(p.name, "gated_sums", inputs, **options)
             return Sums(p.residual, made, p.w)
         x, *sums = _completed(p.residual)

@@ -97,7 +97,7 @@ class Pass(ABC):
 
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """silu(gate) up."""
+        """silu(gate) up, or gelu(gate) up (`Settings.gelu`)."""
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
         """The pass that goes on, with the last row of each sequence of the stream and attention."""

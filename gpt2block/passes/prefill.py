@@ -113,7 +113,7 @@ class PrefillPass(Pass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
-        return self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
+        return self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
 
     def scores(self, x: Value) -> Value:
         """The log-likelihood of the target of each row, ROWS_AT_ONCE rows at a time."""
@@ -193,7 +193,8 @@ class TensorCorePass(PrefillPass):
         biases = (f"{h}b_gate", f"{h}b_up")
         if not self.shape.gated or any(map(self.do.has, biases)):
             return super().gated(h, x, to)
-        return self.do(f"{h}ff", "gemm", (x, f"{h}w_gate", "", "", f"{h}w_up"))
+        inputs = (x, f"{h}w_gate", "", "", f"{h}w_up")
+        return self.do(f"{h}ff", "gemm", inputs, **self.c.gate)
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "gemm", (hidden, "head", "head_bias", "", *self.wide), dtype="float32")

@@ -1,7 +1,7 @@
 // RMSNorm fused with the product that follows it, for decoding, where every weight is read for one token:
 //
 //   rmsnorm_matvec       out = (x * rms * gamma) W, optionally with RoPE on heads of head_dim columns
-//   rmsnorm_ffn_matvec   h = x + residual,  n = h * rms * gamma,  out = silu(n W1) * (n W3)
+//   rmsnorm_ffn_matvec   h = x + residual,  n = h * rms * gamma,  out = silu(n W1) * (n W3); or GELU, lib/gate.cuh
 //                        rms = 1 / sqrt(mean(x^2) + eps) of each row
 //
 //   rmsnorm_matvec, rmsnorm_ffn_matvec: few rows: every weight read once, requested before x; the norm's factor at the
@@ -17,6 +17,7 @@
 // grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS). Dynamic shared memory: MV_ROWS rows of floats,
 // with K rounded up to STEP, and for (K, N) one more float for each column, row and warp of the block.
 #include "llama/matvec.cuh"
+#include "lib/gate.cuh"
 #include "llama/rotation.cuh"
 
 #ifndef MV_HALF_SPLIT
@@ -49,7 +50,7 @@ struct Gated : End {
     __device__ void operator()(float a, float b) const {
         if (!out) return;
         a *= factor() * scale_a, b *= factor() * scale_b;
-        out[0] = narrow(a / (1.0f + expf(-a)) * b);
+        out[0] = narrow(gate_of(a) * b);
     }
 };
 

@@ -39,6 +39,7 @@
 #endif
 #define GEMM_DOWN 1
 #include "llama/rotation.cuh"
+#include "lib/gate.cuh"
 #include "matmul/hopper_tile.cuh"
 
 #ifndef NORM_W_NK
@@ -88,7 +89,11 @@ struct Turn {  // RoPE: position of a row, exponent of theta (llama/rotation.cuh
     float step, step_low;
 };
 
-__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+#ifdef GATE_GELU
+__device__ __forceinline__ float activated(float v) { return gate_of(v); }
+#else  // faster than that of lib/gate.cuh
+__device__ __forceinline__ float activated(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+#endif
 
 // The body of both kernels.
 template <int MATRICES>
@@ -154,7 +159,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
                 const float* first = finals[m] + 4 * block + 2 * half;
                 if (MATRICES == 2) {
                     const float* second = first + Columns<2>::BESIDE / 2;
-                    v[0] = silu(first[0]) * second[0], v[1] = silu(first[1]) * second[1];
+                    v[0] = activated(first[0]) * second[0], v[1] = activated(first[1]) * second[1];
                     return;
                 }
                 const Pair by = frequencies[4 * block + group.lane % 4];

@@ -23,6 +23,7 @@
 #define STORAGE_FP16
 #endif
 #include "lib/common.cuh"
+#include "lib/gate.cuh"
 #include "llama/rotation.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mm
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const float a = v[0][e] * (factor * scales1[e]), b = v[1][e] * (factor * scales3[e]);
-                v[0][e] = a / (1.0f + expf(-a)) * b;
+                v[0][e] = gate_of(a) * b;
             }
             Vec<T, 8>::store(out + (long long)m * N + n, v[0]);
         });

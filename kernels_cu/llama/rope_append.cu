@@ -7,7 +7,8 @@
 //   rope_append: decoding: rope_qkv, with K and V written to the kv_cache in its dtype
 //
 // Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
-// llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles as in llama/rope_qkv.cu.
+// llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles and ROPE_FACTOR as in
+// llama/rope_qkv.cu.
 //
 // grid (ceil(N / blockDim.z), ceil(heads / (blockDim.y * ROPE_HEADS))), block (ROPE_THREADS, heads, rows).
 #include "llama/pairs.cuh"
@@ -40,7 +41,7 @@ extern "C" __global__ void rope_append(
         }
         Rotation by[PAIRS];
 #pragma unroll
-        for (int p = 0; p < PAIRS; ++p) by[p] = rotation(at * frequencies[pair + p]);
+        for (int p = 0; p < PAIRS; ++p) by[p] = rotation_at(at, frequencies[pair + p]);
 #pragma unroll
         for (int i = 0; i < ROPE_HEADS; ++i) {
             const int h = head + i * blockDim.y, of_k = h - n_head, of_v = of_k - n_kv_head;

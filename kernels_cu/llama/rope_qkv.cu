@@ -6,6 +6,8 @@
 //
 //   rope_qkv: as rope_pairs, with positions and frequencies in device memory; overlapping launches. See llama/rope.cu
 //
+// With ROPE_FACTOR, pairs of other frequencies than 0 are multiplied by it, as in all kernels of RoPE with frequencies.
+//
 // A thread takes ROPE_HEADS heads of a row. Storage is T, arithmetic float; angles are double until the whole turns are
 // subtracted, so that they are accurate at any position.
 //
@@ -39,7 +41,7 @@ extern "C" __global__ void rope_qkv(
         }
         Rotation by[PAIRS];
 #pragma unroll
-        for (int p = 0; p < PAIRS; ++p) by[p] = rotation(position * frequencies[k + p]);
+        for (int p = 0; p < PAIRS; ++p) by[p] = rotation_at(position, frequencies[k + p]);
 #pragma unroll
         for (int i = 0; i < ROPE_HEADS; ++i) {
             const int h = head + i * blockDim.y;

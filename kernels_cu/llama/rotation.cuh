@@ -72,6 +72,16 @@ __device__ __forceinline__ Rotation rotation(double radians) {
     return rotation((int)within, (float)fma(-0.5, quarters, half_turns));
 }
 
+// Of a position and a frequency in radians. Models that state a factor multiply the pairs that turn by it, and leave
+// those of frequency zero as they are.
+__device__ __forceinline__ Rotation rotation_at(double position, double frequency) {
+    Rotation by = rotation(position * frequency);
+#ifdef ROPE_FACTOR
+    if (frequency != 0.0) by.cos *= ROPE_FACTOR, by.sin *= ROPE_FACTOR;
+#endif
+    return by;
+}
+
 // Turns a pair. The roundings are stated, so that all kernels have the same.
 __device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
     const float r = real, i = imaginary;

@@ -1,6 +1,6 @@
 // The rotations of RoPE: row n, at position[n], turns pair k by position[n] frequencies[k].
 //
-//   out (N, pairs, 2): cosines and sines     angles as in llama/rope_qkv.cu, whose bits these are
+//   out (N, pairs, 2): cosines and sines     angles and ROPE_FACTOR as in llama/rope_qkv.cu, whose bits these are
 //
 //   rope_rotations: decoding: cosines and sines, once for all layers
 //
@@ -17,6 +17,6 @@ extern "C" __global__ void rope_rotations(
     wait_for_previous();
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (long long)N * pairs) return;
-    const Rotation by = rotation(__ldcg(position + i / pairs) * frequencies[i % pairs]);
+    const Rotation by = rotation_at(__ldcg(position + i / pairs), frequencies[i % pairs]);
     out[2 * i] = by.cos, out[2 * i + 1] = by.sin;
 }

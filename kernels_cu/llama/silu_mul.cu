@@ -4,11 +4,13 @@
 //
 // A step of its own for the products of a whole model, whose order of additions must not depend on the number of rows.
 // llama/rmsnorm_matmul.cu and its variants fuse it into the product of a block.
+// With GATE_GELU, it is GELU(gate) up (lib/gate.cuh), in all these kernels.
 //
 //   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
 //
 // Grid (ceil(n / (SM_WIDTH * block))), block (any).
 #include "lib/fresh.cuh"
+#include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 
 #ifndef SM_WIDTH  // elements of a vector, a divisor of n; all arrays are aligned to a vector of at most 16 bytes
@@ -29,6 +31,6 @@ extern "C" __global__ void silu_mul(const T* gate,  // (n)
     load_fresh<T, SM_WIDTH>(gate + i).unpack(g);
     load_fresh<T, SM_WIDTH>(up + i).unpack(u);
 #pragma unroll
-    for (int k = 0; k < SM_WIDTH; ++k) g[k] = g[k] / (1.0f + expf(-g[k])) * u[k];
+    for (int k = 0; k < SM_WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
     Vector::store(out + i, g);
 }

@@ -28,6 +28,7 @@
 #endif
 #define LM_NORM 2
 #include "lib/storage.cuh"
+#include "lib/gate.cuh"
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
 #include "matmul/decode_ends.cuh"
@@ -169,7 +170,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
             }
             v[m] = fmaf(total, ends.scale[m][i], 0.0f);
         }
-        const float h = v[0] / (1.0f + expf(-v[0])) * v[1];
+        const float h = gate_of(v[0]) * v[1];
         const float term = term_of<order::KIND>(h);
         if (column < OWN) {
             char* to = shared + STAGED + r * 4 * OWN + column % 2 * 2 * OWN + column / 2 * 4;

@@ -2,6 +2,7 @@
 // of an epilogue (matmul/decode_pairs.cuh) with each output. The including file selects T and W (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
+#include "lib/gate.cuh"
 #include "lib/sm80.cuh"
 #include "matmul/decode_hopper.cuh"
 #include "matmul/decode_pairs.cuh"
@@ -21,8 +22,6 @@ constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in t
 
 static_assert(DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "the rows of W of a warp have room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
-
-__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
 // The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
 // are exchanged: (splits, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those of
@@ -162,7 +161,7 @@ struct Outputs {
         for (int i = 0; i < AHEAD; ++i, m += 4 * DH_SPLITS) {
             const float first = v[2 * i], second = v[2 * i + 1];
             if constexpr (DH_GATED) {
-                float one = end.value(silu(first) * second, late[i]);
+                float one = end.value(gate_of(first) * second, late[i]);
                 if (DH_OUT_TERMS) one = term_of<order::KIND, 8>(one);
                 if (here[i]) end.store(m, n, one, late[i]);
             } else if (here[i]) {

@@ -13,6 +13,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
+from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.checkpoints import Checkpoint, TensorSource
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, RopeScaling
@@ -41,11 +42,17 @@ _LLAMA = {
 
 def tensors_of(model: TensorSource) -> Arrays:
     """The tensors by GGUF's names, matrices (outputs, inputs), as llama.cpp stores them."""
-    config, found = model.config, {}
+    config, found = model.config, Arrays()
     for name, array, layout in model.tensors():
         h, _, kind = name.rpartition(".")
         block = f"blk.{h[2:]}." if h else ""
         turned = array.T if layout == "KN" else array
+        if isinstance(config, Phi3Config) and kind in ("w_qkv", "w_gate", "w_up"):
+            kept = found.pop(f"{block}ffn_up.weight", turned[:0])  # gate, before up
+            fused = "attn_qkv" if kind == "w_qkv" else "ffn_up"
+            rows = turned if kind != "w_qkv" else turned_first(turned, config)
+            found[f"{block}{fused}.weight"] = np.concatenate([kept, rows])
+            continue
         if not isinstance(config, LlamaConfig):
             found[block + _GPT2[kind]] = turned
         elif kind in ("w_qkv", "b_qkv"):
@@ -59,7 +66,24 @@ def tensors_of(model: TensorSource) -> Arrays:
             found[f"{block}attn_v.{suffix}"] = v
         else:
             found[block + _LLAMA[kind]] = turned
+    if isinstance(config, Phi3Config) and config.scaling is not None:
+        short, long = config.scaling.factors, config.scaling.long_factors
+        found["rope_factors_short.weight"] = np.array(short, np.float32)
+        found["rope_factors_long.weight"] = np.array(long, np.float32)
     return found
+
+
+def turned_first(rows: NDArray[Any], config: Phi3Config) -> NDArray[Any]:
+    """Rows [Q | K | V], where heads of Q and K have all channels that RoPE turns before the others.
+
+    Here each half of a head has its turned channels before its others.
+    """
+    Q = config.q_width + config.kv_width
+    halves = rows[:Q].reshape(-1, 2, config.head_size // 2, rows.shape[1])
+    pairs = math.ceil(config.rotary / 2)
+    both = (halves[:, :, :pairs], halves[:, :, pairs:])
+    heads = [half.reshape(len(halves), -1, rows.shape[1]) for half in both]
+    return np.concatenate([np.concatenate(heads, 1).reshape(Q, -1), rows[Q:]])
 
 
 def name_of(config: ModelConfig) -> str:
@@ -91,12 +115,15 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
             "attention.value_length": c.head_size,
             "attention.layer_norm_rms_epsilon": c.eps,
             "rope.freq_base": c.theta,
-            "rope.dimension_count": c.head_size,
+            "rope.dimension_count": c.rotary_size,
             "vocab_size": c.vocab_size,
         }
         sizes |= {key: getattr(c, field) for key, field in c.GGUF_KEYS.items()}
         if c.scaling is not None and c.scaling.kind == "linear":
             sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
+        if isinstance(c, Phi3Config) and c.scaling is not None:
+            sizes["rope.scaling.attn_factor"] = c.scaling.attention_factor
+            sizes["rope.scaling.original_context_length"] = c.scaling.original_context
     else:
         sizes |= {"feed_forward_length": 4 * c.n_embd, "attention.layer_norm_epsilon": c.eps}
     return {"general.architecture": name, **{f"{name}.{key}": n for key, n in sizes.items()}}

@@ -13,6 +13,9 @@ function drawDetail() {
     if (term.dataset.number !== (own === null ? "no" : "yes")) term.remove();
     else if (own !== null) term.querySelector("mn").textContent = String(Number(own.toPrecision(6)));
   }
+  for (const term of formula.querySelectorAll("[data-gate]")) {
+    if (term.dataset.gate !== steps[step].gate) term.remove();
+  }
   const inputs = tensor.inputs.map(([name, sizes]) => `${name} ${shape(sizes)}`).join(", ");
   const left = el("div", {},
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
