@@ -66,6 +66,12 @@ def smollm3(rng: random.Random) -> dict[str, Any]:
     return found | layers | biases
 
 
+def olmo2(rng: random.Random) -> dict[str, Any]:
+    """Heads and rows of at least 8 channels, as for Qwen3."""
+    found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
+    return found | {"attention_bias": rng.random() < 0.3}
+
+
 def granite(rng: random.Random) -> dict[str, Any]:
     found = sizes(rng)
     del found["head_dim"]
@@ -85,7 +91,7 @@ def mistral(rng: random.Random) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
-    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3)
+    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3, olmo2)
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -12,6 +12,7 @@ import pytest
 from gpt2block import Model
 from gpt2block.architectures import ARCHITECTURES
 from gpt2block.bench.measure import tolerance
+from gpt2block.inspect.compare import exact_tensors
 from gpt2block.parameters.arrays import random_model
 from tests.devices import GPU, running_on
 
@@ -30,6 +31,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "granite": ("granite", SCALARS),
     "smollm3": ("smollm3", {"rope_layers": (False, True)}),
+    "olmo2": ("olmo2", {}),
 }
 WIDE = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
 FORMATS: dict[str, str | None] = dict.fromkeys(
@@ -41,7 +43,7 @@ Case = tuple[str, str, bool]
 def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16", False), ("granite", "float8_e5m2", False)]
-    emulated += [("smollm3", "float32", False)]
+    emulated += [("smollm3", "float32", False), ("olmo2", "float16", False)]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", case) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -61,6 +63,31 @@ def made(case: Case, device: str) -> Model[Any]:
     if wide:
         config = ARCHITECTURES[kind].CONFIG(**{**SIZES, **WIDE}, **own)
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_activation_is_above_its_bound(name: str) -> None:
+    """Of the operands of products, and of the residual stream, with weights that are far apart."""
+    model = made((name, "float32", False), "cpu")
+    config, of = model.config, ARCHITECTURES[OWN[name][0]]
+    tensors = {
+        name: array.T if layout == "NK" else array for name, array, layout in model.tensors()
+    }
+    largest = {name: float(np.abs(array).max()) for name, array in tensors.items()}
+
+    def norms(w: str, gamma: str) -> Any:
+        return np.linalg.norm(tensors[w].T * (tensors[gamma] if gamma else 1), axis=1)
+
+    found = exact_tensors(model.engine, np.arange(40, dtype=np.int32))
+    streams = [found["embedding"], *(found[f"h.{n}.output"] for n in range(config.n_layer))]
+    for n, stream in enumerate(streams[:-1]):
+        found |= {f"h.{n}.attn_in": stream, f"h.{n}.ff_in": found[f"h.{n}.x1"]}
+    bounds = of.operand_bounds(config, largest, norms)
+    assert bounds.keys() <= found.keys()
+    for each, bound in bounds.items():
+        assert np.abs(found[each]).max() <= bound, each
+    for stream, bound in zip(streams, of.stream_bounds(config, largest), strict=True):
+        assert np.abs(stream).max() <= bound
 
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])

@@ -22,6 +22,8 @@ EXAMPLES = {
     "two_part": Example({"K": 8}),
     "take": Example({"N": 5, "C": 8, "B": 3}),
     "rmsnorm": Example({"C": 8}, dtype="bfloat16"),
+    "rmsnorm_add": Example({"C": 8}),
+    "operand": Example({"C": 8}),
     "rmsnorm_matmul": Example({"K": 8, "N": 4}),
     "rmsnorm_ffn": Example({"K": 8, "N": 4}, dtype="float16"),
     "attention": Example({"T": 5, "W": 32}, {**HEADS, "causal": True}),
@@ -35,9 +37,11 @@ EXAMPLES = {
     "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
     "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),
     "rope_append": Example({"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8}, {"n_head": 2}),
-    "qk_norm": Example({"W": 32, "D": 8}, HEADS, dtype="float16"),
-    "qk_norm_rope": Example({"T": 5, "W": 32, "P": 4}, HEADS),
-    "qk_norm_append": Example({"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8}, {"n_head": 2}),
+    "qk_norm": Example({"W": 32, "G": 8, "H": 8}, HEADS, dtype="float16"),
+    "qk_norm_rope": Example({"T": 5, "W": 32, "P": 4, "G": 8, "H": 8}, HEADS),
+    "qk_norm_append": Example(
+        {"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8, "G": 8, "H": 8}, {"n_head": 2}
+    ),
     "rotations": Example({"N": 3, "P": 4}),
     "encoder": Example({"T": 5, "V": 9, "P": 7, "C": 8}),
     "encoder_rows": Example({"N": 5, "V": 9, "P": 7, "C": 8}),

@@ -129,6 +129,13 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "mlp_bias": True,
         "pad_token_id": None,
     },
+    "olmo2": {
+        "model_type": "olmo2",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "attention_bias": True,
+    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,

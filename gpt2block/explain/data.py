@@ -145,7 +145,7 @@ def _step(
     return {
         "op": sources.function_of(step),
         "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
-        "adds": step.op == "add",
+        "adds": step.op in ("add", "rmsnorm_add"),
         "kernels": found,
         "joins": [_short(name) for name in names],
     }

@@ -182,6 +182,7 @@ class BlockPass(StepPass):
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
-        if not any(self.do.has(f"{h}b_{name}") for name in ("gate", "up")):
+        biased = any(self.do.has(f"{h}b_{name}") for name in ("gate", "up"))
+        if isinstance(x, Normed) and not biased:
             return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), eps=self.c.eps)
         return super().gated(h, self._made(x), to)

@@ -74,6 +74,12 @@ class DecodePass(Pass):
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
         return Rows(y, terms=terms, bound=bound)
 
+    def operand(self, name: str, x: Value, to: To) -> Rows:
+        bound = self._bounds.get(name)
+        terms = self._terms(to, bound)
+        y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
+        return Rows(y, terms=terms, bound=bound)
+
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         bound = self._bounds.get(p.result)

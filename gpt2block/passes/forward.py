@@ -40,8 +40,9 @@ class Pass(ABC):
     """The operations of a pass, and the machine that runs its steps.
 
     A verb names its result and the weights that it takes. `to` has the names of the weights of the
-    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
-    the prefix of a layer's names.
+    products that read the result, or of the step that does, such as "rope"; they decide its
+    format: floats, 16 bits, two-part or terms. Without any, it is float32. h is the prefix of a
+    layer's names.
     """
 
     do: Machine
@@ -74,6 +75,14 @@ class Pass(ABC):
     @abstractmethod
     def _product(self, p: Product) -> Value:
         """Compute a product in the kernels of this pass."""
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        """The residual stream as products without a norm before them read it."""
+        return x
+
+    def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
+        """x + RMSNorm of y, the result of a product."""
+        return self.do(name, "rmsnorm_add", (y, gamma, x), into=x, eps=self.c.eps)
 
     @abstractmethod
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:

@@ -93,7 +93,8 @@ class PrefillPass(Pass):
         return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
-        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=() if rope else ("attention",))
+        to = ("rope" if rope else "attention",)
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
         if not rope:
             return y
         return self.turned(h, y, rope, norms)
@@ -111,8 +112,8 @@ class PrefillPass(Pass):
         return self.do(name, "attention_packed", inputs, **options, **self.kv)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
-        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
+        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
         return self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
 
     def scores(self, x: Value) -> Value:
@@ -159,13 +160,17 @@ class TensorCorePass(PrefillPass):
             return self.do(name, "layernorm", (x, gamma, beta), **how)
         return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream", **operand)
 
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        return self.do(name, "operand", (x,), dtype=self.dtype)
+
     def _operand(self, name: str, to: To) -> dict[str, Any]:
         """The format that the products `to` read; float32 where there are none."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
+        operand = self._operand(p.result, p.to) if p.residual is None else {}
         inputs = (p.a, p.w, p.bias, p.residual, *self.wide)
-        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options)
+        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:
@@ -223,6 +228,9 @@ class TwoPartPass(TensorCorePass):
         if not self._reads_two_part(to):
             return {"dtype": "float32"}
         return {"dtype": TWO_PART, "bound": self.bounds[name]}
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        return self._converted(name, x, to)
 
     def _reads_two_part(self, to: To) -> bool:
         """Whether products with these weights read two-part operands; the head converts its own."""

@@ -322,7 +322,7 @@ class CudaModel(StoredModel):
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
-            copying = ("kv_append", "kv_round", "rows", "take", "two_part")
+            copying = ("kv_append", "kv_round", "operand", "rows", "take", "two_part")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
             copies = {name: copy.get() for name, copy in recording.trace(names).items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}

@@ -36,6 +36,7 @@ _LLAMA = {
     "w_up": "ffn_up.weight", "b_up": "ffn_up.bias",
     "w_down": "ffn_down.weight", "b_down": "ffn_down.bias",
     "gamma_q": "attn_q_norm.weight", "gamma_k": "attn_k_norm.weight",
+    "gamma_attn": "post_attention_norm.weight", "gamma_ff": "post_ffw_norm.weight",
 }  # fmt: skip
 
 
