@@ -543,6 +543,23 @@ def gelu(x: Array) -> Array:
 _gelu = gelu  # for functions with an argument of that name
 
 
+@takes("x f32 ... -> out~x f32 ...")
+def relu_squared(x: Array) -> Array:
+    """max(x, 0)². Source: So et al., "Primer: Searching for Efficient Transformers" (2021)."""
+    positive: Array = np.maximum(x, 0)
+    return positive * positive
+
+
+@takes("x f32 ... -> out~x f32 ...")
+def cap(x: Array, limit: float) -> Array:
+    """limit · tanh(x / limit), of logits; -inf, which is that of no token, stays.
+
+    Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
+    """
+    capped: Array = np.where(x == -np.inf, x, limit * np.tanh(x / limit))
+    return capped
+
+
 @takes("x f32 ... C; gamma? beta? f32 C -> out~x f32 ... C")
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5

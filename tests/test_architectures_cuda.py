@@ -32,6 +32,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", SCALARS),
     "smollm3": ("smollm3", {"rope_layers": (False, True)}),
     "olmo2": ("olmo2", {}),
+    "nanochat": ("nanochat", {"logits_cap": 0.5}),
 }
 WIDE = {"head_size": 128, "n_head": 4, "n_kv_head": 2, "n_embd": 512, "n_ff": 688, "n_ctx": 200}
 FORMATS: dict[str, str | None] = dict.fromkeys(
@@ -44,6 +45,7 @@ def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16", False), ("granite", "float8_e5m2", False)]
     emulated += [("smollm3", "float32", False), ("olmo2", "float16", False)]
+    emulated += [("nanochat", "bfloat16", False)]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", case) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -82,6 +84,7 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
     streams = [found["embedding"], *(found[f"h.{n}.output"] for n in range(config.n_layer))]
     for n, stream in enumerate(streams[:-1]):
         found |= {f"h.{n}.attn_in": stream, f"h.{n}.ff_in": found[f"h.{n}.x1"]}
+        found[f"h.{n}.ff2_in"] = found.get(f"h.{n}.relu2", stream)
     bounds = of.operand_bounds(config, largest, norms)
     assert bounds.keys() <= found.keys()
     for each, bound in bounds.items():

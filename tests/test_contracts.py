@@ -15,6 +15,8 @@ EXAMPLES = {
     "add": Example({}),
     "silu_mul": Example({}),
     "gelu": Example({}),
+    "relu_squared": Example({}),
+    "cap": Example({}, {"limit": 15.0}),
     "softmax": Example({"T": 6}),
     "trimat": Example({"B": 1, "T": 5, "NH": 2, "HS": 8}),
     "matmul_bias": Example({"K": 8, "N": 4}),

@@ -30,6 +30,7 @@ from gpt2block import (
     from_pretrained,
     reference,
 )
+from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
@@ -303,6 +304,7 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
         GPT2(GPT2Weights.random(0, CONFIG), "cpu"),
         Llama(LlamaWeights.random(0, LLAMA)),
         of(Olmo2Config),
+        of(NanoChatConfig),
     ],
 )
 def test_the_template_explains_every_step(plan: Any) -> None:

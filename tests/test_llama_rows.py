@@ -12,7 +12,7 @@ from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.ops._terms import Terms
-from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops.elementwise import CAP, RELU_SQUARED, SILU_MUL
 from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices, plain
@@ -73,6 +73,27 @@ def test_the_stream_is_an_operand(device: Any, C: int) -> None:
         assert_same_bits(OPERAND.bind((stream,), out).run().get(), x.astype(FLOATS[dtype]))
     with pytest.raises(InputError, match="operand: terms of float16: expected out in float32, got"):
         OPERAND.bind((stream,), dtype="bfloat16", to_terms=Terms("float16"))
+
+
+@every_device
+def test_relu_squared_and_the_cap_of_logits(device: Any) -> None:
+    """Also in place, of more than a block; NaN and the logit of no token stay."""
+    ends = np.array([np.nan, -np.inf, np.inf, -0.0], np.float32)
+    x = np.concatenate([30 * plain.normal(0, 700), ends])
+    with np.errstate(invalid="ignore"):
+        wide = x.astype(np.float64)
+        cases: Any = (
+            (RELU_SQUARED, {}, reference.relu_squared(wide)),
+            (CAP, {"limit": 15.0}, reference.cap(wide, 15.0)),
+        )
+    assert list(cases[0][2][-3:]) == [0, np.inf, 0]
+    assert list(cases[1][2][-3:]) == [-np.inf, 15, 0]
+    for operation, options, exact in cases:
+        values = cupy.asarray(x)
+        got = operation.bind((values,), **options).run().get()
+        np.testing.assert_allclose(got, exact, rtol=4e-7)
+        assert operation.bind((values,), values, **options).run() is values
+        assert_same_bits(values.get(), got)
 
 
 @one_order

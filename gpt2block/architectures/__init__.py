@@ -8,17 +8,30 @@ mistral   Mistral 7B and Mistral Nemo
 granite   Granite 3
 smollm3   SmolLM3
 olmo2     OLMo 2
+nanochat  nanochat
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpt2block.architectures import gpt2, granite, llama, mistral, olmo2, qwen2, qwen3, smollm3
+from gpt2block.architectures import (
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    nanochat,
+    olmo2,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 
-_ALL: Sequence[Architecture] = (gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, olmo2)
+_ALL: Sequence[Architecture] = (
+    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, olmo2, nanochat,
+)  # fmt: skip
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # by that of config.json
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF}  # by general.architecture
 

@@ -64,13 +64,15 @@ class Scales(NamedTuple):
 
     eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
     attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
-    residual stream of a pass is multiplied by to be the model's.
+    residual stream of a pass is multiplied by to be the model's. cap: the limit of the magnitudes
+    of logits.
     """
 
     eps: float
     embedding: float = 1.0
     attention: float | None = None
     stream: float = 1.0
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,16 @@ class ModelConfig(ABC):
     def scales(self) -> Scales:
         """The scalars of a pass."""
         return Scales(self.eps)
+
+    @property
+    def embedding_norm(self) -> str:
+        """The name of the weight of an RMSNorm of embeddings; "" without one."""
+        return ""
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys have norms."""
+        return "gamma_q" in self.block_shapes()
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ class Settings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
-    layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    embedding, softmax_scale: as in `Scales`.
+    layer, or (); half_split: which channels it pairs. qk_norm, embedding_norm: as in ModelConfig.
+    embedding, softmax_scale, cap: as in `Scales`.
     """
 
     n_head: int
@@ -29,20 +29,23 @@ class Settings(NamedTuple):
     qk_norm: bool = False
     embedding: float = 1.0
     softmax_scale: float | None = None
+    embedding_norm: str = ""
+    cap: float | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
-        rope, qk_norm = config.frequencies_of_layers, "gamma_q" in config.block_shapes()
         scales = config.scales
         sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
         return cls(
             *sizes,
-            rope=rope,
-            qk_norm=qk_norm,
+            rope=config.frequencies_of_layers,
+            qk_norm=config.qk_norm,
             embedding=scales.embedding,
             softmax_scale=scales.attention,
+            embedding_norm=config.embedding_norm,
+            cap=scales.cap,
         )
 
     def frequencies_of(self, h: str) -> str:

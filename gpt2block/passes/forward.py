@@ -47,12 +47,19 @@ class Pass(ABC):
 
     do: Machine
     c: Any  # Settings of gpt2block.passes.blocks
+    of_stream: Mapping[str, Any] = {}  # what RMSNorm of rows of the stream is told
 
     def embed(self) -> Value:
-        """The rows of the tokens: token embedding, plus position embedding if there is one."""
+        """The rows of the tokens: token embedding, plus position embedding if there is one.
+
+        Or the norm of these, if the architecture has it.
+        """
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
-        return self.do("embedding", "encoder_rows", inputs, **scaled)
+        if not self.c.embedding_norm:
+            return self.do("embedding", "encoder_rows", inputs, **scaled)
+        normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
+        return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
 
     @abstractmethod
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
@@ -108,13 +115,20 @@ class Pass(ABC):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         """silu(gate) up."""
 
+    def relu_squared(self, name: str, x: Value) -> Value:
+        """max(x, 0)², of the result of a product."""
+        return self.do(name, "relu_squared", (x,), into=x)
+
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
         """The pass that goes on, with the last row of each sequence of the stream and attention."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
-        """The product with lm_head."""
-        return self.product("logits", x, "lm_head")
+        """The product with lm_head, capped if the architecture does so."""
+        if self.c.cap is None:
+            return self.product("logits", x, "lm_head")
+        y = self.product("uncapped", x, "lm_head")
+        return self.do("logits", "cap", (y,), limit=self.c.cap)
 
     def scores(self, x: Value) -> Value:
         """The log-likelihood of the target of each row."""

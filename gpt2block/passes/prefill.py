@@ -77,6 +77,7 @@ class PrefillPass(Pass):
     """float32 activations and the kernels for many rows; also the parts that all kinds share."""
 
     bounds: Mapping[str, float] = {}
+    of_stream: Mapping[str, Any] = {"variant": "stream"}
 
     def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
@@ -86,7 +87,7 @@ class PrefillPass(Pass):
         if beta:
             how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream")
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream)
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
@@ -130,7 +131,10 @@ class PrefillPass(Pass):
     def logits_of(self, x: Value, first: int, end: int) -> Value:
         """Logits of rows of the final norm; head: lm_head, padded for tensor cores."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
-        return self.head(f"logits.{first}", hidden)
+        if self.c.cap is None:
+            return self.head(f"logits.{first}", hidden)
+        y = self.head(f"uncapped.{first}", hidden)
+        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
@@ -158,7 +162,7 @@ class TensorCorePass(PrefillPass):
         if beta:
             how: dict[str, Any] = {"eps": self.c.eps, "variant": "narrow", **operand}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream", **operand)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream, **operand)
 
     def operand(self, name: str, x: Value, to: To) -> Value:
         return self.do(name, "operand", (x,), dtype=self.dtype)
