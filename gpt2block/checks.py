@@ -251,6 +251,22 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
     return check_integer(name, count, 1, most, f"at most {most:,}")
 
 
+def normed_together(
+    gamma_q: tuple[int, ...], gamma_k: tuple[int, ...], n_head: int, n_kv_head: int, D: int
+) -> bool:
+    """Whether weights of these shapes are of all heads of Q and of K, of D channels, not of each.
+
+    InputError unless they are of either.
+    """
+    together = (n_head * D,), (n_kv_head * D,)
+    if (gamma_q, gamma_k) not in (together, ((D,), (D,))):
+        raise InputError(
+            f"gamma_q and gamma_k: expected ({D},) each, for norms of heads, or {together[0]} and "
+            f"{together[1]}, for norms of all heads together, got {gamma_q} and {gamma_k}"
+        )
+    return gamma_q != (D,) or gamma_k != (D,)
+
+
 def check_eps(value: Any) -> float:
     """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
     expected = "a finite number of at least 0 that fits float32"
@@ -275,10 +291,10 @@ SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "start": _position,
     "step": _position,
     "eps": lambda _, value: check_eps(value),
-    "softmax_scale": lambda name, value: check_number(
-        name, value, 2.0**-40, 2.0**40, "2^-40 to 2^40"
+    **dict.fromkeys(
+        ("softmax_scale", "factor", "limit"),
+        lambda name, value: check_number(name, value, 2.0**-40, 2.0**40, "2^-40 to 2^40"),
     ),
-    "factor": lambda name, value: check_number(name, value, 2.0**-40, 2.0**40, "2^-40 to 2^40"),
     "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
     **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import as_float, check_integer
+from gpt2block.checks import as_float, check_integer, normed_together
 from gpt2block.contract import Contract, takes
 from gpt2block.errors import InputError, shown
 from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
@@ -576,6 +576,23 @@ def gelu(x: Array) -> Array:
 _gelu = gelu  # for functions with an argument of that name
 
 
+@takes("x f32 ... -> out~x f32 ...")
+def relu_squared(x: Array) -> Array:
+    """max(x, 0)². Source: So et al., "Primer: Searching for Efficient Transformers" (2021)."""
+    positive: Array = np.maximum(x, 0)
+    return positive * positive
+
+
+@takes("x f32 ... -> out~x f32 ...")
+def cap(x: Array, limit: float) -> Array:
+    """limit · tanh(x / limit), of logits; -inf, which is that of no token, stays.
+
+    Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
+    """
+    capped: Array = np.where(x == -np.inf, x, limit * np.tanh(x / limit))
+    return capped
+
+
 @takes("x f32 ... C; gamma? beta? f32 C -> out~x f32 ... C")
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
@@ -598,6 +615,18 @@ def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     """
     rms: Array = np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
     return x / rms * weight
+
+
+@takes("x f32 ... C; weight f32 C; residual f32 ... C -> out~residual f32 ... C")
+def rmsnorm_add(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> Array:
+    """residual + `rmsnorm` of x, of arrays as there; residual has the shape of x."""
+    return residual + rmsnorm(x, weight, eps)
+
+
+@takes("x f32 ... C -> out out_dtype ... C")
+def operand(x: Array) -> Array:
+    """x (..., C) as products read it: itself here, 16 bits or terms of decoding on a GPU."""
+    return x
 
 
 @takes("x strided ... T H D -> out~x any ... T H D")
@@ -669,28 +698,32 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
-@takes("qkv any ... W; gamma_q gamma_k any D -> out~qkv any ... W")
+@takes("qkv any ... W; gamma_q any G; gamma_k any H -> out~qkv any ... W")
 def qk_norm(
     qkv: Array, gamma_q: Array, gamma_k: Array, n_head: int, n_kv_head: int, eps: float = 1e-6
 ) -> Array:
     """`rmsnorm` of each head of the queries and of the keys of rows [Q | K | V].
 
     qkv (..., (n_head + 2 n_kv_head) D); gamma_q (D,) of all heads of Q, gamma_k (D,) of those of K
-    → the shape of qkv; V is copied.
-    Source: Qwen Team, "Qwen3 Technical Report" (2025).
+    → the shape of qkv; V is copied. With gamma_q (n_head D,) and gamma_k (n_kv_head D,), all
+    heads of Q have one norm, and all of K.
+    Sources: Qwen Team, "Qwen3 Technical Report" (2025); OLMo Team, "2 OLMo 2 Furious" (2024).
     """
-    D, normed = len(gamma_q), n_head + n_kv_head
-    if qkv.shape[-1] != (normed + n_kv_head) * D:
-        raise InputError(f"qkv: expected {normed + n_kv_head} heads of {D} channels, as gamma_q "
-                         f"has, got {qkv.shape[-1]}")  # fmt: skip
-    heads = qkv.reshape(*qkv.shape[:-1], -1, D)
-    q, k, v = np.split(heads, [n_head, normed], axis=-2)
-    made = [rmsnorm(q, gamma_q, eps), rmsnorm(k, gamma_k, eps), v]
-    return np.concatenate(made, axis=-2).astype(qkv.dtype, copy=False).reshape(qkv.shape)
+    normed = n_head + n_kv_head
+    D, rest = divmod(qkv.shape[-1], normed + n_kv_head)
+    if rest:
+        raise InputError(f"qkv: expected {normed + n_kv_head} heads, got {qkv.shape[-1]} channels")
+    q, k, v = np.split(qkv, [n_head * D, normed * D], axis=-1)
+    if not normed_together(gamma_q.shape, gamma_k.shape, n_head, n_kv_head, D):
+        q, k = (rows.reshape(*rows.shape[:-1], -1, D) for rows in (q, k))
+    q, k = (
+        rmsnorm(*pair, eps).reshape(*qkv.shape[:-1], -1) for pair in ((q, gamma_q), (k, gamma_k))
+    )
+    return np.concatenate([q, k, v], axis=-1).astype(qkv.dtype, copy=False)
 
 
 @takes(
-    "qkv any ... T W; positions i32 T; frequencies f64 P; gamma_q gamma_k f32 2*P "
+    "qkv any ... T W; positions i32 T; frequencies f64 P; gamma_q f32 G; gamma_k f32 H "
     "-> out~qkv any ... T W"
 )
 def qk_norm_rope(
@@ -709,8 +742,8 @@ def qk_norm_rope(
 
 
 @takes(
-    "qkv f32 N W; frequencies f64 P; k v kv B S C; row position i32 N; gamma_q gamma_k f32 2*P "
-    "-> out f32 N W-2*C; k v kv B S C"
+    "qkv f32 N W; frequencies f64 P; k v kv B S C; row position i32 N; gamma_q f32 G; "
+    "gamma_k f32 H -> out f32 N W-2*C; k v kv B S C"
 )
 def qk_norm_append(
     qkv: Array,
@@ -725,7 +758,8 @@ def qk_norm_append(
     eps: float = 1e-6,
 ) -> Array:
     """`rope_append` of `qk_norm`, of half-split pairs; arrays as there."""
-    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_k), eps)
+    n_kv_head = k.shape[-1] // (2 * len(frequencies))
+    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_append(normed, frequencies, k, v, row, position, n_head, True)
 
 

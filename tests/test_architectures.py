@@ -66,6 +66,19 @@ def smollm3(rng: random.Random) -> dict[str, Any]:
     return found | layers | biases
 
 
+def olmo2(rng: random.Random) -> dict[str, Any]:
+    """Heads and rows of at least 8 channels, as for Qwen3."""
+    found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
+    return found | {"attention_bias": rng.random() < 0.3}
+
+
+def nanochat(rng: random.Random) -> dict[str, Any]:
+    """Heads of at least 8 channels, as for Qwen3, and a cap that some logits are near."""
+    found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
+    cap = {"final_logit_softcapping": rng.choice((15.0, 3.0, None)), "hidden_act": "relu2"}
+    return found | cap | {"attention_bias": rng.random() < 0.3}
+
+
 def granite(rng: random.Random) -> dict[str, Any]:
     found = sizes(rng)
     del found["head_dim"]
@@ -91,6 +104,7 @@ def phi3(rng: random.Random) -> dict[str, Any]:
     """
     found, head_dim = sizes(rng), 2 * rng.randint(2, 12)
     found |= {"head_dim": head_dim, "hidden_size": found["num_attention_heads"] * head_dim}
+    found |= {"sliding_window": rng.choice((None, 7))}
     part = rng.choice((1.0, 0.75, 0.4 + 1 / head_dim))
     original = rng.choice((3, 64))  # tokens, below all texts that are compared or above
     if int(head_dim * part) % 2 or rng.random() < 0.3:
@@ -108,7 +122,8 @@ def phi3(rng: random.Random) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
-    each.__name__: each for each in (llama, qwen2, qwen3, mistral, granite, smollm3, phi3)
+    each.__name__: each
+    for each in (llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat)
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -182,8 +197,10 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         )
         np.testing.assert_array_equal(logits_of(torch, again.eval(), ids), logits)
         layers = getattr(ours.config, "rope_layers", ())
-        if kind == "mistral" or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
-            continue  # GGUF has no key for others, and of Mistral none for its window
+        if kind in ("mistral", "nanochat") or layers != tuple(
+            (n + 1) % 4 > 0 for n in range(len(layers))
+        ):
+            continue  # GGUF has no nanochat, no window of Mistral and no key for other layers
         written = gguf_writer.metadata_of(ours), gguf_writer.tensors_of(ours)
         read = gpt2block.from_pretrained(
             gguf_writer.write(folder / "m.gguf", *written), device="cpu"

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 from gpt2block import Model, RopeScaling
+from gpt2block.architectures import architecture_of
 from gpt2block.architectures.granite import GraniteConfig
 from gpt2block.architectures.mistral import MistralConfig
+from gpt2block.architectures.nanochat import NanoChatConfig
+from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.qwen2 import Qwen2Config
 from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.bench.measure import tolerance
 from gpt2block.config import ModelConfig
+from gpt2block.inspect.compare import exact_tensors
 from gpt2block.parameters.arrays import random_model
 from tests.devices import GPU, running_on
 
@@ -50,6 +54,8 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "smollm3": (SmolLM3Config, {"rope_layers": (False, True)}),
     "phi3": (Phi3Config, {"rotary": 48, "scaling": LONG}),
     "geglu": (Geglu, {}),
+    "olmo2": (Olmo2Config, {}),
+    "nanochat": (NanoChatConfig, {"logits_cap": 0.5}),
     "mistral": (MistralConfig, {"window": 5}),
 }
 WINDOW = 70  # of a model with WIDE, if it has one
@@ -71,6 +77,7 @@ def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16"), ("granite", "float8_e5m2"), ("smollm3", "float32")]
     emulated += [("phi3", "bfloat16"), ("geglu", "float16"), ("mistral", "float16")]
+    emulated += [("olmo2", "float16"), ("nanochat", "bfloat16")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -89,6 +96,32 @@ def made(case: Case, device: str) -> Model[Any]:
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
     config = kind(**{**SIZES, **(WIDE if wide else {})}, **own)
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_activation_is_above_its_bound(name: str) -> None:
+    """Of the operands of products, and of the residual stream, with weights that are far apart."""
+    model = made((name, "float32", False), "cpu")
+    config, of = model.config, architecture_of(model.config)
+    tensors = {
+        name: array.T if layout == "NK" else array for name, array, layout in model.tensors()
+    }
+    largest = {name: float(np.abs(array).max()) for name, array in tensors.items()}
+
+    def norms(w: str, gamma: str) -> Any:
+        return np.linalg.norm(tensors[w].T * (tensors[gamma] if gamma else 1), axis=1)
+
+    found = exact_tensors(model.engine, np.arange(40, dtype=np.int32))
+    streams = [found["embedding"], *(found[f"h.{n}.output"] for n in range(config.n_layer))]
+    for n, stream in enumerate(streams[:-1]):
+        found |= {f"h.{n}.attn_in": stream, f"h.{n}.ff_in": found[f"h.{n}.x1"]}
+        found[f"h.{n}.ff2_in"] = found.get(f"h.{n}.relu2", stream)
+    bounds = of.operand_bounds(config, largest, norms)
+    assert bounds.keys() <= found.keys()
+    for each, bound in bounds.items():
+        assert np.abs(found[each]).max() <= bound, each
+    for stream, bound in zip(streams, of.stream_bounds(config, largest), strict=True):
+        assert np.abs(stream).max() <= bound
 
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])

@@ -26,14 +26,18 @@ from gpt2block import (
     InputError,
     Llama,
     LlamaWeights,
+    Model,
     from_pretrained,
     reference,
 )
+from gpt2block.architectures.nanochat import NanoChatConfig
+from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
+from gpt2block.parameters.arrays import random_model
 from gpt2block.passes import model_steps
 from gpt2block.run import inputs
 from tests.markov import byte_encoding
@@ -288,8 +292,20 @@ def test_kernels_of_attention_are_those_for_grouped_queries(n_kv_head: int) -> N
     assert data["steps"]["qkv"]["kernels"][0]["constants"] == {}
 
 
+def of(kind: type[Any], **more: Any) -> Model[Any]:
+    """A small random model of another architecture."""
+    config = kind(**{**vars(LLAMA), **more})
+    return Model.from_tensors(config, random_model(0, config), "cpu", "float32", None)
+
+
 @pytest.mark.parametrize(
-    "plan", [GPT2(GPT2Weights.random(0, CONFIG), "cpu"), Llama(LlamaWeights.random(0, LLAMA))]
+    "plan",
+    [
+        GPT2(GPT2Weights.random(0, CONFIG), "cpu"),
+        Llama(LlamaWeights.random(0, LLAMA)),
+        of(Olmo2Config),
+        of(NanoChatConfig),
+    ],
 )
 def test_the_template_explains_every_step(plan: Any) -> None:
     page = plan.explain([1, 2, 3])

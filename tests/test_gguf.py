@@ -57,7 +57,16 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny", "qwen2", "qwen3", "mistral", "granite", *(f"llama-{name}" for name in LLAMAS)]
+    "name",
+    [
+        "tiny",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "granite",
+        "olmo2",
+        *(f"llama-{name}" for name in LLAMAS),
+    ],
 )
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
     source = GOLDEN / name

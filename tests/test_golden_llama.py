@@ -41,7 +41,7 @@ from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
-NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3")
+NAMES = (*LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "nanochat")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.elementwise import CAP, RELU_SQUARED, SILU_MUL
+from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices, plain
 from tests.devices import assert_same_bits, every_device, moved, one_order
@@ -41,6 +43,57 @@ def test_the_stream_is_normalized(device: Any, C: int) -> None:
         unit = 2.0**-24 + {"float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
         got = normalized(x, weight, dtype)
         assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * largest
+
+
+@pytest.mark.parametrize("C", [1, 130, 1028, 8196])
+@every_device
+def test_a_norm_is_added_to_the_stream(device: Any, C: int) -> None:
+    """In place with the same bits; a row alone too, and beside rows that are not finite."""
+    x, weight, residual = plain.normal(0, 3, C), plain.normal(1, C), plain.normal(2, 3, C)
+    x[1] = np.nan
+    y, gamma, stream = (cupy.asarray(array) for array in (x, weight, residual))
+    got = RMSNORM_ADD.bind((y, gamma, stream), eps=EPS).run().get()
+    wide = [array.astype(np.float64) for array in (x, weight, residual)]
+    exact = reference.rmsnorm_add(wide[0], wide[1], wide[2], EPS)[::2]
+    assert np.abs(got[::2] - exact).max() <= 8 * 2.0**-24 * np.abs(exact).max()
+    assert np.isnan(got[1]).all()
+    assert RMSNORM_ADD.bind((y, gamma, stream), stream, eps=EPS).run() is stream
+    assert_same_bits(stream.get(), got)
+    last = cupy.asarray(x[2:]), gamma, cupy.asarray(residual[2:])
+    assert_same_bits(RMSNORM_ADD.bind(last, eps=EPS).run().get(), got[2:])
+
+
+@pytest.mark.parametrize("C", [1, 130, 1028, 8196])
+@every_device
+def test_the_stream_is_an_operand(device: Any, C: int) -> None:
+    x = plain.normal(0, 3, C)
+    stream = cupy.asarray(x)
+    for dtype in NARROW:
+        out = cupy.full(x.shape, np.nan, FLOATS[dtype])
+        assert_same_bits(OPERAND.bind((stream,), out).run().get(), x.astype(FLOATS[dtype]))
+    with pytest.raises(InputError, match="operand: terms of float16: expected out in float32, got"):
+        OPERAND.bind((stream,), dtype="bfloat16", to_terms=Terms("float16"))
+
+
+@every_device
+def test_relu_squared_and_the_cap_of_logits(device: Any) -> None:
+    """Also in place, of more than a block; NaN and the logit of no token stay."""
+    ends = np.array([np.nan, -np.inf, np.inf, -0.0], np.float32)
+    x = np.concatenate([30 * plain.normal(0, 700), ends])
+    with np.errstate(invalid="ignore"):
+        wide = x.astype(np.float64)
+        cases: Any = (
+            (RELU_SQUARED, {}, reference.relu_squared(wide)),
+            (CAP, {"limit": 15.0}, reference.cap(wide, 15.0)),
+        )
+    assert list(cases[0][2][-3:]) == [0, np.inf, 0]
+    assert list(cases[1][2][-3:]) == [-np.inf, 15, 0]
+    for operation, options, exact in cases:
+        values = cupy.asarray(x)
+        got = operation.bind((values,), **options).run().get()
+        np.testing.assert_allclose(got, exact, rtol=4e-7)
+        assert operation.bind((values,), values, **options).run() is values
+        assert_same_bits(values.get(), got)
 
 
 @one_order

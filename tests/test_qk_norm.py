@@ -1,4 +1,4 @@
-"""The norm of heads of q and k, alone, with RoPE, and with the kv_cache."""
+"""The norm of heads of q and k, or of all together, alone, with RoPE, and with the kv_cache."""
 
 from __future__ import annotations
 
@@ -21,38 +21,45 @@ NORMED = [(4, 2, 8), (3, 1, 6), (1, 1, 2), (2, 2, 34), (4, 1, 128), (2, 1, 256),
 EPS = 1e-5
 
 
-def gammas(D: int) -> Any:
-    return plain.normal(5, 2, D) + np.float32(1)
+def gammas(heads: Heads, together: bool = False) -> list[Any]:
+    """Weights of q and of k; together: of all heads."""
+    NH, NKV, D = heads
+    counts = (NH, NKV) if together else (1, 1)
+    return [plain.normal(5 + n, n * D) + np.float32(1) for n in counts]
 
 
-@combinations(times=1, heads=NORMED, dtype=list(DTYPES))
-def test_right_and_the_same_bits_alone(device: Any, heads: Heads, dtype: str) -> None:
+@combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
+def test_right_and_the_same_bits_alone(
+    device: Any, heads: Heads, dtype: str, together: bool
+) -> None:
     """Also in place; rows with values that are not finite do not reach others."""
     NH, NKV, D = heads
     options: Any = {"n_head": NH, "n_kv_head": NKV, "eps": EPS}
     qkv = (3 * plain.normal(2, 2, 7, row_width(heads))).astype(DTYPES[dtype])
     qkv[1, 3, 0] = np.nan
-    gamma = gammas(D).astype(DTYPES[dtype])
+    gamma = [each.astype(DTYPES[dtype]) for each in gammas(heads, together)]
     x, of_q, of_k = (device.asarray(array) for array in (qkv, *gamma))
     out = device.asarray(np.full_like(qkv, np.nan))
     got = registry.bind("qk_norm", (x, of_q, of_k), out, **options).run().get()
     rows = np.delete(got.reshape(14, -1), 10, 0)
-    truth = reference.qk_norm(qkv.astype(np.float64), *gamma.astype(np.float64), **options)
+    wide = (each.astype(np.float64) for each in (qkv, *gamma))
+    truth = reference.qk_norm(*wide, **options)
     assert_close(rows, np.delete(truth.reshape(14, -1), 10, 0), dtype)
-    assert np.isnan(got[1, 3].astype(np.float32)).sum() == D
+    assert np.isnan(got[1, 3].astype(np.float32)).sum() == (NH * D if together else D)
     assert_same_bits(got[..., -NKV * D :], qkv[..., -NKV * D :])
     assert_same_bits(ops.qk_norm(x[1, 4], of_q, of_k, **options).get(), got[1, 4])
     assert ops.qk_norm(x, of_q, of_k, **options, out=x) is x
     assert_same_bits(x.get(), got)
 
 
-@combinations(times=1, heads=NORMED, dtype=list(DTYPES))
-def test_with_rope(device: Any, heads: Heads, dtype: str) -> None:
+@combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
+def test_with_rope(device: Any, heads: Heads, dtype: str, together: bool) -> None:
     """In float32 with the bits of both, one after the other; few rows alone as among many."""
     NH, NKV, D = heads
     options: Any = {"n_head": NH, "n_kv_head": NKV}
     positions = np.array([0, 1, 8191, 2**24 + 1, 2**31 - 1], np.int32)
-    qkv, gamma = plain.normal(2, 2, 5, row_width(heads)).astype(DTYPES[dtype]), gammas(D)
+    qkv = plain.normal(2, 2, 5, row_width(heads)).astype(DTYPES[dtype])
+    gamma = gammas(heads, together)
     x, of_q, of_k = (device.asarray(array) for array in (qkv, *gamma))
     turn = device.asarray(positions), device.asarray(frequencies(D))
     run = registry.bind("qk_norm_rope", (x, *turn, of_q, of_k), eps=EPS, **options).run
@@ -76,8 +83,8 @@ def test_few_and_many_rows_have_other_geometries() -> None:
     assert (few["QN_HEADS"], many["QN_HEADS"]) == (1, 4)
 
 
-@combinations(times=1, heads=NORMED, kind=KINDS)
-def test_with_the_kv_cache(device: Any, heads: Heads, kind: str) -> None:
+@combinations(times=1, heads=NORMED, kind=KINDS, together=(False, True))
+def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool) -> None:
     """The bits of qk_norm_rope and kv_append, one after the other; a row is outside the cache."""
     NH, NKV, D = heads
     fp8 = kind if kind in FORMATS else None
@@ -88,7 +95,7 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str) -> None:
             np.array([2, 0, -1, 1], np.int32),
             np.array([3, 0, 4, 6], np.int32),
             frequencies(D),
-            *(100 * gammas(D)),
+            *(100 * each for each in gammas(heads, together)),
         )
     )
     dtype = DTYPES.get(kind, np.uint8)
@@ -104,9 +111,19 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str) -> None:
     assert k.get()[1, 6].astype(np.float32).any()
 
 
+def test_norms_together_on_numpy() -> None:
+    """Each is that of the row of all heads."""
+    qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
+    got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
+    np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))
+    np.testing.assert_array_equal(got[:, 32:40], reference.rmsnorm(qkv[:, 32:40], of_k, EPS))
+    np.testing.assert_array_equal(got[:, 40:], qkv[:, 40:])
+
+
 def test_on_numpy() -> None:
     """A step of decoding is the last row of a prompt."""
-    qkv, gamma = plain.normal(0, 3, 4 * 8).astype(np.float64), gammas(8).astype(np.float64)
+    qkv = plain.normal(0, 3, 4 * 8).astype(np.float64)
+    gamma = [each.astype(np.float64) for each in gammas((2, 1, 8))]
     k, v = np.zeros((2, 1, 3, 8))
     last = qkv[2:], frequencies(8), k, v, np.array([0]), np.array([2])
     of_q, of_k = gamma
@@ -131,12 +148,15 @@ def test_refusals(device: Any) -> None:
 
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: ops.qk_norm(x, g8, g8, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
-        (lambda: ops.qk_norm(x, g8, g8, 4, 1), "qkv: expected rows of 48, 6 heads of 8 channels"),
-        (lambda: ops.qk_norm(x, g7, g7, 4, 2), "gamma_q: expected an even head size, got 7"),
-        (lambda: ops.qk_norm(x, g8, g7, 4, 2), r"gamma_k: expected shape \(8,\), got \(7,\)"),
+        (lambda: ops.qk_norm(x, g8, g8, 4, 1), "qkv: expected 6 heads of an even size, got"),
+        (lambda: ops.qk_norm(x[:, :56].copy(), g7, g7, 4, 2), "qkv: expected 8 heads of an even"),
+        (
+            lambda: ops.qk_norm(x, g8, g7, 4, 2),
+            r"gamma_k: expected \(8,\) each, for norms of heads",
+        ),
         (lambda: append(n_head=6), r"qkv: expected \(N, 80\), 6 heads of 8 channels and twice"),
         (lambda: append(n_head=3), "n_kv_head: expected a divisor of n_head 3, got 2"),
-        (lambda: reference.qk_norm(np.ones((1, 20)), np.ones(3), np.ones(3), 2, 1), "expected 4 "),
+        (lambda: reference.qk_norm(np.ones((1, 21)), np.ones(3), np.ones(3), 2, 1), "expected 4 "),
     ]
     for call, message in cases:
         with pytest.raises(InputError, match=message):

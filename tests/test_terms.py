@@ -31,6 +31,7 @@ from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
+from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.run import cuda_model
 from gpt2block.run.cuda_model import CudaModel
@@ -235,6 +236,7 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
         order = made_of(kind, width, rounded)
         made = RMSNORM.bind(inputs, variant="stream", to_terms=order).run().get()
         assert_terms(made, floats, order)
+        assert_terms(OPERAND.bind(inputs[:1], to_terms=order).run().get(), inputs[0].get(), order)
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])

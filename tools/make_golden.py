@@ -142,6 +142,22 @@ MODELS: Mapping[str, dict[str, Any]] = {
         },
         "pad_token_id": None,
     },
+    "olmo2": {
+        "model_type": "olmo2",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "attention_bias": True,
+    },
+    "nanochat": {
+        "model_type": "nanochat",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "attention_bias": True,
+        "hidden_act": "relu2",
+        "final_logit_softcapping": 6.0,
+    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,
@@ -264,7 +280,10 @@ def load(model: Any, weights: Arrays) -> None:
 
 
 def evaluated(model: Any, stages: list[Any], ids: NDArray[np.int64]) -> Arrays:
-    """Compute residual stream, hidden and logits. stages: the blocks and the final norm."""
+    """Compute residual stream, hidden and logits. stages: the blocks and the final norm.
+
+    That of nanochat also normalizes the embedding, before all stages, which is left out.
+    """
     stream: list[torch.Tensor] = []
     hidden: list[torch.Tensor] = []
     hooks = [
@@ -276,8 +295,9 @@ def evaluated(model: Any, stages: list[Any], ids: NDArray[np.int64]) -> Arrays:
         logits = model(torch.tensor(ids), use_cache=False).logits
     for hook in hooks:
         hook.remove()
-    assert logits.dtype == hidden[0].dtype == torch.float64
-    found = {"stream": torch.stack(stream), "hidden": hidden[0], "logits": logits}
+    assert logits.dtype == hidden[-1].dtype == torch.float64
+    inputs = torch.stack(stream[-len(stages) :])
+    found = {"stream": inputs, "hidden": hidden[-1], "logits": logits}
     return {"ids": ids.astype(np.int32), **{name: rounded(t) for name, t in found.items()}}
 
 

@@ -8,17 +8,32 @@ mistral   Mistral 7B and Mistral Nemo
 granite   Granite 3
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
+olmo2     OLMo 2
+nanochat  nanochat
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpt2block.architectures import gpt2, granite, llama, mistral, phi3, qwen2, qwen3, smollm3
+from gpt2block.architectures import (
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    nanochat,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 
-_ALL: Sequence[Architecture] = (gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3)
+_ALL: Sequence[Architecture] = (
+    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat,
+)  # fmt: skip
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # by that of config.json
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF}  # by general.architecture
 

@@ -58,7 +58,7 @@ class Architecture(Protocol):
         They hold for any tokens: those of the layers, what these follow from, and the final norm.
 
         largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
-        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.
+        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma; "": by 1.
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:

@@ -161,7 +161,8 @@ def _llama_config(
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
     # Of others 1; 0 stands for it, too.
-    neutral = {"attention.scale": config.head_size**-0.5, "rope.dimension_count": 0}
+    neutral = {"attention.scale": config.head_size**-0.5}
+    neutral |= dict.fromkeys(("rope.dimension_count", "attention.sliding_window"), 0)
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))

@@ -65,7 +65,7 @@ class Scales(NamedTuple):
     eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
     attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
     residual stream of a pass is multiplied by to be the model's. rope: what pairs of channels that
-    RoPE turns are multiplied by.
+    RoPE turns are multiplied by. cap: the limit of the magnitudes of logits.
     """
 
     eps: float
@@ -73,6 +73,7 @@ class Scales(NamedTuple):
     attention: float | None = None
     stream: float = 1.0
     rope: float = 1.0
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,16 @@ class ModelConfig(ABC):
     def scales(self) -> Scales:
         """The scalars of a pass."""
         return Scales(self.eps)
+
+    @property
+    def embedding_norm(self) -> str:
+        """The name of the weight of an RMSNorm of embeddings; "" without one."""
+        return ""
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys have norms."""
+        return "gamma_q" in self.block_shapes()
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:

@@ -265,7 +265,7 @@ class LlamaConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class WindowedConfig(LlamaConfig):
-    """Sizes of a model that attends to the last `window` tokens; None: to all."""
+    """Sizes of a model that attends to the last `window` tokens; None or 0: to all."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
     OTHERS: ClassVar[Mapping[str, str]] = {**LlamaConfig.OTHERS, "window": "sliding_window"}
@@ -274,8 +274,8 @@ class WindowedConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None:
-            object.__setattr__(self, "window", check_count("window", self.window))
+        seen = check_count("window", self.window) if self.window else None
+        object.__setattr__(self, "window", seen)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

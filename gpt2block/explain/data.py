@@ -146,7 +146,7 @@ def _step(
         "op": sources.function_of(step),
         "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
         "gate": "gelu" if step.attrs.get("gelu") else "silu",
-        "adds": step.op == "add",
+        "adds": step.op in ("add", "rmsnorm_add"),
         "kernels": found,
         "joins": [_short(name) for name in names],
     }

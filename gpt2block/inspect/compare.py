@@ -157,7 +157,7 @@ def _by_engine_names(
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):
             found[f"{name.removesuffix(qkv)}q"] = tensor[:, : config.q_width]
-        elif name in ("logits", "scores"):
+        elif name in ("uncapped", "logits", "scores"):
             spans = range(0, T, ROWS_AT_ONCE)
             found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
     if cached:

@@ -138,7 +138,8 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     for layer, x in enumerate(states):
         inputs = (x, *(weights[name] for name in parameters))
         normed = apply(norm.op, inputs, **norm.attrs)
-        probabilities = reference.softmax(reference.matmul_bias(normed, head))
+        logits, cap = reference.matmul_bias(normed, head), engine.config.scales.cap
+        probabilities = reference.softmax(logits if cap is None else reference.cap(logits, cap))
         chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)
         kept = np.take_along_axis(probabilities, chosen, axis=-1)
         order = np.argsort(-kept, axis=-1, kind="stable")

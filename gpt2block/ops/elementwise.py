@@ -1,6 +1,7 @@
 """Residual addition and GELU of LeetGPU's ten-step GPT-2 block, and the gate of a Llama.
 
-Kernels: elementwise/residual.cu, elementwise/gelu.cu and llama/silu_mul.cu.
+Also ReLU squared and the cap of logits, steps of some models. Kernels: llama/silu_mul.cu and, of
+elementwise/, residual.cu, gelu.cu, relu_squared.cu and cap.cu.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import gate_define
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Sizes, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, variant
 from gpt2block.ops.warm import call
 
 CHALLENGE = "LeetGPU's GPT-2 block challenge"
@@ -89,12 +90,27 @@ def _silu_mul(c: Call) -> Launch:
     return launch_at(SILU_MUL_FILE, geometry, (*arrays, size), storage=c.storage)
 
 
+@variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")
+def _relu_squared(c: Call) -> Launch:
+    geometry = Geometry("relu_squared", (ceil(c.x.size / BLOCK),), (BLOCK,))
+    return launch_at("elementwise/relu_squared.cu", geometry, (c.x, c.out, c.x.size))
+
+
+@variant("cap", "elementwise/cap.cu", "cap_logits")
+def _cap(c: Call) -> Launch:
+    geometry = Geometry("cap_logits", (ceil(c.x.size / BLOCK),), (BLOCK,))
+    return launch_at("elementwise/cap.cu", geometry, (c.x, c.out, c.limit, c.x.size))
+
+
+RELU_SQUARED = Operation(name="relu_squared", variants=(_relu_squared,))
+CAP = Operation(name="cap", variants=(_cap,), options={"limit": REQUIRED})
 SILU_MUL = Operation(
     name="silu_mul",
     idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
     sizes={"M": 16, "N": 11008},
     variants=(_silu_mul,),
     options={"gelu": False},
+    steps=(RELU_SQUARED, CAP),
     traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
     flops=lambda s: 4 * s["M"] * s["N"],
     small=({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376}),

@@ -121,10 +121,11 @@ def _columns(C: int, cluster: Cluster) -> int:
 def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """The splits of `gated_sums` for M rows of a layer; 0 where the layer cannot have it.
 
-    dtype: of the weights. shapes: of the layer's tensors, which are Llama's without biases.
+    dtype: of the weights. shapes: of the layer's tensors, which are Llama's without biases and
+    without norms of the results of its halves.
     """
-    biased = any(name.startswith("b_") for name in shapes)
-    if compute_capability() != HOPPER_CAPABILITY or biased or "w_gate" not in shapes:
+    others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
+    if compute_capability() != HOPPER_CAPABILITY or others or "w_gate" not in shapes:
         return 0
     if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
         return 0

@@ -2,7 +2,8 @@
 
 `qk_norm` returns the rows with the heads of Q and K normalized, in place if requested;
 `qk_norm_rope` turns them as well, and `qk_norm_append`, for decoding, returns Q and writes K and V
-to a kv_cache. Kernels: llama/qk_norm.cu.
+to a kv_cache. With a weight for each channel of Q and of K, these have a norm of all their heads
+together. Kernels: llama/qk_norm.cu.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import check_count
+from gpt2block.checks import check_count, normed_together
 from gpt2block.cuda.arrays import (
     CudaArray,
     check_address,
@@ -54,11 +55,28 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
     return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
 
 
-def _geometry(c: Call, kernel: str, B: int, N: int, heads: int, D: int) -> Geometry:
-    """Raises InputError unless arrays are aligned to a load."""
+def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geometry:
+    """The same where all heads of Q have a norm, and all of K; normed: heads of both.
+
+    The order of additions follows from these alone.
+    """
+    few = choose_geometry(kernel, B, N, normed, D, 1 << 30)
+    lanes, whole = few.block
+    teams = min(ceil(normed / whole) * whole, THREADS // lanes)
+    geometry = few.with_defines((("QN_TEAMS", teams),))
+    return geometry._replace(grid=(N, 1, B), block=(lanes, teams))
+
+
+def _geometry(
+    c: Call, kernel: str, B: int, N: int, moved: int, D: int, n_head: int, n_kv_head: int
+) -> Geometry:
+    """Raises InputError unless arrays are aligned to a load, or for other shapes of gamma."""
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
-    made = choose_geometry(kernel, B, N, heads, D, device_attribute("MultiProcessorCount"))
+    if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):
+        made = geometry_of_rows(kernel, B, N, n_head + n_kv_head, D)
+    else:
+        made = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
     width = int(dict(made.defines)["QN_WIDTH"])
     for name in ("qkv", "gamma_q", "gamma_k", "k", "v", "out"):
         if (array := getattr(c, name, None)) is not None:
@@ -72,11 +90,10 @@ def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> La
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
     if heads * D != c.W:
         raise InputError(
-            f"qkv: expected rows of {heads * D}, {heads} heads of {D} channels as gamma_q has, "
-            f"got {c.qkv.shape}"
+            f"qkv: expected rows of {heads * D}, {heads} heads of {D} channels, got {c.qkv.shape}"
         )
     moved = normed if same_memory(c.qkv, c.out) else heads
-    geometry = _geometry(c, kernel, B, N, moved, D)
+    geometry = _geometry(c, kernel, B, N, moved, D, n_head, n_kv_head)
     sizes = (n_head, normed, moved, heads, c.eps)
     args = (c.qkv, *arrays, c.gamma_q, c.gamma_k, c.out, *sizes)
     return launch_at(FILE, geometry, args, c.storage)
@@ -85,9 +102,12 @@ def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> La
 @variant("heads", FILE, "qk_norm")
 def _heads(c: Call) -> Launch:
     """W is (n_head + 2 n_kv_head) D."""
-    if c.D % 2:
-        raise InputError(f"gamma_q: expected an even head size, got {c.D}")
-    return _over_rows(c, "qk_norm", 1, c.rows, c.D)
+    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    heads = n_head + 2 * n_kv_head
+    D = c.W // heads
+    if D * heads != c.W or D % 2:
+        raise InputError(f"qkv: expected {heads} heads of an even size, got {c.qkv.shape}")
+    return _over_rows(c, "qk_norm", 1, c.rows, D)
 
 
 @variant("rope", FILE, "qk_norm_rope")
@@ -110,7 +130,7 @@ def _append(c: Call) -> Launch:
             f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
             f"of k, got {c.qkv.shape}"
         )
-    geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D)
+    geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D, n_head, n_kv_head)
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, c.out)
     args = (*arrays, n_head, n_kv_head, c.B, c.S, c.eps)
     T = "float32" if c.kv_dtype else c.kv_storage
@@ -161,8 +181,8 @@ def qk_norm(
 ) -> CudaArray:
     """`reference.qk_norm` on CuPy arrays; raises InputError.
 
-    qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, gamma_q, gamma_k (D,), all float32,
-    float16 or bfloat16 → as qkv. `out=qkv` overwrites qkv.
+    qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, gamma_q, gamma_k (D,), or (n_head D,)
+    and (n_kv_head D,), all float32, float16 or bfloat16 → as qkv. `out=qkv` overwrites qkv.
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(gamma_q, gamma_k))
     return call(OPERATION, arrays, out, n_head=n_head, n_kv_head=n_kv_head, eps=eps).out

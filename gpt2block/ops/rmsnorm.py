@@ -1,6 +1,7 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernels: llama/rmsnorm.cu (rows) and, for the passes of a whole model, llama/rmsnorm_stream.cu.
+Kernels: llama/rmsnorm.cu (rows) and, for the passes of a whole model, llama/rmsnorm_stream.cu,
+where `rmsnorm_add` adds the norm to a residual stream, and `operand` has rows of it without a norm.
 """
 
 from __future__ import annotations
@@ -98,10 +99,27 @@ def _stream(c: Call) -> Launch:
         array = getattr(c, name)
         check_address(name, array, array.itemsize * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
-    terms = stored_defines("RS_TERMS", c.to_terms)
-    geometry = geometry.with_defines(terms)
+    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
     args = (c.x, c.weight, c.out, stored_scale(c.to_terms), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
+
+
+@variant("add", STREAM, "rmsnorm_add", dtypes=("float32",))
+def _add(c: Call) -> Launch:
+    for name in ("x", "weight", "residual", "out"):
+        check_address(name, getattr(c, name), 4 * gcd(4, c.C))
+    geometry = stream_geometry(c.rows, c.C)._replace(kernel="rmsnorm_add")
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, c.out, c.eps))
+
+
+@variant("operand", STREAM, "operand_rows", dtypes=("float32",))
+def _operand(c: Call) -> Launch:
+    for name in ("x", "out"):
+        array = getattr(c, name)
+        check_address(name, array, array.itemsize * gcd(4, c.C))
+    geometry = stream_geometry(c.rows, c.C)._replace(kernel="operand_rows")
+    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
+    return launch_at(STREAM, geometry, (c.x, c.out, stored_scale(c.to_terms)), storage=c.out_dtype)
 
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
@@ -125,13 +143,7 @@ def _prepare(asked: Asked) -> Call:
     dtype, to_terms = asked.options["dtype"], asked.options["to_terms"]
     chosen, x = OPERATION.variant(asked.options["variant"] or "rows"), asked.inputs[0]
     if chosen.name == "stream":
-        check("x", x)
-        if dtype is None:
-            dtype = "float32" if asked.out is None else storage(asked.out)
-        check_choice("dtype", dtype, STORAGE)
-        if to_terms and dtype != "float32":
-            raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")
-        check_terms(to_terms, x.shape[-1])
+        dtype = _stream_dtype(asked, "rmsnorm")
     elif dtype is not None or to_terms is not None:
         raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
     c = asked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
@@ -139,6 +151,33 @@ def _prepare(asked: Asked) -> Call:
     return c
 
 
+def _stream_dtype(asked: Asked, name: str) -> str:
+    """The dtype of out, which may have terms in the place of floats. Raises InputError."""
+    dtype, to_terms, x = asked.options["dtype"], asked.options["to_terms"], asked.inputs[0]
+    check("x", x)
+    if dtype is None:
+        dtype = "float32" if asked.out is None else storage(asked.out)
+    check_choice("dtype", dtype, STORAGE)
+    if to_terms and dtype != "float32":
+        raise InputError(f"{name}: terms of {to_terms}: expected out in float32, got {dtype}")
+    check_terms(to_terms, x.shape[-1])
+    return str(dtype)
+
+
+def _prepare_operand(asked: Asked) -> Call:
+    """dtype and to_terms: as for variant stream."""
+    c = asked.checked(out_dtype=_stream_dtype(asked, "operand"))
+    check_rows("x", c.x)
+    return c
+
+
+RMSNORM_ADD = Operation(name="rmsnorm_add", variants=(_add,), options={"eps": 1e-6})
+OPERAND = Operation(
+    name="operand",
+    variants=(_operand,),
+    options={"dtype": None, "to_terms": None},
+    prepare=_prepare_operand,
+)
 RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps": 1e-6})
 
 OPERATION = Operation(
@@ -155,7 +194,7 @@ OPERATION = Operation(
         "to_terms": None,
     },
     prepare=_prepare,
-    steps=(RMSNORM_SUMS,),
+    steps=(RMSNORM_SUMS, RMSNORM_ADD, OPERAND),
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
     flops=lambda s: 4 * s["M"] * s["C"],
     attrs={"eps": 1e-6},

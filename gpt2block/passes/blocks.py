@@ -15,9 +15,9 @@ class Settings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
-    layer, or (); half_split: which channels it pairs. qk_norm: whether their heads have norms.
-    embedding, softmax_scale, turned: as in `Scales`, where they are embedding, attention and rope.
-    gelu: whether the gate of the feed-forward is GELU. windows: as in ModelConfig, or () for none.
+    layer, or (); half_split: which channels it pairs. qk_norm, embedding_norm, windows: as in
+    ModelConfig, () for no windows. embedding, softmax_scale, turned, cap: as in `Scales`, where the
+    second and third are attention and rope. gelu: whether the gate of the feed-forward is GELU.
     """
 
     n_head: int
@@ -33,23 +33,26 @@ class Settings(NamedTuple):
     turned: float = 1.0
     gelu: bool = False
     windows: tuple[int | None, ...] = ()
+    embedding_norm: str = ""
+    cap: float | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
-        rope, qk_norm = config.frequencies_of_layers, "gamma_q" in config.block_shapes()
         scales = config.scales
         sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
         return cls(
             *sizes,
-            rope=rope,
-            qk_norm=qk_norm,
+            rope=config.frequencies_of_layers,
+            qk_norm=config.qk_norm,
             embedding=scales.embedding,
             softmax_scale=scales.attention,
             turned=scales.rope,
             gelu=config.GATE == "gelu",
             windows=config.windows,
+            embedding_norm=config.embedding_norm,
+            cap=scales.cap,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -204,7 +207,8 @@ class BlockPass(StepPass):
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
-        if not any(self.do.has(f"{h}b_{name}") for name in ("gate", "up")):
-            options = {"eps": self.c.eps, **self.c.gate}
+        biased = any(self.do.has(f"{h}b_{name}") for name in ("gate", "up"))
+        options = {"eps": self.c.eps, **self.c.gate}
+        if isinstance(x, Normed) and not biased:
             return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
         return super().gated(h, self._made(x), to)

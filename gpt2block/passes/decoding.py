@@ -38,6 +38,8 @@ class DecodePass(Pass):
     what the x of products is rounded to, where it has no terms, or None.
     """
 
+    of_stream: Mapping[str, Any] = {"variant": "stream"}
+
     def __init__(
         self,
         do: Machine,
@@ -71,8 +73,14 @@ class DecodePass(Pass):
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
         else:
-            how = {"variant": "stream", **_to(terms)}
+            how = {**self.of_stream, **_to(terms)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
+        return Rows(y, terms=terms, bound=bound)
+
+    def operand(self, name: str, x: Value, to: To) -> Rows:
+        bound = self._bounds.get(name)
+        terms = self._terms(to, bound)
+        y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
         return Rows(y, terms=terms, bound=bound)
 
     def _product(self, p: Product) -> Value:

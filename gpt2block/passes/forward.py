@@ -40,18 +40,26 @@ class Pass(ABC):
     """The operations of a pass, and the machine that runs its steps.
 
     A verb names its result and the weights that it takes. `to` has the names of the weights of the
-    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
-    the prefix of a layer's names.
+    products that read the result, or of the step that does, such as "rope"; they decide its
+    format: floats, 16 bits, two-part or terms. Without any, it is float32. h is the prefix of a
+    layer's names.
     """
 
     do: Machine
     c: Any  # Settings of gpt2block.passes.blocks
+    of_stream: Mapping[str, Any] = {}  # what RMSNorm of rows of the stream is told
 
     def embed(self) -> Value:
-        """The rows of the tokens: token embedding, plus position embedding if there is one."""
+        """The rows of the tokens: token embedding, plus position embedding if there is one.
+
+        Or the norm of these, if the architecture has it.
+        """
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
-        return self.do("embedding", "encoder_rows", inputs, **scaled)
+        if not self.c.embedding_norm:
+            return self.do("embedding", "encoder_rows", inputs, **scaled)
+        normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
+        return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
 
     @abstractmethod
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
@@ -74,6 +82,14 @@ class Pass(ABC):
     @abstractmethod
     def _product(self, p: Product) -> Value:
         """Compute a product in the kernels of this pass."""
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        """The residual stream as products without a norm before them read it."""
+        return x
+
+    def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
+        """x + RMSNorm of y, the result of a product."""
+        return self.do(name, "rmsnorm_add", (y, gamma, x), into=x, eps=self.c.eps)
 
     @abstractmethod
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
@@ -99,13 +115,20 @@ class Pass(ABC):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         """silu(gate) up, or gelu(gate) up (`Settings.gelu`)."""
 
+    def relu_squared(self, name: str, x: Value) -> Value:
+        """max(x, 0)², of the result of a product."""
+        return self.do(name, "relu_squared", (x,), into=x)
+
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
         """The pass that goes on, with the last row of each sequence of the stream and attention."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
-        """The product with lm_head."""
-        return self.product("logits", x, "lm_head")
+        """The product with lm_head, capped if the architecture does so."""
+        if self.c.cap is None:
+            return self.product("logits", x, "lm_head")
+        y = self.product("uncapped", x, "lm_head")
+        return self.do("logits", "cap", (y,), limit=self.c.cap)
 
     def scores(self, x: Value) -> Value:
         """The log-likelihood of the target of each row."""

@@ -77,6 +77,7 @@ class PrefillPass(Pass):
     """float32 activations and the kernels for many rows; also the parts that all kinds share."""
 
     bounds: Mapping[str, float] = {}
+    of_stream: Mapping[str, Any] = {"variant": "stream"}
 
     def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
@@ -86,14 +87,15 @@ class PrefillPass(Pass):
         if beta:
             how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream")
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream)
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
         return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
-        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=() if rope else ("attention",))
+        to = ("rope" if rope else "attention",)
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
         if not rope:
             return y
         return self.turned(h, y, rope, norms)
@@ -111,8 +113,8 @@ class PrefillPass(Pass):
         return self.do(name, "attention_packed", inputs, **options, **self.kv)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
-        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
+        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
         return self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
 
     def scores(self, x: Value) -> Value:
@@ -129,7 +131,10 @@ class PrefillPass(Pass):
     def logits_of(self, x: Value, first: int, end: int) -> Value:
         """Logits of rows of the final norm; head: lm_head, padded for tensor cores."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
-        return self.head(f"logits.{first}", hidden)
+        if self.c.cap is None:
+            return self.head(f"logits.{first}", hidden)
+        y = self.head(f"uncapped.{first}", hidden)
+        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
@@ -157,15 +162,19 @@ class TensorCorePass(PrefillPass):
         if beta:
             how: dict[str, Any] = {"eps": self.c.eps, "variant": "narrow", **operand}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream", **operand)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream, **operand)
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
         """The format that the products `to` read; float32 where there are none."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
+        operand = self._operand(p.result, p.to) if p.residual is None else {}
         inputs = (p.a, p.w, p.bias, p.residual, *self.wide)
-        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options)
+        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:
@@ -224,6 +233,9 @@ class TwoPartPass(TensorCorePass):
         if not self._reads_two_part(to):
             return {"dtype": "float32"}
         return {"dtype": TWO_PART, "bound": self.bounds[name]}
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        return self._converted(name, x, to)
 
     def _reads_two_part(self, to: To) -> bool:
         """Whether products with these weights read two-part operands; the head converts its own."""

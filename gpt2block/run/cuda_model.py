@@ -322,11 +322,12 @@ class CudaModel(StoredModel):
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
-            copying = ("kv_append", "kv_round", "rows", "take", "two_part")
+            copying = ("kv_append", "kv_round", "operand", "rows", "take", "two_part")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
             copies = {name: copy.get() for name, copy in recording.trace(names).items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
-        return {n: a[:, :V] if n.startswith("logits") else a for n, a in whole.items()}
+        heads = ("logits", "uncapped")
+        return {n: a[:, :V] if n.startswith(heads) else a for n, a in whole.items()}
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]

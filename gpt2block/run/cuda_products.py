@@ -84,8 +84,10 @@ def choose_products(
 
     def norms(w: str, gamma: str) -> NDArray[Any]:
         if dtype in FP8:  # only these have activations in float16, and need near bounds
-            return row_norms(matrices[w], vectors[gamma])
-        return np.array([math.sqrt(matrices[w].K) * largest[w] * largest[gamma]])
+            ones = cupy.full((matrices[w].K,), 1, "float32")
+            return row_norms(matrices[w], vectors[gamma] if gamma else ones)
+        factor = largest[gamma] if gamma else 1.0
+        return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if found == "fp8" else (LARGEST_BOUND, {})

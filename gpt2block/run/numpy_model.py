@@ -15,7 +15,7 @@ from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
 from gpt2block.passes import model_steps
-from gpt2block.passes.blocks import ModelStepPass, Settings
+from gpt2block.passes.blocks import ModelStepPass, Settings, StepPass
 from gpt2block.passes.forward import forward
 from gpt2block.run.model import (
     Alternatives,
@@ -184,7 +184,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def _scores(self, hidden: Floats, targets: Ids) -> Floats:
         """The log-likelihood of the target of each row of the final norm."""
         do = self.machine({"hidden": hidden, "targets": targets})
-        logits = do("logits", "matmul_bias", ("hidden", "lm_head"))
+        logits = StepPass(do, Settings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
         return scores
 

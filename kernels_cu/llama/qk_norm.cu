@@ -1,6 +1,7 @@
-// QK-Norm: RMSNorm of each head of q and of k, with one gamma for all heads of q and one for those of k, then RoPE.
+// QK-Norm: RMSNorm of each head of q and of k, with one gamma for all heads of q and one for those of k, then RoPE; or
+// RMSNorm of all heads of q together, and of those of k (QN_TEAMS).
 //
-//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head
+//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over those of q or of k
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels k and k + D / 2, a = position[n] frequencies[k]
 //
 //   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
@@ -15,7 +16,10 @@
 // sequence row[n], at position[n]; K and V of rows outside the cache are left out. Arithmetic is float, angles as in
 // llama/rope_qkv.cu.
 //
-// grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), block (QN_LANES, teams): whole warps.
+// With QN_TEAMS, a block has a row, whose heads its teams take in turn, twice: they add up the squares, each team those
+// of its heads, and then the sums of the teams; after that they read the heads again to scale and turn them.
+//
+// grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), or (N, 1, B) with QN_TEAMS; block (QN_LANES, teams): whole warps.
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -33,6 +37,9 @@
 #endif
 #ifndef QN_HEADS  // of a team
 #define QN_HEADS 1
+#endif
+#ifndef QN_TEAMS  // of a block, where norms are of all heads of q and of all of k; 0: of each head
+#define QN_TEAMS 0
 #endif
 
 constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
@@ -62,8 +69,8 @@ struct Head {
         });
     }
 
-    // All lanes of a warp call this.
-    __device__ __forceinline__ float factor(float eps) const {
+    // The sum of squares. All lanes of a warp call this.
+    __device__ __forceinline__ float square() const {
         float squares[PIECES];
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
@@ -72,7 +79,7 @@ struct Head {
             for (int e = 0; e < QN_WIDTH; ++e) pairs[e] = head_square(first[p][e], second[p][e]);
             squares[p] = neighbours_sum<QN_LANES>(neighbours_sum(pairs));
         }
-        return head_factor<QN_D>(neighbours_sum(squares), eps);
+        return neighbours_sum(squares);
     }
 
     __device__ __forceinline__ void scale(float factor, const Head& gamma) {
@@ -128,13 +135,14 @@ struct Team {
     // normed: heads of Q and of K.
     __device__ __forceinline__ Team(const G* gamma_q, const G* gamma_k, int n_head, int normed)
         : gamma_q(gamma_q), gamma_k(gamma_k), n_head(n_head), normed(normed) {
-        load_gamma(own);
+        if constexpr (QN_TEAMS == 0) load_gamma(own);
         let_next_start();
         wait_for_previous();
     }
 
     __device__ __forceinline__ void load_gamma(int head) {
-        const G* const from = head < n_head ? gamma_q : gamma_k;
+        const G* const first = head < n_head ? gamma_q : gamma_k;
+        const G* const from = QN_TEAMS ? first + (head < n_head ? head : head - n_head) * QN_D : first;
         each([&](int p, int channel) {
             load(from + channel, gamma.first[p]);
             load(from + HALF + channel, gamma.second[p]);
@@ -147,9 +155,46 @@ struct Team {
     }
 
     // Calls store(h, head) with each of the team's heads of a row below `moved`, those of q and k with their norm and
-    // turned by what turned() makes. All lanes of a warp call this.
+    // turned by what turned() makes. All threads of a block call this.
     template <typename E, typename Turned, typename Store>
     __device__ __forceinline__ void run(const E* row, int moved, float eps, Turned turned, Store store) {
+        if constexpr (QN_TEAMS > 0) of_rows(row, moved, eps, turned, store);
+        else of_heads(row, moved, eps, turned, store);
+    }
+
+    template <typename E, typename Turned, typename Store>
+    __device__ __forceinline__ void of_rows(const E* row, int moved, float eps, Turned turned, Store store) {
+        __shared__ float squares[2][QN_TEAMS > 0 ? QN_TEAMS : 1];  // of q and of k
+        float of_q = 0.0f, of_k = 0.0f;
+        for (int first = 0; first < normed; first += QN_TEAMS) {
+            const int h = first + threadIdx.y;
+            Head head;
+            if (h < normed) head.load(row + (long long)h * QN_D);
+            (h < n_head ? of_q : of_k) += head.square();
+        }
+        if (threadIdx.x == 0) squares[0][threadIdx.y] = of_q, squares[1][threadIdx.y] = of_k;
+        __syncthreads();
+        of_q = of_k = 0.0f;
+        for (int team = 0; team < QN_TEAMS; ++team) of_q += squares[0][team], of_k += squares[1][team];
+        const float q_factor = rsqrtf(of_q / (n_head * QN_D) + eps);
+        const float k_factor = rsqrtf(of_k / ((normed - n_head) * QN_D) + eps);
+        const auto by = turned();
+        for (int h = threadIdx.y; h < moved; h += QN_TEAMS) {
+            Head head;
+            head.load(row + (long long)h * QN_D);
+            if (h >= normed) {
+                store(h, head);
+                continue;
+            }
+            load_gamma(h);
+            head.scale(h < n_head ? q_factor : k_factor, gamma);
+            by(head);
+            store(h, head);
+        }
+    }
+
+    template <typename E, typename Turned, typename Store>
+    __device__ __forceinline__ void of_heads(const E* row, int moved, float eps, Turned turned, Store store) {
         Head heads[QN_HEADS];
 #pragma unroll
         for (int i = 0; i < QN_HEADS; ++i) {
@@ -159,7 +204,7 @@ struct Team {
 #pragma unroll
         for (int i = 0; i < QN_HEADS; ++i) {
             const int h = own + i;
-            const float factor = heads[i].factor(eps);
+            const float factor = head_factor<QN_D>(heads[i].square(), eps);
             if (h >= moved) continue;
             if (h < normed) {
                 if (i > 0 && h == n_head) load_gamma(h);
@@ -173,8 +218,8 @@ struct Team {
 
 extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
-    const T* __restrict__ gamma_q,  // (D)
-    const T* __restrict__ gamma_k,  // (D)
+    const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
+    const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
     T* out,                         // (N, heads D), or qkv: then V stays and the grid leaves it out
     int n_head,
     int normed,                     // heads of Q and of K
@@ -191,8 +236,8 @@ extern "C" __global__ void qk_norm_rope(
     const T* qkv,                       // (B, N, heads D)
     const int* positions,               // (N)
     const double* frequencies,          // (D / 2): radians per position
-    const float* __restrict__ gamma_q,  // (D)
-    const float* __restrict__ gamma_k,  // (D)
+    const float* __restrict__ gamma_q,  // as in qk_norm
+    const float* __restrict__ gamma_k,  // as in qk_norm
     T* out,                             // (B, N, heads D), or qkv, as in qk_norm
     int n_head, int normed, int moved, int heads, float eps) {
     Team<float> team(gamma_q, gamma_k, n_head, normed);
@@ -207,8 +252,8 @@ extern "C" __global__ void qk_norm_append(
     const int* row,                     // (N)
     const int* position,                // (N)
     const double* frequencies,          // (D / 2): radians per position
-    const float* __restrict__ gamma_q,  // (D)
-    const float* __restrict__ gamma_k,  // (D)
+    const float* __restrict__ gamma_q,  // as in qk_norm
+    const float* __restrict__ gamma_k,  // as in qk_norm
     KV* k,                              // (B, n_ctx, n_kv_head D)
     KV* v,                              // (B, n_ctx, n_kv_head D)
     float* q,                           // (N, n_head D)

@@ -7,6 +7,8 @@
 //       launches
 //   rmsnorm_sums: rmsnorm_stream, of x with the split sums of a feed-forward (gated_sums). matmul/decode_ffn.cu has
 //       left these; they are added to x
+//   rmsnorm_add: the norm of a result added to the residual stream, in place: out = residual + x * r * weight
+//   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
 // Compared with llama/rmsnorm.cu, the order of additions follows from C alone, x is float whatever out is, and the
 // weights are loaded before the previous kernel has ended (lib/overlap.cuh).
@@ -57,9 +59,26 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-// read(c) gives the values of the block's row from c on. out_scale: of two-part terms.
-template <typename Read>
-__device__ __forceinline__ void normalize(const float* weight, T* out, float out_scale, float eps, Read read) {
+// Stores values of the block's row from c on, or their terms. out_scale: of two-part terms.
+__device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
+    if constexpr (RS_TERMS) {
+        const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
+#pragma unroll
+        for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
+            unsigned high, low;
+            split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
+            const long long place = further_place(first, e);
+            narrow_to(out[place], __int_as_float((int)high));
+            if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
+        }
+    } else {
+        Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
+    }
+}
+
+// read(c) gives the values of the block's row from c on; write(c, v) takes their norm.
+template <typename Read, typename Write>
+__device__ __forceinline__ void normalize(const float* weight, float eps, Read read, Write write) {
     __shared__ float scratch[RS_THREADS / 32];
     Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
     if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
@@ -82,19 +101,7 @@ __device__ __forceinline__ void normalize(const float* weight, T* out, float out
         (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
-        if constexpr (RS_TERMS) {
-            const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
-#pragma unroll
-            for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
-                unsigned high, low;
-                split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
-                const long long place = further_place(first, e);
-                narrow_to(out[place], __int_as_float((int)high));
-                if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
-            }
-        } else {
-            Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
-        }
+        write(c, v);
     });
 }
 
@@ -105,7 +112,40 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     float out_scale,                   // of two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
-    normalize(weight, out, out_scale, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); });
+    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
+              [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    const float* residual,             // (M, C)
+    float* out,                        // (M, C); may be residual
+    float eps) {
+    const long long row = (long long)blockIdx.x * RS_C;
+    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(x + row + c); },
+              [&](int c, float (&v)[RS_WIDTH]) {
+                  float old[RS_WIDTH];
+                  load_fresh<float, RS_WIDTH>(residual + row + c).unpack(old);
+#pragma unroll
+                  for (int e = 0; e < RS_WIDTH; ++e) v[e] += old[e];
+                  Values::store(out + row + c, v);
+              });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
+    const float* x,   // (M, C)
+    T* out,           // (M, C)
+    float out_scale)  // of two-part terms
+{
+    let_next_start();
+    wait_for_previous();
+    const float* from = x + (long long)blockIdx.x * RS_C;
+    each_load([&](int, int c) {
+        float v[RS_WIDTH];
+        load_fresh<float, RS_WIDTH>(from + c).unpack(v);
+        store(out, out_scale, c, v);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
@@ -116,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     T* out,                               // (M, C)
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;
-    normalize(weight, out, 1.0f, eps, [&](int c) {
+    const auto read = [&](int c) {
         SplitSums<RS_SUMS, RS_WIDTH> added;
         float v[RS_WIDTH];
         load_fresh<float, RS_WIDTH>(x + row + c).unpack(v);
@@ -124,5 +164,6 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] = added.added_to(v[e], e);
         return Values::pack(v);
-    });
+    };
+    normalize(weight, eps, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
 }

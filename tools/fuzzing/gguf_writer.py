@@ -37,6 +37,7 @@ _LLAMA = {
     "w_up": "ffn_up.weight", "b_up": "ffn_up.bias",
     "w_down": "ffn_down.weight", "b_down": "ffn_down.bias",
     "gamma_q": "attn_q_norm.weight", "gamma_k": "attn_k_norm.weight",
+    "gamma_attn": "post_attention_norm.weight", "gamma_ff": "post_ffw_norm.weight",
 }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def metadata_of(model: TensorSource) -> dict[str, Any]:
             "rope.dimension_count": c.rotary_size,
             "vocab_size": c.vocab_size,
         }
-        sizes |= {key: getattr(c, field) for key, field in c.GGUF_KEYS.items()}
+        sizes |= {key: getattr(c, field) or 0 for key, field in c.GGUF_KEYS.items()}
         if c.scaling is not None and c.scaling.kind == "linear":
             sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.scaling.factor}
         if isinstance(c, Phi3Config) and c.scaling is not None:

@@ -1,0 +1,153 @@
+"""nanochat: a Llama whose norms have no weights, with ReLU squared in the feed-forward.
+
+A norm also follows the embedding, and heads of q and k have norms after RoPE: these are those
+before it, as turning pairs of channels changes no sum of squares. RoPE turns by negative angles.
+Logits are capped. Norms have weights of one in the place of none.
+Source: Karpathy, nanochat (2025), and NanoChat in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures import llama
+from gpt2block.architectures.architecture import Files, RowNorms, To, Value
+from gpt2block.checks import check_number
+from gpt2block.config import ModelConfig, Scales, Settings, Shapes
+from gpt2block.config.llama import LlamaConfig
+
+ONES, HEAD_ONES = "ones", "head_ones"
+
+
+@dataclass(frozen=True)
+class NanoChatConfig(LlamaConfig):
+    """Sizes of a nanochat, as in LlamaConfig; attention_bias is of all its four products.
+
+    logits_cap: the limit of the magnitudes of logits, or None.
+    """
+
+    NAME: ClassVar[str] = "NanoChat"
+    MODEL_TYPE: ClassVar[str] = "nanochat"
+    HONOURED: ClassVar[tuple[str, ...]] = ("final_logit_softcapping",)
+    FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
+    OTHERS: ClassVar[Mapping[str, str]] = {
+        **LlamaConfig.OTHERS, "logits_cap": "final_logit_softcapping"
+    }  # fmt: skip
+    SETTINGS: ClassVar[Settings] = (
+        ("hidden_act", ("relu2",), "the feed-forward computes the square of ReLU only"),
+        *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
+    )
+
+    logits_cap: float | None = 15.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logits_cap is not None:
+            given = "logits_cap", self.logits_cap, 2.0**-20, 2.0**20
+            object.__setattr__(self, "logits_cap", check_number(*given, "None, or 2^-20 to 2^20"))
+
+    @property
+    def scales(self) -> Scales:
+        """As in ModelConfig."""
+        return Scales(self.eps, cap=self.logits_cap)
+
+    @property
+    def embedding_norm(self) -> str:
+        """As in ModelConfig."""
+        return ONES
+
+    @property
+    def qk_norm(self) -> bool:
+        """As in ModelConfig."""
+        return True
+
+    def frequencies(self) -> NDArray[np.float64]:
+        """As in LlamaConfig, negative."""
+        return -super().frequencies()
+
+    def block_shapes(self) -> Shapes:
+        """As in LlamaConfig, without weights of norms and with two matrices in the feed-forward."""
+        shapes, C, FF = super().block_shapes(), self.n_embd, self.n_ff
+        kept = {name: shapes[name] for name in ("w_qkv", "w_o", "b_qkv", "b_o") if name in shapes}
+        return {**kept, "w_fc": (C, FF), "w_proj": (FF, C)}
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """As in ModelConfig."""
+        return super().outer_shapes()[0], {}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in ModelConfig."""
+        return super().to_hugging_face() | {"hidden_act": "relu2"}
+
+
+CONFIG: type[ModelConfig] = NanoChatConfig
+_SHARED = ("wte", "w_qkv b_qkv", "w_o b_o", "lm_head")
+NAMES: Mapping[str, tuple[str, str]] = {
+    **{name: llama.NAMES[name] for name in _SHARED},
+    "w_fc": ("mlp.fc1", "ffn_up"),
+    "w_proj": ("mlp.fc2", "ffn_down"),
+}
+FILES: Files = llama.FILES
+GGUF, TURNED = "", False
+NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
+DIVIDED: tuple[str, ...] = ()  # a square is not linear
+
+
+def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """As for Llama, and the weights of norms."""
+    sizes = {ONES: config.n_embd, HEAD_ONES: config.head_size}
+    ones = {name: np.ones(size, np.float32) for name, size in sizes.items()}
+    return {**llama.constants(config, vectors), **ones}
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """The first half of a block: rows of attention, whose q and k have norms and are turned."""
+    y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """The second half: x + attention, and the feed-forward of its norm added to it."""
+    x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
+    del y  # its memory is that of the norm
+    y = o.norm(f"{h}rms2", x, ONES, to=(f"{h}w_fc",))
+    y = o.product(f"{h}fc", y, f"{h}w_fc")
+    y = o.operand(f"{h}ff2_in", o.relu_squared(f"{h}relu2", y), to=(f"{h}w_proj",))
+    return o.product(f"{h}ff2", y, f"{h}w_proj", add=(f"{h}output", x))
+
+
+def final(o: Any, x: Value, to: To = ()) -> Value:
+    """The norm before the logits."""
+    return o.norm("rms_f", x, ONES, to=to)
+
+
+def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Iterator[float]:
+    """As for Llama, with norms without weights, the first of which is that of the embedding."""
+    C, stream = config.n_embd, math.sqrt(config.n_embd)
+    yield max(stream, largest["wte"])  # which the first norm reads
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        v = C * largest[f"{h}w_qkv"] + largest.get(f"{h}b_qkv", 0.0)
+        ff = (C * largest[f"{h}w_fc"]) ** 2
+        stream += v * config.q_width * largest[f"{h}w_o"] + largest.get(f"{h}b_o", 0.0)
+        stream += ff * config.n_ff * largest[f"{h}w_proj"]
+        yield stream
+
+
+def operand_bounds(
+    config: NanoChatConfig, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """As for Qwen3, with norms without weights."""
+    root, bounds = math.sqrt(config.n_embd), {"rms_f": math.sqrt(config.n_embd)}
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        qkv = root * norms(f"{h}w_qkv", "") + largest.get(f"{h}b_qkv", 0.0)
+        ff = float((root * norms(f"{h}w_fc", "")).max()) ** 2
+        bounds |= {f"{h}rms1": root, f"{h}rms2": root, f"{h}ff2_in": ff}
+        bounds[f"{h}rope"] = max(math.sqrt(2) * float(qkv.max()), math.sqrt(config.head_size))
+    return bounds
