@@ -26,6 +26,8 @@ from gpt2block import (
     emulator,
     random_input,
 )
+from gpt2block.architectures.nanochat import NanoChatConfig
+from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, overlap, replaced, requests
@@ -37,6 +39,7 @@ from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
+from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_steps import steps_of
@@ -338,6 +341,26 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
         assert ("silu_mul" in found) == (mlp_bias or compute_capability() != HOPPER_CAPABILITY)
         constant = {*model.prompt_weights(head=True), "row"}
         assert_steps_wait(program, constant, {"silu_mul", "gemm"} if mlp_bias else None)
+
+
+@one_order
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
+        (NanoChatConfig, {"relu_squared", "cap", "operand", "rmsnorm"}),
+    ],
+)
+def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set[str]) -> None:
+    """Those that a Llama has not, of prompts and of decoding."""
+    config = kind(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
+    model = CudaModel(config, random_model(3, config), Formats("bfloat16", None), 0)
+    ids = np.random.default_rng(0).integers(53, size=14, dtype=np.int32)
+    with model.running():
+        constant = {*model.prompt_weights(head=True), "row"}
+        assert_steps_wait(model._pass(ids, cached=False), constant, own)
+    found = ops_of(assert_decoding_waits(model, ids, 2))
+    assert own - {"operand", "qk_norm_rope"} < found
 
 
 @one_order

@@ -180,6 +180,18 @@ def test_links_and_named_files_are_there() -> None:
             assert (ROOT / name).exists(), (page.name, name)
 
 
+def test_links_to_architectures_have_the_line_of_what_they_name() -> None:
+    """And the page says how long the file of its example is."""
+    folder, text = ROOT / "gpt2block" / "architectures", PAGES[ROOT / "docs" / "architectures.md"]
+    links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/architectures/(\w+\.py)#L(\d+)\)", text)
+    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # of which all but four differ
+    for name, file, number in links:
+        line = (folder / file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+        assert re.match(rf" *(def|class) {name}\b", line), (name, file, line)
+    lines = len((folder / "nanochat.py").read_text(encoding="utf-8").splitlines())
+    assert f"has {lines} lines" in text
+
+
 def test_links_to_the_reference_have_the_line_of_the_function() -> None:
     reference = (ROOT / "gpt2block" / "reference.py").read_text(encoding="utf-8").splitlines()
     text = PAGES[ROOT / "docs" / "block.md"]
