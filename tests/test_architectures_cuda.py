@@ -11,6 +11,7 @@ import pytest
 
 from gpt2block import Model, RopeScaling
 from gpt2block.architectures import architecture_of
+from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.granite import GraniteConfig
 from gpt2block.architectures.mistral import MistralConfig
 from gpt2block.architectures.nanochat import NanoChatConfig
@@ -56,6 +57,10 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "geglu": (Geglu, {}),
     "olmo2": (Olmo2Config, {}),
     "nanochat": (NanoChatConfig, {"logits_cap": 0.5}),
+    "gemma3": (
+        Gemma3Config,
+        {"window": 5, "sliding_layers": (True, False), "logits_cap": 2.0, "attention_bias": True},
+    ),
     "mistral": (MistralConfig, {"window": 5}),
 }
 WINDOW = 70  # of a model with WIDE, if it has one
@@ -77,7 +82,7 @@ def cases() -> list[Any]:
     """Some on the emulator, where each is many programs; all on a GPU."""
     emulated = [("qwen3", "float16"), ("granite", "float8_e5m2"), ("smollm3", "float32")]
     emulated += [("phi3", "bfloat16"), ("geglu", "float16"), ("mistral", "float16")]
-    emulated += [("olmo2", "float16"), ("nanochat", "bfloat16")]
+    emulated += [("olmo2", "float16"), ("nanochat", "bfloat16"), ("gemma3", "float16")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]

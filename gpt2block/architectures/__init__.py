@@ -10,6 +10,7 @@ smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
 olmo2     OLMo 2
 nanochat  nanochat
+gemma3    Gemma 3, its models of text
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpt2block.architectures import (
+    gemma3,
     gpt2,
     granite,
     llama,
@@ -32,7 +34,7 @@ from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat,
+    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3,
 )  # fmt: skip
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # by that of config.json
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF}  # by general.architecture

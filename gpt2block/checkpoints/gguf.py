@@ -62,7 +62,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         if architecture_of(config).TURNED:
             n_kv_head = config.kv_width // config.head_size
             heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
-        found[name] = replace(tensor, heads=heads)
+        added = config.GGUF_ADDED * name.endswith("_norm.weight")
+        found[name] = replace(tensor, heads=heads, added=added)
     # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)
     return config, naming.model_tensors(file, "block_count is", config, found, mixed="float32")
@@ -163,6 +164,7 @@ def _llama_config(
     # Of others 1; 0 stands for it, too.
     neutral = {"attention.scale": config.head_size**-0.5}
     neutral |= dict.fromkeys(("rope.dimension_count", "attention.sliding_window"), 0)
+    neutral["rope.freq_base_swa"] = 10000.0
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))

@@ -37,12 +37,14 @@ class Encoded(Stored):
     """A tensor of a GGUF file.
 
     kind: the number of its type. length: its bytes. heads: of a part of Q and K, the number of
-    heads, whose rows change their order; 0 for other tensors.
+    heads, whose rows change their order; 0 for other tensors. added: what its numbers contain in
+    addition to those of a model.
     """
 
     kind: int = 0
     length: int = 0
     heads: int = 0
+    added: float = 0.0
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ class Encoded(Stored):
                 if self.heads:
                     pairs = values.reshape(-1, unit // 2, 2, piece.shape[1])
                     values = pairs.swapaxes(1, 2).reshape(piece.shape)
-                piece[...] = values
+                piece[...] = values - self.added if self.added else values
 
 
 def _decoded(data: bytes, kind: int) -> NDArray[Any]:

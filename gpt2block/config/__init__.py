@@ -89,7 +89,8 @@ class ModelConfig(ABC):
     differ from the default. SETTINGS: names there, supported values, the default first, and why no
     others. HONOURED: keys of other architectures that this one has as well. GGUF_KEYS: those of
     GGUF files, which have them without this architecture's name → fields. GATE: of a gated
-    feed-forward; "gelu" is the tanh approximation.
+    feed-forward; "gelu" is the tanh approximation. GGUF_ADDED: what weights of norms have in GGUF
+    files in addition.
     """
 
     NAME: ClassVar[str]
@@ -101,6 +102,7 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
+    GGUF_ADDED: ClassVar[float] = 0.0
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int

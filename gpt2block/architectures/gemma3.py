@@ -1,0 +1,231 @@
+"""Gemma 3, its models of text: Llama's block with four norms and windows in five of six layers.
+
+Norms follow both halves of a block, too, before these are added; heads of q and of k have norms.
+The weights of norms are w in files of `transformers` and stand for 1 + w, which GGUF files have.
+Layers with a window turn by other frequencies than those that see all. The gate of the feed-forward
+is GELU, rows of wte are multiplied by the root of their channels, and logits may be capped.
+
+Source: Gemma Team, "Gemma 3 Technical Report" (2025), and Gemma3 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from gpt2block.architectures import llama, qwen3
+from gpt2block.architectures.architecture import Files, RowNorms, To, Value
+from gpt2block.checks import FLOATS, check_choice, check_count, check_number
+from gpt2block.config import ModelConfig, Scales, Settings, Shapes
+from gpt2block.config.llama import LlamaConfig, WindowedConfig
+from gpt2block.errors import CheckpointError, InputError, shown
+
+LAYERS_27B = 62
+EVERY = 6  # layers, of which the last sees all tokens
+LOCAL = "local_frequencies"
+KINDS = ("full_attention", "sliding_attention")
+CAP, SCALE, THETA = "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"
+NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
+
+
+@dataclass(frozen=True)
+class Gemma3Config(WindowedConfig):
+    """Sizes of a Gemma 3, as in WindowedConfig; attention_bias is of all its four products.
+
+    sliding_layers: whether each layer has the window; () for all but every sixth. local_theta: of
+    RoPE in these; theta and scaling are of the others. scalar: the square root of its inverse
+    multiplies scores; 0 for that of the model of this size, which GGUF files do not have: the head
+    size, but n_embd / n_head of 62 layers (27B). logits_cap: as in NanoChatConfig. embedding_dtype: as
+    which the root that multiplies embeddings is rounded, that of the file in `transformers`.
+    """
+
+    NAME: ClassVar[str] = "Gemma3"
+    MODEL_TYPE: ClassVar[str] = "gemma3_text"
+    GATE: ClassVar[Literal["silu", "gelu"]] = "gelu"
+    GGUF_ADDED: ClassVar[float] = 1.0
+    FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
+    HONOURED: ClassVar[tuple[str, ...]] = (
+        *WindowedConfig.HONOURED, *KINDS, "layer_types", "sliding_window_pattern", CAP, SCALE,
+    )  # fmt: skip
+    OTHERS: ClassVar[Mapping[str, str]] = {
+        **WindowedConfig.OTHERS, "logits_cap": CAP, "scalar": SCALE, "local_theta": THETA,
+    }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
+    }  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
+        "window": 4096, "scalar": 256, "tie_word_embeddings": True,
+    }  # fmt: skip
+    SETTINGS: ClassVar[Settings] = (
+        ("hidden_activation", ("gelu_pytorch_tanh",), "the gate is GELU in its tanh approximation"),
+        ("use_bidirectional_attention", (None, False), "a token sees no later ones"),
+        *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
+    )
+
+    sliding_layers: tuple[bool, ...] = ()
+    local_theta: float = 10000.0
+    scalar: float = 0
+    logits_cap: float | None = None
+    embedding_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.sliding_layers or _all_but_every(EVERY, self.n_layer)
+        if len(layers) != self.n_layer or not all(type(each) is bool for each in layers):
+            raise InputError(
+                f"sliding_layers: expected true or false for each of {self.n_layer} layers, "
+                f"got {shown(self.sliding_layers)}"
+            )
+        check_choice("embedding_dtype", self.embedding_dtype, FLOATS)
+        limits = {"scalar": (2.0**-20, 2.0**40), "local_theta": (1, 2.0**100)}
+        limits |= {"logits_cap": (2.0**-20, 2.0**20)} if self.logits_cap is not None else {}
+        if not self.scalar:
+            size = self.n_embd / self.n_head if self.n_layer == LAYERS_27B else self.head_size
+            object.__setattr__(self, "scalar", size)
+        for name, (least, most) in limits.items():
+            number = check_number(name, getattr(self, name), least, most, f"{least:g} to {most:g}")
+            object.__setattr__(self, name, number)
+        object.__setattr__(self, "sliding_layers", tuple(layers))
+
+    @property
+    def scales(self) -> Scales:
+        """As in ModelConfig."""
+        root = float(np.asarray(math.sqrt(self.n_embd)).astype(FLOATS[self.embedding_dtype]))
+        return Scales(self.eps, root, self.scalar**-0.5, cap=self.logits_cap)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """As in ModelConfig."""
+        pairs = zip(super().windows, self.sliding_layers, strict=True)
+        return tuple(window if sliding else None for window, sliding in pairs)
+
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """As in ModelConfig."""
+        return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
+
+    def block_shapes(self) -> Shapes:
+        """As in LlamaConfig, and the weights of the other norms."""
+        C, D = (self.n_embd,), (self.head_size,)
+        own = {"gamma_q": D, "gamma_k": D, "gamma_attn": C, "gamma_ff": C}
+        return {**super().block_shapes(), **own}
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig."""
+        objects = config.get("rope_parameters") or {}
+        if {*objects} & {*KINDS}:
+            local = objects.get(KINDS[1]) or {}
+            if local.get("rope_type", "default") != "default":
+                raise CheckpointError(
+                    f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '
+                    f"got {shown(local['rope_type'])}: only layers that see all have a scaling"
+                )
+            local_theta = {THETA: local["rope_theta"]} if "rope_theta" in local else {}
+            config = {**config, **local_theta, "rope_parameters": objects.get(KINDS[0])}
+        fields, types = super()._fields_in(config), config.get("layer_types")
+        dtype = config.get("dtype", config.get("torch_dtype"))
+        if types is None:
+            every = check_count(
+                "sliding_window_pattern", config.get("sliding_window_pattern", EVERY)
+            )
+            layers = _all_but_every(every, fields["n_layer"])
+        elif isinstance(types, list) and all(each in KINDS for each in types):
+            layers = tuple(each == KINDS[1] for each in types)
+        else:
+            raise CheckpointError(f"config.json: layer_types: expected a list of "
+                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
+        return fields | {"sliding_layers": layers, "embedding_dtype": dtype or "float32"}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in ModelConfig."""
+        content = super().to_hugging_face()
+        del content["hidden_act"]
+        kinds = [KINDS[sliding] for sliding in self.sliding_layers]
+        own = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds, "pad_token_id": None}
+        return content | own | {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
+
+
+def _all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
+    return tuple((layer + 1) % every > 0 for layer in range(n_layer))
+
+
+CONFIG: type[ModelConfig] = Gemma3Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **qwen3.NAMES,
+    "gamma_attn": ("post_attention_layernorm", "post_attention_norm"),
+    "gamma2": ("pre_feedforward_layernorm", "ffn_norm"),
+    "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
+}
+FILES: Files = llama.FILES
+GGUF, TURNED = "gemma3", False
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
+
+
+def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of the passes that the config and the weights of norms determine, by name."""
+    local = config.local_theta ** (-2 * np.arange(config.head_size // 2) / config.head_size)
+    known = {"frequencies": config.frequencies(), LOCAL: local}
+    used = {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
+    names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
+    return {**used, **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")}}
+
+
+def _of(gamma: str) -> str:
+    """The name of 1 + w."""
+    return f"{gamma}_and_1"
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """The first half of a block: rows of attention, whose q and k have norms before RoPE."""
+    y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
+    norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
+    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """The second half: x + the norm of attention, and that of the feed-forward added to it."""
+    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
+    x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
+    y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.product(f"{h}down", y, f"{h}w_down")
+    return o.add_norm(f"{h}output", x, y, _of(f"{h}gamma_ff"))
+
+
+def final(o: Any, x: Value, to: To = ()) -> Value:
+    """The norm before the logits."""
+    return o.norm("rms_f", x, _of("gamma_f"), to=to)
+
+
+def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+
+    An RMSNorm's values are at most the root of their number times the largest weight.
+    """
+    stream = largest["wte"] * config.scales.embedding
+    yield stream
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        added = largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"] + 2
+        stream += math.sqrt(config.n_embd) * added
+        yield stream
+
+
+def operand_bounds(
+    config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """As for Qwen3. Rows of weights times 1 + w are at most as long as without, and with, w."""
+    wide = {
+        name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
+    }
+
+    def both(w: str, gamma: str) -> Any:
+        return norms(w, "") + norms(w, gamma)
+
+    return qwen3.operand_bounds(config, wide, both)  # type: ignore[arg-type]  # has what it reads
