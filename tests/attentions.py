@@ -332,6 +332,11 @@ FAMILIES = (
         wide=[(12, 12, 64), (2, 2, 128), (4, 1, 128), (4, 2, 64), (6, 2, 64)],
     ),
     Family(
+        {f"mma-256-{name}": Kernel(partial(packed, "mma"), each) for name, each in DTYPES.items()},
+        heads=[(1, 1, 256), (2, 1, 256)],
+        wide=[(4, 1, 256), (8, 4, 256)],
+    ),
+    Family(
         {
             f"split-{kind}": Kernel(
                 partial(one_by_one, kind), kind=kind, **SELF, infinity=False
@@ -359,7 +364,7 @@ FAMILIES = (
             )
             for name, dtype in DTYPES.items()
         },
-        heads=[(2, 2, 64), (4, 2, 64), (2, 1, 128)],
+        heads=[(2, 2, 64), (4, 2, 64), (2, 1, 128), (1, 1, 256)],
         wide=[(12, 12, 64)],
     ),
 )  # fmt: skip

@@ -61,6 +61,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
         Gemma3Config,
         {"window": 5, "sliding_layers": (True, False), "logits_cap": 2.0, "attention_bias": True},
     ),
+    "gemma3-256": (Gemma3Config, {"window": 9, "sliding_layers": (True, False), "head_size": 256}),
     "mistral": (MistralConfig, {"window": 5}),
 }
 WINDOW = 70  # of a model with WIDE, if it has one
@@ -83,6 +84,7 @@ def cases() -> list[Any]:
     emulated = [("qwen3", "float16"), ("granite", "float8_e5m2"), ("smollm3", "float32")]
     emulated += [("phi3", "bfloat16"), ("geglu", "float16"), ("mistral", "float16")]
     emulated += [("olmo2", "float16"), ("nanochat", "bfloat16"), ("gemma3", "float16")]
+    emulated += [("gemma3-256", "bfloat16")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -99,7 +101,7 @@ def made(case: Case, device: str) -> Model[Any]:
     name, dtype, wide = case
     kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
-    config = kind(**{**SIZES, **(WIDE if wide else {})}, **own)
+    config = kind(**{**SIZES, **(WIDE if wide else {}), **own})
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 
 

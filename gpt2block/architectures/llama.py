@@ -37,7 +37,7 @@ FILES = Files("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.i
 GGUF, TURNED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
-TENSOR_HEADS: tuple[int, ...] = (64, 128)  # channels of a head of a prefill on tensor cores
+TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # channels of a head of a prefill on tensor cores
 # FP8 prompts may divide up, and so ff, by what the product of ff is then multiplied by.
 DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 

@@ -62,7 +62,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         if architecture_of(config).TURNED:
             n_kv_head = config.kv_width // config.head_size
             heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
-        added = config.GGUF_ADDED * name.endswith("_norm.weight")
+        added = config.ADDED_TO_NORMS * name.endswith("_norm.weight")
         found[name] = replace(tensor, heads=heads, added=added)
     # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)

@@ -89,8 +89,8 @@ class ModelConfig(ABC):
     differ from the default. SETTINGS: names there, supported values, the default first, and why no
     others. HONOURED: keys of other architectures that this one has as well. GGUF_KEYS: those of
     GGUF files, which have them without this architecture's name → fields. GATE: of a gated
-    feed-forward; "gelu" is the tanh approximation. GGUF_ADDED: what weights of norms have in GGUF
-    files in addition.
+    feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: what is added to the weights of
+    norms, as GGUF files have them.
     """
 
     NAME: ClassVar[str]
@@ -102,7 +102,7 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
-    GGUF_ADDED: ClassVar[float] = 0.0
+    ADDED_TO_NORMS: ClassVar[float] = 0.0
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int

@@ -2,7 +2,7 @@
 
 `online`, in float32, holds tiles of Q, K and V in shared memory; attention_cached uses the same
 tiles. The kernels on tensor cores hold the queries in registers and a ring of tiles of K and V in
-shared memory. Heads there have 64 or 128 channels.
+shared memory, or both there. Heads there have 64, 128 or 256 channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the 
 WARPS = (4, 2, 1)  # of a block of `online`, the best first
 KEYS = (64, 32)  # of a tile of `online`
 
-TENSOR_HEADS = (64, 128)  # channels of a head that the mma kernels take
+TENSOR_HEADS = (64, 128)  # channels of a head that the kernels on tensor cores take
+MMA_HEADS = (*TENSOR_HEADS, 256)  # and those of 16 bits by mma
 HOPPER_TILE = 128  # queries, and keys
 HOPPER_THREADS = 384  # two warpgroups that multiply, a warp that copies, three for the kv_cache
 # Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
@@ -126,6 +127,7 @@ class AttentionTile(NamedTuple):
 MMA_TILES = {
     64: (AttentionTile(4, 2, 2, 1700, 950), AttentionTile(4, 1, 3, 850, 520)),
     128: (AttentionTile(4, 1, 2, 1700, 950),),
+    256: (AttentionTile(4, 1, 2, 3400, 1900),),
 }
 
 
@@ -152,7 +154,8 @@ def mma_geometry(
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
     stage = mma_stage(HS)
-    stages = 3 if room(most_shared, tile.blocks) >= 3 * stage else 2
+    queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)  # that stay there
+    stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
         *tensor_heads_defines(HS, serves),
@@ -161,7 +164,8 @@ def mma_geometry(
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", tile.blocks),
     )
-    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), stages * stage, defines)
+    shared = stages * stage + queries
+    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), shared, defines)
     return geometry, together(B, T, NH, causal, HS, serves)
 
 
@@ -308,8 +312,13 @@ def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
 
 
 def mma_stage(HS: int) -> int:
-    """Bytes of shared memory for K and V of 64 keys, in rows of 16 bytes more than they have."""
-    return 2 * 64 * (2 * HS + 16)
+    """Bytes of shared memory for K and V of 64 keys, or of 32 where heads have 256 channels."""
+    return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
+
+
+def _row_bytes(HS: int) -> int:
+    """Of a row there, which has 16 bytes more than its numbers."""
+    return 2 * HS + 16
 
 
 def tensor_heads_defines(HS: int, serves: int) -> Defines:

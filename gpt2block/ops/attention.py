@@ -34,6 +34,7 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_TILE,
     HOPPER_TWO_PART_HEAD,
     HOPPER_TWO_PART_TILE,
+    MMA_HEADS,
     MOST_BLOCKS,
     TENSOR_HEADS,
     alternate_geometry,
@@ -220,9 +221,10 @@ def _fit_mma(c: Call) -> None:
             "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
         )
     _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
-    if c.HS not in TENSOR_HEADS:
+    heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
+    if c.HS not in heads:
         raise Unfit(
-            f"head size {c.HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
+            f"head size {c.HS}: tensor cores take {' and '.join(map(str, heads))}: "
             f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
         )
 
@@ -314,6 +316,10 @@ def _hopper(c: Call) -> Launch:
     _fit_mma(c)
     if compute_capability() != HOPPER_CAPABILITY:
         raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    if c.HS not in TENSOR_HEADS:
+        raise Unfit(
+            f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
+        )
     launch: Launch
     if c.storage == TWO_PART:
         launch = _hopper_two_part.launch(c)
@@ -466,7 +472,12 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
 
 def tensor_cores_take(variant: str, n_head: int, n_kv_head: int, head_size: int) -> bool:
     """Whether "mma" or "hopper" computes such heads, on a GPU that runs its instructions."""
-    return variant in TENSOR_CORES and head_size in TENSOR_HEADS
+    return head_size in {"hopper": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
+
+
+def can_append(head_size: int) -> bool:
+    """Whether attention of new tokens also writes heads of this size to a kv_cache, on Hopper."""
+    return head_size in TENSOR_HEADS
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
@@ -483,7 +494,8 @@ def two_part_fits(head_size: int) -> bool:
 
     For the smallest tile of `two_part_geometry`: 64 queries, and the two parts of K and V twice.
     """
-    return 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
+    fits = head_size in TENSOR_HEADS
+    return fits and 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _hopper)
@@ -556,11 +568,11 @@ def attention(
     has more than 64 channels, 8 where it has more than 128). Only naive takes heads of more than
     256 channels.
 
-    float16 and bfloat16, with heads of 64 or 128 channels: variant mma and, on GPUs of compute
-    capability 9.0, hopper, which is then the default. Both run on tensor cores: sums and the
-    softmax are float32, the softmax's weights are rounded to the dtype of qkv before they
-    are multiplied, and the result has that dtype. They support any T. The bits of a row's result
-    depend only on its own sequence.
+    float16 and bfloat16, with heads of 64, 128 or 256 channels: variant mma and, on GPUs of compute
+    capability 9.0, hopper, which is then the default but takes none of 256. Both run on tensor
+    cores: sums and the softmax are float32, the softmax's weights are rounded to the dtype of qkv
+    before they are multiplied, and the result has that dtype. They support any T. The bits of a
+    row's result depend only on its own sequence.
 
     With cu_seqlens, int32 (B + 1,), qkv of 16 bits or two-part is (N, 3C): the rows of B sequences,
     one after another. Sequence b starts at row cu_seqlens[b], ends before row cu_seqlens[b + 1] and

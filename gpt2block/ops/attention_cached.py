@@ -31,8 +31,8 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
+    MMA_HEADS,
     MOST_BLOCKS,
-    TENSOR_HEADS,
     heads_defines,
     mma_geometry,
     scored,
@@ -250,9 +250,9 @@ def _mma(c: Call) -> Launch:
         raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tiles")
     if c.kv_dtype is not None or c.storage not in SIXTEEN_BITS:
         raise Unfit("takes qkv, k and v of float16 or bfloat16: use variant tiles")
-    if HS not in TENSOR_HEADS:
+    if HS not in MMA_HEADS:
         raise Unfit(
-            f"head size {HS}: tensor cores take {' and '.join(map(str, TENSOR_HEADS))}: "
+            f"head size {HS}: tensor cores take {' and '.join(map(str, MMA_HEADS))}: "
             "use variant tiles"
         )
     for name in ("qkv", "k", "v", "out"):
@@ -475,10 +475,11 @@ def attention_packed(
     being C or with grouped queries a multiple of it; k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
     start (B,) int32 → (N, Q), in the dtype of qkv. Sequence
     b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
-    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant:
-    "mma", on tensor cores, for qkv and k of one 16-bit dtype and heads of 64 or 128 channels, or
+    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant: "mma",
+    on tensor cores, for qkv and k of one 16-bit dtype and heads of 64, 128 or 256 channels, or
     "tiles"; by default the first of them that fits. The bits of a sequence are the same alone and
-    in any batch, and however it is divided into calls. Raises InputError.
+    in any batch, and however it is divided into calls. Raises InputError. softmax_scale, window: as
+    in `attention`.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     options: dict[str, Any] = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}

@@ -317,4 +317,5 @@ def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, NDArray[
     """Random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
         matrix = "KN" if name.startswith("h.") else "NK"
-        yield name, array, matrix if array.ndim == 2 else None
+        added = config.ADDED_TO_NORMS if "gamma" in name else 0.0
+        yield name, array - np.float32(added), matrix if array.ndim == 2 else None

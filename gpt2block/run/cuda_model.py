@@ -30,6 +30,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
+from gpt2block.ops.attention import can_append
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
@@ -396,7 +397,7 @@ class CudaModel(StoredModel):
             ends=ends,
             kv_dtype=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
-            appends=hopper and self.formats.fp8_cache is None,
+            appends=hopper and self.formats.fp8_cache is None and can_append(self.config.head_size),
         )
 
     def given(self) -> dict[str, Any]:

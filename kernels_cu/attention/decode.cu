@@ -30,8 +30,8 @@
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
 // ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
-// repeated. With a window, split 0 has its first key. The grid is the same for all positions, so that it can be captured
-// in a CUDA graph.
+// repeated. With a window, split 0 has its first key. The grid is the same for all positions, so that it can be
+// captured in a CUDA graph.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
 // sizeof(Shared). A position beyond the cache counts as its last.

@@ -1,4 +1,4 @@
-// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64 or 128 channels:
+// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64, 128 or 256 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
@@ -12,7 +12,8 @@
 //       compiled with ATT_CACHED, and the cache holds those of the rows already: row i of a sequence is at position
 //       start + i, and sees all keys up to its own
 //
-// A warp holds its 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
+// A warp holds its 16 ATT_FRAGS queries in registers, or of 256 channels in shared memory, and walks over tiles of 64
+// keys, or of 32 for 256 channels, which the block's warps share:
 //
 //   cp.async   [K V of tile j+1, j+2 ...]     ATT_STAGES tiles in shared memory; one barrier per tile
 //   mma        S = Q K^T                      (queries, 64)
@@ -30,8 +31,8 @@
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. qkv and out are
-// aligned to 16 bytes.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes, and those of the
+// queries if they stay there. qkv and out are aligned to 16 bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -66,12 +67,16 @@ constexpr int WARP_QUERIES = 16 * FRAGS, QUERIES = ATT_WARPS * WARP_QUERIES;
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 2 * TILE;  // K, then V
 constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8;  // fragments of a head, as operand and as result
-static_assert(QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
+constexpr int NEAR = KEYS / 8;                        // likewise of a tile's keys
+constexpr int PART = COLUMNS > 16 ? 16 : COLUMNS;     // columns of V that are loaded at once
+constexpr bool KEPT = SIZE <= 128;                    // the queries are in registers
+static_assert(!KEPT || QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8 of fragment f.
 struct Queries {
-    unsigned q[FRAGS][DEPTH][4];
+    unsigned q[FRAGS][KEPT ? DEPTH : 1][4];
+    const char* rows;  // the queries in shared memory
     float out[FRAGS][COLUMNS][4];
     float sum[FRAGS][2], reference[FRAGS][2];  // the sum covers this lane's keys
 
@@ -85,17 +90,18 @@ struct Queries {
         }
     }
 
-    __device__ __forceinline__ void load(const char* rows) {
+    __device__ __forceinline__ void load(const char* first) {
         const int lane = threadIdx.x % 32;
-        rows += lane % 16 * PITCH + lane / 16 * 16;
+        rows = first + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
         for (int f = 0; f < FRAGS; ++f) {
 #pragma unroll
-            for (int k = 0; k < DEPTH; ++k) {
-                unsigned(&a)[4] = q[f][k];
-                load_matrices<false>(a[0], a[1], a[2], a[3], rows + 16 * f * PITCH + 32 * k);
-            }
+            for (int k = 0; KEPT && k < DEPTH; ++k) load_query(q[f][k], f, k);
         }
+    }
+
+    __device__ __forceinline__ void load_query(unsigned (&a)[4], int f, int k) const {
+        load_matrices<false>(a[0], a[1], a[2], a[3], rows + 16 * f * PITCH + 32 * k);
     }
 
     // Processes a tile of keys. With MASKED, not all queries see all keys: if causal, row i of the warp sees keys 0 ..
@@ -104,7 +110,7 @@ struct Queries {
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;  // of key 2 t, row g
-        float s[FRAGS][8][4];
+        float s[FRAGS][NEAR][4];
         multiply_keys<MASKED>(s, keys, seen);
         float base[FRAGS][2], factor[FRAGS][2];
         bool moves = false;
@@ -112,7 +118,7 @@ struct Queries {
         for (int f = 0; f < FRAGS; ++f) {
             float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < NEAR; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 16 * f + 8 * (e / 2) : 0);
@@ -141,26 +147,33 @@ struct Queries {
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void multiply_keys(float (&s)[FRAGS][8][4], const char* keys, int seen) const {
+    __device__ __forceinline__ void multiply_keys(float (&s)[FRAGS][NEAR][4], const char* keys, int seen) const {
         const int lane = threadIdx.x % 32;
         keys += (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
         for (int f = 0; f < FRAGS; ++f) {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0.0f;
+            for (int n = 0; n < NEAR; ++n) s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0.0f;
         }
 #pragma unroll
         for (int k = 0; k < DEPTH; ++k) {
+            unsigned a[FRAGS][4];
 #pragma unroll
-            for (int n = 0; n < 8; n += 2) {
+            for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+                for (int i = 0; KEPT && i < 4; ++i) a[f][i] = q[f][k][i];
+                if (!KEPT) load_query(a[f], f, k);
+            }
+#pragma unroll
+            for (int n = 0; n < NEAR; n += 2) {
                 if (hidden<MASKED>(0, FRAGS - 1, n, seen)) continue;
                 unsigned b[2][2];
                 load_matrices<false>(b[0][0], b[0][1], b[1][0], b[1][1], keys + 8 * n * PITCH + 32 * k);
 #pragma unroll
                 for (int f = 0; f < FRAGS; ++f) {
                     if (hidden<MASKED>(f, f, n, seen)) continue;
-                    mma(s[f][n], q[f][k], b[0]);
-                    mma(s[f][n + 1], q[f][k], b[1]);
+                    mma(s[f][n], a[f], b[0]);
+                    mma(s[f][n + 1], a[f], b[1]);
                 }
             }
         }
@@ -180,65 +193,75 @@ struct Queries {
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void multiply_values(const float (&s)[FRAGS][8][4], const float (&base)[FRAGS][2],
+    __device__ __forceinline__ void multiply_values(const float (&s)[FRAGS][NEAR][4], const float (&base)[FRAGS][2],
                                                     const char* values, int seen) {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {  // 16 keys
+        for (int k = 0; k < KEYS / 16; ++k) {  // 16 keys
             if (hidden<MASKED>(0, FRAGS - 1, 2 * k, seen)) continue;
-            unsigned b[COLUMNS][2];
-            load_values(b, values + 16 * k * PITCH);
+            unsigned p[FRAGS][4];
 #pragma unroll
-            for (int f = 0; f < FRAGS; ++f) {
-                if (hidden<MASKED>(f, f, 2 * k, seen)) continue;
-                unsigned p[4];
+            for (int part = 0; part < COLUMNS; part += PART) {
+                const char* const here = values + 16 * k * PITCH + 16 * part;
+                unsigned b[PART][2];
+                load_values(b, here);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
-                    float v[2];
+                for (int f = 0; f < FRAGS; ++f) {
+                    if (hidden<MASKED>(f, f, 2 * k, seen)) continue;
+                    if (part == 0) make_weights(p[f], s[f], base[f], f, k);
+                    constexpr bool ANY = ATT_CACHED || WINDOW;
+                    const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
+                    const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == seen + 16 * f;
+                    if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
+                        multiply_apart(out[f] + part, p[f], b, ahead);
+                        if (f + 1 < FRAGS) load_values(b, here);
+                    } else {
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        v[e] = exp2_fast(fmaf(s[f][2 * k + i / 2][i % 2 * 2 + e], UNIT, base[f][i % 2]));
-                        sum[f][i % 2] += v[e];
+                        for (int n = 0; n < PART; ++n) mma(out[f][part + n], p[f], b[n]);
                     }
-                    p[i] = pack2(v[0], v[1]);
-                }
-                constexpr bool ANY = ATT_CACHED || WINDOW;
-                const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
-                const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == seen + 16 * f;
-                if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
-                    multiply_apart(out[f], p, b, ahead);
-                    if (f + 1 < FRAGS) load_values(b, values + 16 * k * PITCH);
-                } else {
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; ++n) mma(out[f][n], p, b[n]);
                 }
             }
         }
     }
 
-    static __device__ __forceinline__ void load_values(unsigned (&b)[COLUMNS][2], const char* keys) {
+    // P of 16 keys, and their part of the sums.
+    __device__ __forceinline__ void make_weights(unsigned (&p)[4], const float (&s)[NEAR][4], const float (&base)[2],
+                                                 int f, int k) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS; n += 2) {
+        for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+            float v[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                v[e] = exp2_fast(fmaf(s[2 * k + i / 2][i % 2 * 2 + e], UNIT, base[i % 2]));
+                sum[f][i % 2] += v[e];
+            }
+            p[i] = pack2(v[0], v[1]);
+        }
+    }
+
+    static __device__ __forceinline__ void load_values(unsigned (&b)[PART][2], const char* keys) {
+#pragma unroll
+        for (int n = 0; n < PART; n += 2) {
             load_matrices<true>(b[n][0], b[n][1], b[n + 1][0], b[n + 1][1], keys + 16 * n);
         }
     }
 
-    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[COLUMNS][2]) {
+    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
         unsigned found = 0;
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
+        for (int n = 0; n < PART; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
         return __any_sync(0xffffffffu, found != 0);
     }
 
     // Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i, or of these the last WINDOW, and
     // not all values are finite.
     // Removes the finite values from b.
-    static __device__ __forceinline__ void multiply_apart(float (&out)[COLUMNS][4], const unsigned (&p)[4],
-                                                          unsigned (&b)[COLUMNS][2], int ahead) {
+    static __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4],
+                                                          unsigned (&b)[PART][2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) {
+        for (int n = 0; n < PART; ++n) {
             unsigned finite[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -253,7 +276,7 @@ struct Queries {
             const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
             const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
 #pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
+            for (int n = 0; n < PART; ++n) {
                 const unsigned of_key[2] = {b[n][0] & first, b[n][1] & second};
                 float then[4] = {out[n][0], out[n][1], out[n][2], out[n][3]};
                 mma(then, a, of_key);
@@ -305,8 +328,8 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
     const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // positions of the sequence's rows
     const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // that are seen, from key 0 on
     const int first_key = first_seen(start + job.first) / KEYS * KEYS;
-    copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, at.q + job.first * at.q_stride, at.q_stride,
-                       job.length - job.first);
+    char* const asked = ring + (KEPT ? ATT_STAGES - 1 : ATT_STAGES) * STAGE;
+    copy_rows<QUERIES>(asked, at.q + job.first * at.q_stride, at.q_stride, job.length - job.first);
     int arriving = first_key;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
@@ -324,7 +347,7 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
     Queries queries;
     wait_for_groups<ATT_STAGES - 2>();
     __syncthreads();
-    queries.load(ring + (ATT_STAGES - 1) * STAGE + warp * PITCH);
+    queries.load(asked + warp * PITCH);
     char *stage = ring, *empty = ring + (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
     for (int key = first_key; key < keys; key += KEYS) {

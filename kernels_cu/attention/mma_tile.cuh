@@ -7,7 +7,7 @@
 #include "attention/scores.cuh"
 #include "attention/turn.cuh"
 
-constexpr int KEYS = 64;                                     // of a tile
+constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // of a tile
 constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // of a row in shared memory
 constexpr int TILE = KEYS * PITCH;
 

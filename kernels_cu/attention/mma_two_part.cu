@@ -95,8 +95,8 @@ struct Queries {
     }
 
     // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of them: if
-    // causal, row i of the warp sees keys 0 .. seen + i, or of these the last WINDOW; else all rows see 0 .. seen. rows:
-    // the high parts of the queries; QUERIES rows further are the low parts.
+    // causal, row i of the warp sees keys 0 .. seen + i, or of these the last WINDOW; else all rows see 0 .. seen.
+    // rows: the high parts of the queries; QUERIES rows further are the low parts.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;

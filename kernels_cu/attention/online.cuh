@@ -203,8 +203,8 @@ __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const 
     }
 }
 
-// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or the last
-// WINDOW of these. Products with other keys are skipped, not multiplied by 0: their values may be NaN.
+// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or the
+// last WINDOW of these. Products with other keys are skipped, not multiplied by 0: their values may be NaN.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(
     float (&o)[ROWS][GROUPS][4], const float* p, const float* v, int key, int last, int step) {

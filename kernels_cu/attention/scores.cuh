@@ -15,7 +15,7 @@
 #include "attention/window.cuh"
 #include "lib/common.cuh"
 
-#ifndef ATT_SIZE  // channels of a head: 64 or 128
+#ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
 #define ATT_SIZE 64
 #endif
 #ifndef ATT_SERVES  // heads of Q that a head of K and V serves
@@ -23,11 +23,12 @@
 #endif
 
 constexpr int SIZE = ATT_SIZE;
-static_assert(SIZE == 64 || SIZE == 128, "a head has 64 or 128 channels");
+static_assert(SIZE == 64 || SIZE == 128 || SIZE == 256, "a head has 64, 128 or 256 channels");
 #ifdef ATT_SCALE
 constexpr float UNIT = LOG2_E * ATT_SCALE;
 #else
-constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : 11.3137085f);  // exp(s / sqrt(SIZE)) is exp2(s UNIT)
+// exp(s / sqrt(SIZE)) is exp2(s UNIT)
+constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
 #endif
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: when the reference is set, and its limit
 

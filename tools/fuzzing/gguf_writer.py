@@ -48,7 +48,7 @@ def tensors_of(model: TensorSource) -> Arrays:
         h, _, kind = name.rpartition(".")
         block = f"blk.{h[2:]}." if h else ""
         turned = array.T if layout == "KN" else array
-        turned = turned + np.float32(config.GGUF_ADDED) if "gamma" in kind else turned
+        turned = turned + np.float32(config.ADDED_TO_NORMS) if "gamma" in kind else turned
         if isinstance(config, Phi3Config) and kind in ("w_qkv", "w_gate", "w_up"):
             kept = found.pop(f"{block}ffn_up.weight", turned[:0])  # gate, before up
             fused = "attn_qkv" if kind == "w_qkv" else "ffn_up"
