@@ -445,8 +445,8 @@ def test_bad_input(device: Any) -> None:
             for variant in ("mma", "hopper")
         ),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64 and 128"),
-        ((x, 4), {"variant": "hopper"}, "hopper: head size 32: tensor cores take 64 and 128"),
+        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 4), {"variant": "hopper"}, "hopper: head size 32: tensor cores take 64, 128, 256"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
         ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),

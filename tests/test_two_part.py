@@ -405,7 +405,7 @@ def test_outputs_that_do_not_fit_are_refused(device: Any) -> None:
         norm((ones, ones[0], ones[1]), TwoPartMatrix.empty((64, 64), 1.0), eps=1e-5, variant=6)
     qkv = TwoPartMatrix.from_float32(device.full((4, 192), 1, "float32"))
     for options, message in (
-        ({"n_head": 2}, "head size 32: tensor cores take 64 and 128"),
+        ({"n_head": 2}, "head size 32: tensor cores take 64, 128"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),
         (
             {"n_head": 1, "variant": "online"},

@@ -182,17 +182,20 @@ def _attention() -> None:
     cases: list[tuple[str, str | None]] = [(TWO_PART, None)]
     for variant in OPERATIONS["attention"].variants:
         cases += [(dtype, variant.name) for dtype in variant.dtypes if "float16" in variant.dtypes]
-    for (dtype, name), causal, lengths in product(cases, (False, True), ([70], [70, 0, 1, 300])):
+    masks: list[dict[str, Any]] = [{"causal": False}, {"causal": True}]
+    masks.append({"causal": True, "window": 40})
+    for (dtype, name), mask, lengths in product(cases, masks, ([70], [70, 0, 1, 300])):
         starts = np.cumsum([0, *lengths], dtype=np.int32)
         host = rng.standard_normal((starts[-1], 3 * 128)).astype(FLOATS.get(dtype, np.float32))
         rows = (host[first:last].astype(np.float64) for first, last in pairwise(starts))
-        truth = np.concatenate([reference.attention(x, 2, causal) for x in rows if len(x)])
+        truth = np.concatenate([reference.attention(x, 2, **mask) for x in rows if len(x)])
         qkv: Any = cupy.asarray(host)
         qkv = TwoPartMatrix.from_float32(qkv) if dtype == TWO_PART else qkv
         options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
-        label = f"attention {name} {dtype} causal {causal} {lengths}"
+        label = f"attention {name} {dtype} {mask} {lengths}"
         limit = measure.tolerance("float32" if dtype == TWO_PART else dtype)
-        checked(label, truth, limit, ops.attention, qkv, 2, causal, name, **options)
+        options |= {"variant": name, **mask}
+        checked(label, truth, limit, ops.attention, qkv, 2, **options)
 
 
 def _appending_attention() -> None:
@@ -338,13 +341,16 @@ def large_matrices() -> None:
 def few_rows() -> None:
     """Decoding with one to four rows, in clusters of 16 blocks and of 8, or of a head's; more rows.
 
-    Heads of Qwen3 have norms; Granite's scores have a scale of their own.
+    Heads of Qwen3 have norms; Granite's scores have a scale of their own; OLMo 2 and Gemma 3 have
+    norms after halves of blocks, and heads of 256 channels a kernel of their own.
     """
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_size": 64}
     sizes |= {"n_embd": 128, "n_ff": 256, "vocab_size": 101, "n_ctx": 40}
     prompts = [np.array([row, 3], np.int32) for row in range(4)]
-    for kind, dtype in product(("llama", "qwen3", "granite"), ("bfloat16", "float8_e4m3fn")):
-        config = ARCHITECTURES[kind].CONFIG(**sizes)
+    own: dict[str, dict[str, Any]] = {kind: {} for kind in ("llama", "qwen3", "granite", "olmo2")}
+    own |= {"nanochat": {}, "gemma3_text": {"window": 7, "head_size": 256}}
+    for kind, dtype in product(own, ("bfloat16", "float8_e4m3fn")):
+        config = ARCHITECTURES[kind].CONFIG(**{**sizes, **own[kind]})
         ours: Model[Any] = Model.from_tensors(config, random_model(0, config), "cuda", dtype)
         for rows in (1, 2, 4) if kind == "llama" else (1, 4, 7):
             greedy(ours, prompts, rows, 3)

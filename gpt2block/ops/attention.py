@@ -224,7 +224,7 @@ def _fit_mma(c: Call) -> None:
     heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
     if c.HS not in heads:
         raise Unfit(
-            f"head size {c.HS}: tensor cores take {' and '.join(map(str, heads))}: "
+            f"head size {c.HS}: tensor cores take {', '.join(map(str, heads))}: "
             f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
         )
 

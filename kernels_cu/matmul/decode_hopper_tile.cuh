@@ -161,7 +161,7 @@ struct Outputs {
         for (int i = 0; i < AHEAD; ++i, m += 4 * DH_SPLITS) {
             const float first = v[2 * i], second = v[2 * i + 1];
             if constexpr (DH_GATED) {
-                float one = end.value(gate_of(first) * second, late[i]);
+                float one = end.added(gate_of(first) * second, late[i]);
                 if (DH_OUT_TERMS) one = term_of<order::KIND, 8>(one);
                 if (here[i]) end.store(m, n, one, late[i]);
             } else if (here[i]) {
