@@ -39,8 +39,8 @@ class Gemma3Config(WindowedConfig):
     sliding_layers: whether each layer has the window; () for all but every sixth. local_theta: of
     RoPE in these; theta and scaling are of the others. scalar: the square root of its inverse
     multiplies scores; 0 for that of the model of this size, which GGUF files do not have: the head
-    size, but n_embd / n_head of 62 layers (27B). logits_cap: as in NanoChatConfig. embedding_dtype: as
-    which the root that multiplies embeddings is rounded, that of the file in `transformers`.
+    size, but n_embd / n_head of 62 layers (27B). logits_cap: as in NanoChatConfig. embedding_dtype:
+    as which the root that multiplies embeddings is rounded, that of the file in `transformers`.
     """
 
     NAME: ClassVar[str] = "Gemma3"
