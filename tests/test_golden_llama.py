@@ -172,7 +172,7 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
     source = Checkpoint.open(GOLDEN / name)
     gpt2block.checkpoints.save_pretrained(tmp_path / "again", source, dtype)
     again = Checkpoint.open(tmp_path / "again")
-    own = {"embedding_dtype": dtype or "float16"} if name == "gemma3" else {}
+    own: Any = {"embedding_dtype": dtype or "float16"} if name == "gemma3" else {}
     assert again.config == replace(source.config, **own)
     assert again.names == source.names
     for (ours, array, layout), (theirs, kept, its) in zip(

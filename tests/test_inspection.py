@@ -59,8 +59,8 @@ def test_windows_and_scales_of_scores(
     kind: type[ModelConfig], own: dict[str, Any], window: int | None, scale: float
 ) -> None:
     """Each row by hand, in its window; the lens of these models ends with their prediction, too."""
-    sizes = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_ff": 40, "vocab_size": 53}
-    config = kind(**sizes, n_ctx=24, **own)
+    sizes: Any = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_ff": 40, "n_ctx": 24}
+    config = kind(**sizes, vocab_size=53, **own)
     model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
     heads = model.trace(IDS)["h.0.rope"].astype(np.float64).reshape(11, 8, 8).swapaxes(0, 1)
     for head, weights in enumerate(model.attention(IDS)[0]):
