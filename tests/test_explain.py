@@ -30,8 +30,10 @@ from gpt2block import (
     from_pretrained,
     reference,
 )
+from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
+from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
 from gpt2block.config.llama import LlamaConfig
@@ -305,6 +307,8 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
         Llama(LlamaWeights.random(0, LLAMA)),
         of(Olmo2Config),
         of(NanoChatConfig),
+        of(Qwen3Config),
+        of(Gemma3Config, window=2, logits_cap=3.0),
     ],
 )
 def test_the_template_explains_every_step(plan: Any) -> None:

@@ -17,10 +17,12 @@ from gguf.quants import dequantize, quantize
 
 import gpt2block
 from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, Model
+from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
+from gpt2block.config.llama import RopeScaling
 from gpt2block.parameters.arrays import random_model
 from tests.command_line import gpt2block as command
 from tests.command_line import printed
@@ -125,6 +127,23 @@ def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
     tensors["rope_factors_long.weight"] = np.ones(9, np.float32)
     message = "and rope_factors_long.weight, got rope_factors_long.weight"
     refused(write(tmp_path / "long.gguf", metadata, tensors), message)
+
+
+def test_norms_windows_and_scale_of_gemma3(tmp_path: Path) -> None:
+    """Files have 1 + w, the window of five of six layers and no scale, which 27B has of its own."""
+    sizes: Any = {"n_embd": 16, "n_ctx": 24, "vocab_size": 11, "n_ff": 12, "head_size": 8}
+    rope: Any = {"theta": 1e6, "local_theta": 100.0, "scaling": RopeScaling("linear", 8.0)}
+    for n_layer, scale in ((7, 8**-0.5), (62, 4**-0.5)):
+        config = Gemma3Config(n_layer=n_layer, n_head=4, **sizes, **rope, window=5)
+        model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+        path = write(tmp_path / f"{n_layer}.gguf", metadata_of(model), tensors_of(model))
+        found = Checkpoint.open(path).config
+        assert found == config
+        assert found.scales.attention == scale
+        assert found.windows == tuple(None if n % 6 == 5 else 5 for n in range(n_layer))
+        expected = model(ids)
+        logits = gpt2block.from_pretrained(path, device="cpu")(ids)
+        np.testing.assert_allclose(logits, expected, atol=4e-6 * np.abs(expected).max())
 
 
 def test_a_folder_with_one_gguf_says_how_to_open_it(tiny: Path) -> None:

@@ -18,12 +18,18 @@ from gpt2block import (
     GPT2Weights,
     InputError,
     LogitLens,
+    Model,
     notebook,
     random_input,
     reference,
 )
+from gpt2block.architectures.gemma3 import Gemma3Config
+from gpt2block.architectures.granite import GraniteConfig
+from gpt2block.architectures.mistral import MistralConfig
+from gpt2block.config import ModelConfig
 from gpt2block.generation.rows import Generation
 from gpt2block.generation.scoring import score
+from gpt2block.parameters.arrays import random_model
 from tests.markov import MarkovEngine, byte_encoding, cycle
 from tests.test_compare import CONFIG, IDS, device  # noqa: F401
 
@@ -39,6 +45,35 @@ def test_attention_is_that_of_the_model(device: str) -> None:  # noqa: F811
         v = trace[f"h.{layer}.qkv"][:, 128:]
         attn = trace[f"h.{layer}.attn"]
         np.testing.assert_allclose(weights[layer, 0] @ v, attn, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "window", "scale"),
+    [
+        (MistralConfig, {"window": 4}, 4, 8**-0.5),
+        (GraniteConfig, {"attention_multiplier": 0.7}, None, 0.7),
+        (Gemma3Config, {"window": 3, "scalar": 4, "logits_cap": 0.1}, 3, 0.5),
+    ],
+)
+def test_windows_and_scales_of_scores(
+    kind: type[ModelConfig], own: dict[str, Any], window: int | None, scale: float
+) -> None:
+    """Each row by hand, in its window; the lens of these models ends with their prediction, too."""
+    sizes: Any = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_ff": 40, "n_ctx": 24}
+    config = kind(**sizes, vocab_size=53, **own)
+    model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+    heads = model.trace(IDS)["h.0.rope"].astype(np.float64).reshape(11, 8, 8).swapaxes(0, 1)
+    for head, weights in enumerate(model.attention(IDS)[0]):
+        scores = np.exp(scale * heads[head] @ heads[4 + head // 2].T)
+        for t, row in enumerate(weights):
+            first = 0 if window is None else max(0, t - window + 1)
+            expected = scores[t, first : t + 1] / scores[t, first : t + 1].sum()
+            np.testing.assert_allclose(row[first : t + 1], expected, rtol=1e-5)
+            assert not row[:first].any()
+            assert not row[t + 1 :].any()
+    probabilities = reference.softmax(model(IDS))
+    lens = model.logit_lens(IDS, top=1)
+    np.testing.assert_allclose(lens.probabilities[-1, :, 0], probabilities.max(-1), rtol=1e-5)
 
 
 def test_the_lens_ends_with_the_models_prediction(device: str) -> None:  # noqa: F811

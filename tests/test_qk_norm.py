@@ -25,7 +25,7 @@ def gammas(heads: Heads, together: bool = False) -> list[Any]:
     """Weights of q and of k; together: of all heads."""
     NH, NKV, D = heads
     counts = (NH, NKV) if together else (1, 1)
-    return [plain.normal(5 + n, n * D) + np.float32(1) for n in counts]
+    return [plain.normal(5 + i, n * D) + np.float32(1) for i, n in enumerate(counts)]
 
 
 @combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))

@@ -14,8 +14,9 @@ tied lm_head; also lm_head (101, 48), float16, and untied_logits with it. In the
 float64 and rounded to float32 once. `transformers` converts a Llama's angles, norms and softmax to
 float32 by name, so that these names stand for float64 while it computes.
 
-The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*) and 2.11.0 (the others),
-and transformers 5.23.0, or 5.17.0 (the others). The package itself needs neither.
+The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3)
+and 2.11.0 (the others), and transformers 5.23.0, 5.24.0 (mistral, gemma3) or 5.17.0 (the others).
+The package itself needs neither.
 """
 
 from __future__ import annotations
@@ -163,7 +164,22 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 14,
-        "sliding_window": None,
+        "sliding_window": 9,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 14,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "final_logit_softcapping": 6.0,
+        "pad_token_id": None,
     },
 }
 Arrays = dict[str, NDArray[Any]]
@@ -209,8 +225,8 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
         config = AutoConfig.for_model(kind, **deepcopy(settings))
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
-    stored = model()
-    weights = {name: llama_weight(rng, name, t.shape) for name, t in stored.state_dict().items()}
+    stored, mean = model(), int(kind != "gemma3_text")  # whose norms add 1 to their weights
+    weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
@@ -247,11 +263,11 @@ def gpt2_weight(rng: np.random.Generator, name: str, shape: Any) -> NDArray[np.f
     return array.astype(np.float16)
 
 
-def llama_weight(rng: np.random.Generator, name: str, shape: Any) -> NDArray[np.float16]:
-    """The same for a Llama, whose matrices are (outputs, inputs)."""
+def llama_weight(rng: np.random.Generator, name: str, shape: Any, mean: int) -> NDArray[np.float16]:
+    """The same for a Llama, whose matrices are (outputs, inputs). mean: of weights of norms."""
     array = rng.standard_normal(tuple(shape))
     if len(shape) == 1:
-        array = 0.3 * array + ("norm" in name)
+        array = 0.3 * array + mean * ("norm" in name)
     else:
         array = array / np.sqrt(shape[1] if ".layers." in name else 4)
     return array.astype(np.float16)

@@ -161,6 +161,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
         "device": engine.describe(),
         "dtype": engine.formats.dtype,
         "n_kv_head": config.kv_width // config.head_size,
+        "windows": list(config.windows),
         **{size: getattr(config, size) for size in sizes},
     }
 

@@ -1,13 +1,15 @@
 // ---- one row of attention, step by step, from the queries, keys and values of the block that the page opens
 const LATER = 3;  // tokens after the selected one, which the mask hides
 const rowsOfQKV = decoded(data.opened.attention.rows), openedTokens = data.opened.attention.tokens;
+const openedWindow = model.windows[data.layer], scaleOfScores = steps.attn.number;  // null: all tokens, and 1 / √d
+const isPast = (position, j) => openedWindow !== null && j <= position - openedWindow;
 function attentionRow(position, head) {
   const D = model.head_size, Q = model.n_head * D, KV = model.n_kv_head * D, shared = Math.floor(head * model.n_kv_head / model.n_head);
   const part = (token, from) => rowsOfQKV.subarray(token * (Q + 2 * KV) + from, token * (Q + 2 * KV) + from + D);
   const seen = Array.from({length: position + 1}, (_, j) => j), all = Array.from({length: Math.min(openedTokens, position + 1 + LATER)}, (_, j) => j);
   const q = part(position, head * D), keys = all.map(j => part(j, Q + shared * D)), values = seen.map(j => part(j, Q + KV + shared * D));
-  const scores = keys.map(k => k.reduce((sum, each, c) => sum + q[c] * each, 0)), scaled = scores.map(score => score / Math.sqrt(D));
-  const masked = scaled.map((score, j) => j > position ? -Infinity : score), largest = Math.max(...masked);
+  const scores = keys.map(k => k.reduce((sum, each, c) => sum + q[c] * each, 0)), scaled = scores.map(score => scaleOfScores === null ? score / Math.sqrt(D) : score * scaleOfScores);
+  const masked = scaled.map((score, j) => j > position || isPast(position, j) ? -Infinity : score), largest = Math.max(...masked);
   const powers = masked.map(score => Math.exp(score - largest)), total = powers.reduce((a, b) => a + b, 0), weights = powers.map(power => power / total);
   const output = q.map((_, c) => values.reduce((sum, v, j) => sum + weights[j] * v[c], 0));
   return {position, head, q, keys, values, scores, scaled, masked, largest, powers, total, weights, output};
@@ -25,11 +27,13 @@ function detailOfScore({position, q, keys, scores}, j) {
   equation(`${sumOfProducts(Array.from(q, (each, c) => [each, k[c]]))} = ${number(scores[j])}`)];
 }
 function detailOfScale({q, scores, scaled}, j) {
+  if (scaleOfScores !== null) return [equation(`${signed(scores[j])} × ${number(scaleOfScores)} = ${number(scaled[j])}`)];
   return [equation(`${signed(scores[j])} ÷ √${q.length} = ${signed(scores[j])} ÷ ${number(Math.sqrt(q.length))} = ${number(scaled[j])}`)];
 }
-function detailOfMask({position, scaled}, j) {
-  const order = j > position ? `comes after ${nameOfToken(position)}: it is hidden` : j < position ? `comes before ${nameOfToken(position)}: it stays` : "is the token itself: it stays";
-  return [equation(j > position ? `${signed(scaled[j])} + (−∞) = −∞` : `${signed(scaled[j])} + 0 = ${number(scaled[j])}`), el("p", {class: "note"}, `${nameOfToken(j)} ${order}.`)];
+function detailOfMask({position, scaled, masked}, j) {
+  const order = j > position ? `comes after ${nameOfToken(position)}: it is hidden`
+    : isPast(position, j) ? `comes before the last ${openedWindow} tokens up to ${nameOfToken(position)}: it is hidden` : j < position ? `comes before ${nameOfToken(position)}: it stays` : "is the token itself: it stays";
+  return [equation(masked[j] === -Infinity ? `${signed(scaled[j])} + (−∞) = −∞` : `${signed(scaled[j])} + 0 = ${number(scaled[j])}`), el("p", {class: "note"}, `${nameOfToken(j)} ${order}.`)];
 }
 function detailOfSoftmax({masked, largest, powers, total, weights}, j) {
   return [equation(`e^(${infinite(masked[j])} − ${signed(largest)}) = ${number(powers[j])}`), equation(`${number(powers[j])} ÷ ${number(total)} = ${percent(weights[j])}`),
@@ -53,9 +57,11 @@ function detailOfValues({position, head, values, weights, output}, j, drawTable)
 const OPENED_STEPS = [
   {title: "Q·K", head: () => "q·k", about: row => `The query of ${nameOfToken(row.position)} is multiplied by the key of every token: one score each, the sum of ${model.head_size} products.`,
     cell: (row, j) => number(row.scores[j]), detail: detailOfScore},
-  {title: "scale", head: () => "÷ √d", about: () => `Every score is divided by √${model.head_size}, the root of the number of channels of a head, so that wider heads do not have larger scores.`,
+  {title: "scale", head: () => scaleOfScores === null ? "÷ √d" : "scaled", about: () => scaleOfScores === null
+    ? `Every score is divided by √${model.head_size}, the root of the number of channels of a head, so that wider heads do not have larger scores.`
+    : `Every score is multiplied by ${number(scaleOfScores)}, a number of this model's config.`,
     cell: (row, j) => number(row.scaled[j]), detail: detailOfScale},
-  {title: "mask", head: () => "masked", about: row => `Scores of tokens after ${nameOfToken(row.position)} become −∞: a token must not see what comes later.`,
+  {title: "mask", head: () => "masked", about: row => `Scores of tokens after ${nameOfToken(row.position)} become −∞: a token must not see what comes later.${openedWindow === null ? "" : ` So do those before the last ${openedWindow} tokens, the window of this layer.`}`,
     cell: (row, j) => infinite(row.masked[j]), detail: detailOfMask},
   {title: "softmax", head: () => "weight", about: () => "Softmax turns the scores into weights that are positive and add up to 100%: e to the power of each score, divided by the sum of all.",
     cell: (row, j) => percent(row.weights[j]), sum: () => "100%", detail: detailOfSoftmax},
@@ -102,7 +108,7 @@ function drawOpenedTable(row, box, select) {
     event.preventDefault();
     select(to);
   };
-  const body = row.masked.map((_, j) => el("tr", {class: j > row.position ? "out" : null}, el("th", {scope: "row"}, el("button", {type: "button", class: "pick", "aria-pressed": j === state.read, tabindex: j === state.read ? 0 : -1, "data-token": j,
+  const body = row.masked.map((_, j) => el("tr", {class: row.masked[j] === -Infinity ? "out" : null}, el("th", {scope: "row"}, el("button", {type: "button", class: "pick", "aria-pressed": j === state.read, tabindex: j === state.read ? 0 : -1, "data-token": j,
     onclick: () => select(j), onkeydown: event => move(event, j)}, nameOfToken(j))), ...shown.map(({cell}, n) => el("td", {class: now(n)}, cell(row, j)))));
   const sums = shown.some(({sum}) => sum) ? el("tfoot", {}, el("tr", {}, el("th", {scope: "row"}, "sum"), ...shown.map(({sum}, n) => el("td", {class: now(n)}, sum ? sum(row) : "")))) : "";
   box.replaceChildren(el("table", {}, el("caption", {class: "hidden-text"}, `Scores of ${nameOfToken(row.position)} with every token`), el("thead", {}, el("tr", {}, el("th", {scope: "col"}, "token"), ...shown.map(head))), el("tbody", {}, ...body), sums));
