@@ -252,8 +252,7 @@ def _mma(c: Call) -> Launch:
         raise Unfit("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
         raise Unfit(
-            f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: "
-            "use variant tiles"
+            f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
     for name in ("qkv", "k", "v", "out"):
         check_address(name, getattr(c, name))

@@ -31,8 +31,8 @@
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes, and those of the
-// queries if they stay there. qkv and out are aligned to 16 bytes.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes, and those of
+// the queries if they stay there. qkv and out are aligned to 16 bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
