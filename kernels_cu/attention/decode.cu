@@ -30,8 +30,7 @@
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
 // ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
-// repeated. With a window, split 0 has its first key. The grid is the same for all positions, so that it can be
-// captured in a CUDA graph.
+// repeated. Split 0 has a window's first key. The grid is the same for all positions, as CUDA graphs need it.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
 // sizeof(Shared). A position beyond the cache counts as its last.
@@ -83,7 +82,6 @@
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
 #endif
-__device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 constexpr int ROW = NH * HS, KV_ROW = NKV * HS;
@@ -188,16 +186,14 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
     }
 }
 
-// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf for keys that the query at
-// position `last` does not see.
+// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf for keys that are not seen.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     const float unit = score_unit(HS);  // a constant
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
-        const bool seen = key <= last && !is_past(key, last);
         s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
-        if (!seen) s[i] = -INFINITY;
+        if (key > last || is_past(key, last)) s[i] = -INFINITY;
     }
 }
 

@@ -73,6 +73,8 @@ constexpr bool KEPT = SIZE <= 128;                    // the queries are in regi
 static_assert(!KEPT || QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
+#include "attention/mma_apart.cuh"
+
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8 of fragment f.
 struct Queries {
     unsigned q[FRAGS][KEPT ? DEPTH : 1][4];
@@ -94,10 +96,7 @@ struct Queries {
         const int lane = threadIdx.x % 32;
         rows = first + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
-        for (int f = 0; f < FRAGS; ++f) {
-#pragma unroll
-            for (int k = 0; KEPT && k < DEPTH; ++k) load_query(q[f][k], f, k);
-        }
+        for (int i = 0; KEPT && i < FRAGS * DEPTH; ++i) load_query(q[i / DEPTH][i % DEPTH], i / DEPTH, i % DEPTH);
     }
 
     __device__ __forceinline__ void load_query(unsigned (&a)[4], int f, int k) const {
@@ -159,11 +158,9 @@ struct Queries {
         for (int k = 0; k < DEPTH; ++k) {
             unsigned a[FRAGS][4];
 #pragma unroll
-            for (int f = 0; f < FRAGS; ++f) {
+            for (int i = 0; KEPT && i < 4 * FRAGS; ++i) a[i / 4][i % 4] = q[i / 4][k][i % 4];
 #pragma unroll
-                for (int i = 0; KEPT && i < 4; ++i) a[f][i] = q[f][k][i];
-                if (!KEPT) load_query(a[f], f, k);
-            }
+            for (int f = 0; !KEPT && f < FRAGS; ++f) load_query(a[f], f, k);
 #pragma unroll
             for (int n = 0; n < NEAR; n += 2) {
                 if (hidden<MASKED>(0, FRAGS - 1, n, seen)) continue;
@@ -244,48 +241,6 @@ struct Queries {
 #pragma unroll
         for (int n = 0; n < PART; n += 2) {
             load_matrices<true>(b[n][0], b[n][1], b[n + 1][0], b[n + 1][1], keys + 16 * n);
-        }
-    }
-
-    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
-        unsigned found = 0;
-#pragma unroll
-        for (int n = 0; n < PART; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
-        return __any_sync(0xffffffffu, found != 0);
-    }
-
-    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i, or of these the last WINDOW, and
-    // not all values are finite.
-    // Removes the finite values from b.
-    static __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4],
-                                                          unsigned (&b)[PART][2], int ahead) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int n = 0; n < PART; ++n) {
-            unsigned finite[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                finite[i] = b[n][i] & ~((not_finite(b[n][i]) >> 15) * 0xffffu);
-                b[n][i] ^= finite[i];
-            }
-            mma(out[n], p, finite);
-        }
-#pragma unroll 1
-        for (int key = 0; key < 16; ++key) {
-            const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
-            const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
-            const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
-#pragma unroll
-            for (int n = 0; n < PART; ++n) {
-                const unsigned of_key[2] = {b[n][0] & first, b[n][1] & second};
-                float then[4] = {out[n][0], out[n][1], out[n][2], out[n][3]};
-                mma(then, a, of_key);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int last = ahead + g + 8 * (e / 2);
-                    if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[n][e] = then[e];
-                }
-            }
         }
     }
 

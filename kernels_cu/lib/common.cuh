@@ -62,6 +62,9 @@ __device__ float block_reduce_max(float value, float* scratch) {
     return block_reduce<reduction::Max, BLOCK>(value, scratch);
 }
 
+// The least power of two that is at least n.
+__device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
+
 template <typename Op, int LANES>
 __device__ __forceinline__ float lanes_reduce(float value) {  // over each group of LANES lanes
     static_assert(LANES > 0 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "a group of lanes is a power of two");

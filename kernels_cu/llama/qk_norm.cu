@@ -43,7 +43,6 @@
 #endif
 
 constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
-__device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
 constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // of half a head, of a lane
 static_assert(QN_D % 2 == 0 && HALF % QN_WIDTH == 0, "half a head is whole vectors");
 
