@@ -21,8 +21,8 @@ from gpt2block.architectures import llama, qwen3
 from gpt2block.architectures.architecture import Files, RowNorms, To, Value
 from gpt2block.checks import FLOATS, check_choice, check_count, check_number
 from gpt2block.config import ModelConfig, Scales, Settings, Shapes
-from gpt2block.config.llama import LlamaConfig, WindowedConfig
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.config.llama import LlamaConfig, WindowedConfig, all_but_every, check_layers
+from gpt2block.errors import CheckpointError, shown
 
 LAYERS_27B = 62
 EVERY = 6  # layers, of which the last sees all tokens
@@ -75,12 +75,9 @@ class Gemma3Config(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.sliding_layers or _all_but_every(EVERY, self.n_layer)
-        if len(layers) != self.n_layer or not all(type(each) is bool for each in layers):
-            raise InputError(
-                f"sliding_layers: expected true or false for each of {self.n_layer} layers, "
-                f"got {shown(self.sliding_layers)}"
-            )
+        layers = self.sliding_layers or all_but_every(EVERY, self.n_layer)
+        layers = check_layers("sliding_layers", layers, self.n_layer)
+        object.__setattr__(self, "sliding_layers", layers)
         check_choice("embedding_dtype", self.embedding_dtype, FLOATS)
         limits = {"scalar": (2.0**-20, 2.0**40), "local_theta": (1, 2.0**100)}
         limits |= {"logits_cap": (2.0**-20, 2.0**20)} if self.logits_cap is not None else {}
@@ -90,7 +87,6 @@ class Gemma3Config(WindowedConfig):
         for name, (least, most) in limits.items():
             number = check_number(name, getattr(self, name), least, most, f"{least:g} to {most:g}")
             object.__setattr__(self, name, number)
-        object.__setattr__(self, "sliding_layers", tuple(layers))
 
     @property
     def scales(self) -> Scales:
@@ -134,7 +130,7 @@ class Gemma3Config(WindowedConfig):
             every = check_count(
                 "sliding_window_pattern", config.get("sliding_window_pattern", EVERY)
             )
-            layers = _all_but_every(every, fields["n_layer"])
+            layers = all_but_every(every, fields["n_layer"])
         elif isinstance(types, list) and all(each in KINDS for each in types):
             layers = tuple(each == KINDS[1] for each in types)
         else:
@@ -149,10 +145,6 @@ class Gemma3Config(WindowedConfig):
         kinds = [KINDS[sliding] for sliding in self.sliding_layers]
         own = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds, "pad_token_id": None}
         return content | own | {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
-
-
-def _all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
 CONFIG: type[ModelConfig] = Gemma3Config

@@ -17,8 +17,8 @@ from gpt2block.architectures import llama
 from gpt2block.architectures.architecture import Files, Value
 from gpt2block.checks import check_count
 from gpt2block.config import ModelConfig
-from gpt2block.config.llama import LlamaConfig
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.config.llama import LlamaConfig, all_but_every, check_layers
+from gpt2block.errors import CheckpointError, shown
 
 EVERY = 4  # layers, of which the last has no position
 STILL = "still_frequencies"
@@ -44,13 +44,9 @@ class SmolLM3Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.rope_layers or _all_but_every(EVERY, self.n_layer)
-        if len(layers) != self.n_layer or not all(type(each) is bool for each in layers):
-            raise InputError(
-                f"rope_layers: expected true or false for each of {self.n_layer} layers, "
-                f"got {shown(self.rope_layers)}"
-            )
-        object.__setattr__(self, "rope_layers", tuple(layers))
+        layers = self.rope_layers or all_but_every(EVERY, self.n_layer)
+        layers = check_layers("rope_layers", layers, self.n_layer)
+        object.__setattr__(self, "rope_layers", layers)
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
@@ -64,7 +60,7 @@ class SmolLM3Config(LlamaConfig):
         if given is None:
             key = "no_rope_layer_interval"
             every = check_count(key, config.get(key, EVERY))
-            return fields | {"rope_layers": _all_but_every(every, fields["n_layer"])}
+            return fields | {"rope_layers": all_but_every(every, fields["n_layer"])}
         if not isinstance(given, list) or any(each not in (0, 1) for each in given):
             raise CheckpointError(f"config.json: no_rope_layers: expected a list of 0 and 1, got "
                                   f"{shown(given)}")  # fmt: skip
@@ -75,10 +71,6 @@ class SmolLM3Config(LlamaConfig):
         layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
         padding = {"pad_token_id": None}  # transformers' default is beyond a smaller vocabulary
         return super().to_hugging_face() | layers | padding
-
-
-def _all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
 CONFIG: type[ModelConfig] = SmolLM3Config

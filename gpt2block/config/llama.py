@@ -284,6 +284,19 @@ class WindowedConfig(LlamaConfig):
         return (None if sees_all else self.window,) * self.n_layer
 
 
+def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
+    """A flag for each layer: false for the last of every so many."""
+    return tuple((layer + 1) % every > 0 for layer in range(n_layer))
+
+
+def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
+    """The flags as a tuple; InputError unless each layer has one."""
+    if len(flags) != n_layer or not all(type(each) is bool for each in flags):
+        expected = f"true or false for each of {n_layer} layers"
+        raise InputError(f"{name}: expected {expected}, got {shown(flags)}")
+    return tuple(flags)
+
+
 def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of RoPE in objects of their own, by the names of these: those that have any."""
     found = {}
