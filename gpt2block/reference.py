@@ -192,7 +192,8 @@ def attention_cached(
     if np.isfinite(v).all():
         out: Array = p @ v
     else:  # 0 · NaN would be NaN
-        parts = [p[:, :, t, None, keys] @ v[:, :, keys] for t, keys in enumerate(seen)]
+        each = enumerate(seen)
+        parts = [p[:, :, t : t + 1, keys] @ v[:, :, keys] for t, keys in each]
         out = np.concatenate(parts, axis=2)
     return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(T, C)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -126,11 +127,12 @@ class Naming:
     def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
         """The tensors by gpt2block's names, of those with the rows of several as well."""
         stored, ends = {}, dict.fromkeys(whole, 0)
+        sharing = Counter(map(self.first_of, model_shapes(config)))
         for ours, shape in model_shapes(config).items():
             first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
             tensor, begin = whole[first], ends[first]
             ends[first] += count
-            if tensor.layout == "NK" and tensor.shape[0] != count:
+            if sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
             if ours.endswith(".w_qkv") and config.head_order:
                 heads = config.q_width + config.kv_width
