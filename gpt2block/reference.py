@@ -138,13 +138,13 @@ def attention(
         raise InputError(f"qkv: expected rows of {rows}, got {width}")
     if window is not None and not causal:
         raise InputError("window: needs causal=True")
-    seen = seen_keys(T, T, 0, window) if causal else None
+    seen = _seen_keys(T, T, 0, window) if causal else None
     heads = qkv.reshape(*batch, T, n_head + 2 * shared, -1)
     out = np.empty_like(heads[..., :n_head, :])  # (..., T, NH, HS)
     for h in range(n_head):
         at = n_head + h * shared // n_head  # the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
-        p = attention_weights(q, k, seen, softmax_scale)  # (..., T, T)
+        p = _attention_weights(q, k, seen, softmax_scale)  # (..., T, T)
         out[..., h, :] = _weighted_sum(p, v, seen)
     return out.reshape(*batch, T, -1)
 
@@ -184,11 +184,11 @@ def attention_cached(
         return np.concatenate(parts)
     past = 0 if window is None else max(0, start - window + 1)  # keys that no query sees
     k, v, start = k[past:], v[past:], start - past
-    seen = seen_keys(T, start + T, start, window)
+    seen = _seen_keys(T, start + T, start, window)
     # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
-    p = attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
+    p = _attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
     else:  # 0 · NaN would be NaN
@@ -346,7 +346,7 @@ def attention_split(
     return out
 
 
-def attention_weights(
+def _attention_weights(
     q: Array, k: Array, seen: NDArray[np.bool_] | None, softmax_scale: float | None = None
 ) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)), 0 where a key is not seen.
@@ -359,7 +359,7 @@ def attention_weights(
     return softmax(scores if seen is None else np.where(seen, scores, -np.inf))
 
 
-def seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
+def _seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
     """Which of P keys the queries at positions start … start + T - 1 see: (T, P)."""
     seen: NDArray[np.bool_] = np.tri(T, P, start, dtype=bool)
     if window is not None:

@@ -90,8 +90,10 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
         rows = rows_of_attention(engine, traced, layer)
         q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
-        seen = reference.seen_keys(T, T, 0, config.windows[layer])
-        weights[layer] = reference.attention_weights(q, k[shared], seen, config.scales.attention)
+        scale, window = config.scales.attention, config.windows[layer]
+        scores = q @ k[shared].swapaxes(-1, -2) * np.float32(D**-0.5 if scale is None else scale)
+        past = np.tri(T, k=-(window or T), dtype=bool)  # no longer in the window
+        weights[layer] = reference.softmax(np.where(past, -np.inf, scores), causal=True)
     return weights
 
 

@@ -3,9 +3,9 @@
 // Kernels start with the tile of keys that has the first one of these, counted from position 0 as without a window, so
 // that the time does not grow with the keys before it.
 //
-// On an NVIDIA H200, us, float16: attention/decode.cu, one query of 32 heads of 128 channels, 8 of K: at position 30,000
-// with a window of 4,096 39.1, at position 4,096 38.7, at 30,000 without a window 236. attention/hopper.cu, 8,192 rows
-// with a window of 512: 32 heads of 128 channels 213 (1,026 without), 12 of 64 channels 73 (230).
+// On an NVIDIA H200, us, float16: attention/decode.cu, one query of 32 heads of 128 channels, 8 of K: at position
+// 30,000 with a window of 4,096 39.1, at position 4,096 38.7, at 30,000 without a window 236. attention/hopper.cu,
+// 8,192 rows with a window of 512: 32 heads of 128 channels 213 (1,026 without), 12 of 64 channels 73 (230).
 #pragma once
 
 #ifndef ATT_WINDOW  // keys that a query sees; 0: all
