@@ -162,9 +162,10 @@ def _llama_config(
         bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
     # Of others 1; 0 stands for it, too.
-    neutral = {"attention.scale": config.head_size**-0.5}
-    neutral |= dict.fromkeys(("rope.dimension_count", "attention.sliding_window"), 0)
-    neutral["rope.freq_base_swa"] = 10000.0
+    neutral = {
+        "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
+        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0,
+    }  # fmt: skip
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))

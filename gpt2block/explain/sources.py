@@ -66,7 +66,7 @@ def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
     every = [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
     if operation is not ATTENTION:
         return every
-    return [variant for variant in every if tensor_cores_take(variant.name, *_heads(config))]
+    return [variant for variant in every if tensor_cores_take(variant.name, config.head_size)]
 
 
 def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any]:

@@ -470,14 +470,9 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
     _check_fit("attention", fit, dtype, heads, B=1, T=1, causal=causal)
 
 
-def tensor_cores_take(variant: str, n_head: int, n_kv_head: int, head_size: int) -> bool:
+def tensor_cores_take(variant: str, head_size: int) -> bool:
     """Whether "mma" or "hopper" computes such heads, on a GPU that runs its instructions."""
     return head_size in {"hopper": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
-
-
-def can_append(head_size: int) -> bool:
-    """Whether attention of new tokens also writes heads of this size to a kv_cache, on Hopper."""
-    return head_size in TENSOR_HEADS
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:

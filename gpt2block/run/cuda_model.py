@@ -30,7 +30,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
-from gpt2block.ops.attention import can_append
+from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
@@ -387,6 +387,7 @@ class CudaModel(StoredModel):
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
         hopper = compute_capability() == HOPPER_CAPABILITY
+        appends = hopper and tensor_cores_take("hopper", self.config.head_size)
         return Prefill(
             self.products,
             rows,
@@ -397,7 +398,7 @@ class CudaModel(StoredModel):
             ends=ends,
             kv_dtype=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
-            appends=hopper and self.formats.fp8_cache is None and can_append(self.config.head_size),
+            appends=appends and self.formats.fp8_cache is None,
         )
 
     def given(self) -> dict[str, Any]:

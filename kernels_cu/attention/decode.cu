@@ -24,8 +24,7 @@
 //
 // The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
 // of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
-// block has enough neighbours. The order of additions depends only on HS, KV, AS_WIDTH and AS_VECTORS, and not on this
-// choice.
+// block has enough neighbours. The order of additions depends on HS, KV, AS_WIDTH and AS_VECTORS alone.
 //
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
@@ -192,8 +191,9 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
+        const bool seen = key <= last && !is_past(key, last);
         s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
-        if (key > last || is_past(key, last)) s[i] = -INFINITY;
+        if (!seen) s[i] = -INFINITY;
     }
 }
 
