@@ -242,6 +242,7 @@ struct Consumer {
 
     // A sum of the two states that does not depend on which one is whose.
     __device__ __forceinline__ void add_given() {
+        if (WINDOW) sync_threads(CHECK, GROUP);  // orders nothing, as in hopper_alternate.cu
         sync_threads(PASS, CONSUMERS);
         float own[2], others[2];
 #pragma unroll
