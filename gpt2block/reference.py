@@ -40,6 +40,7 @@ Array = NDArray[np.floating[Any]]
 # products of so few queries (16 x 256 x 64) are too small for BLAS to wake threads, which on a busy
 # machine may take longer than the product.
 QUERIES = 16
+MATCH = 3  # tokens at the end of a sequence that are searched in it
 SMALLEST_SCALE = 2.0**-126  # of a two-part row: float32 represents its inverse, too
 
 
@@ -1058,6 +1059,26 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
         total = np.exp(shifted).sum(axis=-1, keepdims=True)
         logprobs[:, :V] = np.take_along_axis(shifted, order, axis=-1) - np.log(total)
     return ids, logprobs
+
+
+@takes("tokens i32 T -> guess i32 K")
+def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
+    """K guesses of the tokens after a sequence (T,), copied from what followed its end before.
+
+    The end is its last three tokens, or two or one if three of them do not occur earlier; the
+    latest place counts. Guesses beyond the sequence go on with the first ones. All are -1 if the
+    last token is new. Source: Saxena, "Prompt Lookup Decoding" (2023).
+    """
+    last = len(tokens) - 1
+    for length in range(min(MATCH, last), 0, -1):
+        places = np.arange(length - 1, last)
+        of_end = [tokens[places - n] == tokens[last - n] for n in range(length)]
+        places = places[np.all(of_end, axis=0)]
+        if len(places):
+            first = places[-1] + 1
+            guess: NDArray[np.int32] = tokens[first + np.arange(K) % (last + 1 - first)]
+            return guess.astype(np.int32)
+    return np.full(K, -1, np.int32)
 
 
 @takes("logits f32 B V; seen? u8 B V; counts? i32 B V -> token i32 B")

@@ -101,7 +101,9 @@ class MarkovEngine:
         logp = log_softmax(self.table)
         return [logp[ids[:-1], ids[1:]].astype(np.float32) for ids in sequences]
 
-    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> MarkovDecoding:
+    def decode(
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+    ) -> MarkovDecoding:
         self.decodings.append(MarkovDecoding(self, min(slots, 5) if fewer else slots, n_ctx))
         return self.decodings[-1]
 

@@ -148,7 +148,7 @@ def edited_split(
     B, n_ctx, _ = held.k.shape
     out = np.full(q.shape, np.nan, np.float32)
     geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
-    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, 1.0, out]
+    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, 1, 1.0, out]
     launch_edited(source, order, geometry, args, held.kind)
     return out
 
@@ -271,7 +271,7 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """As if the position had been another one before the kernel in front ended."""
     shipped = loader.Source.shipped(SPLIT)
-    text = shipped.edited("load_racing(position + query)", "position[1]").text  # after the row's
+    text = shipped.edited("load_racing(position + query - mine)", "position[1]").text  # after the row's
     instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
     for hint in (-1, 0, 127, 128, 139):

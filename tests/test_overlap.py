@@ -59,6 +59,7 @@ LATER_NS = 50_000_000  # and where other processes use the GPU, too
 READ_EARLY: Mapping[str, tuple[str, ...]] = {
     "sample_token": ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "row"),
     "attention_split": ("row", "position", "k", "v"),
+    "take_guesses": ("row",),
 }
 
 PROBES = r"""

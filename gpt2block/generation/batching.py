@@ -30,11 +30,11 @@ class Batch:
     `cancel` ends them. The tokens of a row do not depend on the others. An exception in the engine
     leaves a batch that must not be used again.
 
-    slots, n_ctx, fewer: as for ModelEngine.decode; no prompt and its new tokens, without the last
-    one, may be longer than n_ctx. reuse: a row does not compute those tokens at its beginning again
-    that the last row in its slot, of the same client, had as well, and gets the free slot with most
-    of them. Other kernels may have computed their keys and values, so that last bits depend on that
-    row. tokens_at_once: of prompts before a step, as for PieceScheduler, in pieces of PIECE if the
+    slots, n_ctx, fewer, speculate: as for ModelEngine.decode; no prompt and its new tokens, without
+    the last one, may be longer than n_ctx. reuse: a row does not compute those tokens at its
+    beginning again that the last row in its slot, of the same client, had as well, and gets the
+    free slot with most of them. Other kernels may have computed their keys and values, so that last
+    bits depend on that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in pieces of PIECE if the
     engine divides prompts.
     """
 
@@ -46,13 +46,14 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
+        speculate: bool = False,
     ) -> None:
         self.n_ctx = n_ctx
         piece = PIECE if engine.divides_prompts else 0
         self._continues = reuse or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
-        self._decoding = engine.decode(slots, n_ctx, fewer)
+        self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
         self._vocab_size = engine.config.vocab_size

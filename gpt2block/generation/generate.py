@@ -100,6 +100,7 @@ class Run:
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, options.rows_at_once
+        self._speculate = options.speculate
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
@@ -149,7 +150,8 @@ class Run:
     def _own_batch(self) -> Batch:
         at_once = self._rows_at_once
         slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
-        return Batch(self._engine, slots, self.n_ctx, fewer=at_once is None)
+        fewer = at_once is None
+        return Batch(self._engine, slots, self.n_ctx, fewer, speculate=self._speculate)
 
 
 class LazyRows(Sequence[Row]):

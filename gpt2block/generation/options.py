@@ -30,6 +30,7 @@ class StreamOptions(SamplingKeywords, total=False):
     stop_ids: Iterable[int] | None
     top_logprobs: int
     overflow: Overflow
+    speculate: bool
 
 
 class GenerateOptions(StreamOptions, total=False):
@@ -79,6 +80,12 @@ class Options:
         "Continuations computed together; results do not depend on it.",
         more="The next one starts when one has ended. None: up to 512 on a GPU, as half of its "
         "free memory allows.",
+    )
+    speculate: bool = option(
+        False,
+        "On a GPU, guess the next tokens from the text so far, and compute them together.",
+        more="The tokens and their log-probabilities stay the same to the last bit. A text that "
+        "repeats what is in its prompt takes fewer steps; other texts are not guessed for long.",
     )
 
     def __post_init__(self) -> None:

@@ -296,6 +296,7 @@ def _split(c: Call) -> Launch:
     The cache already holds them. A position beyond the cache counts as its last; for a row outside
     the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, two-part next
     to float32, or with FP8 of any, what out has in the place of floats, as `linear` takes them.
+    together: neighbouring rows of a sequence, at successive positions or at -1.
     """
     heads = _heads("q", c.Q, c.n_head, c.C)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
@@ -316,7 +317,8 @@ def _split(c: Call) -> Launch:
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
-    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, stored_scale(c.to_terms), c.out)
+    scale = stored_scale(c.to_terms)
+    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, max(c.together, 1), scale, c.out)
     return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
 
 
@@ -394,6 +396,7 @@ ATTENTION_SPLIT = Operation(
         "window": None,
         "to_terms": None,
         "kv_dtype": None,
+        "together": 1,
     },
 )
 KV_APPEND = Operation(

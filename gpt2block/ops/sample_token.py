@@ -22,6 +22,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.call import FIXED, Asked, Call
+from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
@@ -32,10 +33,11 @@ STATIC = 40 * 1024  # bytes of shared memory that a block has in any case, or a 
 ROWS_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
 ENDLESS = 2**31 - 1  # n_ctx for no limit
-STATE = (
+PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
-    "seen u8 B V; position step token i32 B; logprob f32 B"
+    "seen u8 B V; position step i32 B"
 )
+STATE = f"{PARAMETERS}; token i32 B; logprob f32 B"
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
 CHANGED = "changes? f32 B W; counts? i32 B V"
 
@@ -152,7 +154,10 @@ def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.B, c.V, c.n_ctx)
     changed = 0 if c.changes is None else 1 if c.counts is None else 2
-    return launch_at(FILE, _geometry(c.M, c.V, changed), args)
+    geometry = _geometry(c.M, c.V, changed)
+    if c.together:
+        geometry = geometry.with_defines((("SAMPLE_GUESSES", 1),))
+    return launch_at(FILE, geometry, (*args, max(c.together, 1)))
 
 
 def _prepare_state(asked: Asked) -> Call:
@@ -172,9 +177,17 @@ def _prepare_state(asked: Asked) -> Call:
 _STATE = Operation(
     name="sample_token",
     variants=(_block,),
-    options={"n_ctx": ENDLESS},
+    options={"n_ctx": ENDLESS, "together": 0},
     prepare=_prepare_state,
     line=f"logits f32 M V; {STATE}; {SLOTS}; {CHANGED}; report? i32 2 2 M -> token i32 B",
+)
+_DRAWN = Operation(
+    name="sample_token",
+    variants=(_block,),
+    options={"n_ctx": ENDLESS, "together": 1},
+    prepare=_prepare_state,
+    line=f"logits f32 M V; {PARAMETERS}; token i32 M; logprob f32 M; {SLOTS}; {CHANGED}; "
+    "report? i32 2 2 M -> token i32 M",
 )
 
 
@@ -201,28 +214,56 @@ def bind_state(
     return _STATE.bind_on_device(given, n_ctx=n_ctx)
 
 
+def bind_drawn(
+    logits: Any,
+    state: SampleState,
+    slots: Slots,
+    together: int,
+    changes: CudaArray | None = None,
+    counts: CudaArray | None = None,
+) -> Bound:
+    """As `bind_state`, for `together` rows of each slot at successive positions; changes nothing.
+
+    Row i of a slot is drawn at its step + i, as if the tokens of its rows 1 to i had been drawn
+    before; where its position is -1, nothing is. token and logprob of `state` are of rows, (M,).
+    """
+    given = (logits, *state, *slots, changes, counts, None)
+    return _DRAWN.bind_on_device(given, together=together)
+
+
 @variant("slots", SLOTS_FILE, "begin_slots", "place_rows")
 def _place(c: Call) -> Launch:
     """Of place_rows; `SampleState.begin` launches begin_slots."""
-    args = (c.slot_row, c.token, c.position, c.slot_token, c.slot_position, c.M, c.B)
+    guesses = (c.guess, c.left, c.slot_token, c.slot_position, c.together)
+    args = (c.slot_row, c.token, c.position, *guesses, c.M, c.B, c.K if c.guess is not None else 0)
     return _per_row(SLOTS_FILE, "place_rows", c.M, args)
 
 
 PLACE_ROWS = Operation(
     name="place_rows",
     variants=(_place,),
-    line="slot_row i32 M; token position i32 B; slot_token slot_position i32 M "
+    options={"together": 1},
+    line="slot_row i32 M; token position i32 B; guess? i32 B K; left? i32 B; "
+    "slot_token slot_position i32 M "
     "-> slot_token slot_position i32 M",
 )
 
 
-def bind_place(state: SampleState, slots: Slots) -> Bound:
+def bind_place(
+    state: SampleState,
+    slots: Slots,
+    guess: CudaArray | None = None,
+    left: CudaArray | None = None,
+    together: int = 1,
+) -> Bound:
     """Copy token and position of the state to the rows of slots; out is `slots.token`.
 
-    Rows outside of the state keep theirs.
+    Rows outside of the state keep theirs. guess (B, K), left (B,): `together` rows are of a slot,
+    the others of its guesses, as many as it may still draw tokens.
     """
-    given = (slots.row, state.token, state.position, slots.token, slots.position)
-    return PLACE_ROWS.bind_on_device(given)._replace(extra=(*state, *slots))
+    given = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
+    placed = PLACE_ROWS.bind_on_device(given, together=together)
+    return placed._replace(extra=(*state, *slots, guess, left))
 
 
 @variant("seen", FILE, "mark_seen")
@@ -280,7 +321,7 @@ OPERATION = Operation(
     variants=(_block,),
     options={"sampling": None, "step": 0, "seen": None, "counts": None},
     prepare=_prepare,
-    steps=(MARK_SEEN, PLACE_ROWS),
+    steps=(MARK_SEEN, PLACE_ROWS, TAKE_GUESSES),
     draw=_make,
     traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
     flops=lambda sizes: 5 * sizes["B"] * sizes["V"],

@@ -35,7 +35,8 @@ class DecodePass(Pass):
     Two-part terms are for operands with a bound alone, which gives them their scale.
     kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
     name: where there is one, products read two-part weights in the place of float32 ones. x_dtype:
-    what the x of products is rounded to, where it has no terms, or None.
+    what the x of products is rounded to, where it has no terms, or None. together: neighbouring
+    rows that are of one sequence.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -49,7 +50,9 @@ class DecodePass(Pass):
         kv_dtype: str | None = None,
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
+        together: int = 1,
     ) -> None:
+        self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
@@ -117,6 +120,7 @@ class DecodePass(Pass):
         bound = self._bounds.get(means_of)
         terms = self._terms(to, bound)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
+        options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, terms=terms, bound=bound)
 
@@ -204,8 +208,10 @@ class SumsPass(DecodePass):
         splits: int,
         kv_dtype: str | None = None,
         x_dtype: str | None = None,
+        together: int = 1,
     ) -> None:
-        super().__init__(do, settings, kv_dtype=kv_dtype, x_dtype=x_dtype)
+        stored: Any = {"kv_dtype": kv_dtype, "x_dtype": x_dtype, "together": together}
+        super().__init__(do, settings, **stored)
         self.splits = splits
         self.eps: dict[str, Any] = {"eps": settings.eps}
 

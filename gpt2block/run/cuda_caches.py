@@ -59,7 +59,7 @@ class CudaCache:
             for _ in range(config.n_layer if layers is None else layers)
         ]
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
-        self.steps: Any = None
+        self.steps: dict[bool, Any] = {}  # with guesses and without
 
     def __getstate__(self) -> Any:
         raise InputError(

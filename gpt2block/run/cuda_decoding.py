@@ -12,8 +12,9 @@ from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_slots
 from gpt2block.run.cuda_start_up import start_up
-from gpt2block.run.cuda_steps import InFlight, steps_of
-from gpt2block.run.model import Ids, Sampled, Start, in_groups
+from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
+from gpt2block.run.guessing import Pace
+from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 IN_FLIGHT = 2  # results that are computed ahead of the host
@@ -22,17 +23,23 @@ IN_FLIGHT = 2  # results that are computed ahead of the host
 class CudaDecoding:
     """Decoding on a GPU, one step ahead of the host.
 
-    A sequence that is stopped is computed for at most one step more.
+    A sequence that is stopped is computed for at most one step more. speculate: a step computes
+    guesses of the next tokens, too, where that promises to be faster.
     """
 
-    def __init__(self, model: CudaPasses, cache: CudaCache, slots: int) -> None:
+    def __init__(
+        self, model: CudaPasses, cache: CudaCache, slots: int, speculate: bool = False
+    ) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache = model, cache
-        self._steps = steps_of(model, cache)
+        self._steps = steps_of(model, cache, speculate)
+        self._pace = Pace(cache.batch) if speculate else None
         self._steps.restart()
-        self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
+        # Tokens of each slot that are not launched yet: every step in flight counts as one.
+        self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[InFlight] = deque()
+        self._found: deque[Sampled] = deque()  # that were read and not returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued)
@@ -60,29 +67,48 @@ class CudaDecoding:
         self._alternatives[slots] = [start.alternatives for start in group]
         self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
         self._left[slots] = [start.steps - 1 for start in group]
+        if self._pace:
+            self._pace.begin(slots)
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
         for result in self._in_flight:
             result.leave_out(slots)
+        self._found = deque(without(each, slots) for each in self._found)
 
     def next(self) -> Sampled:
         with self._model.running():
             while True:
                 while len(self._in_flight) < IN_FLIGHT and self._launch():
                     pass
+                while self._found:
+                    found = self._found.popleft()
+                    if len(found.slots):  # else all of its sequences were stopped
+                        return found
                 if not self._in_flight:
                     raise RuntimeError("next: expected a sequence in at least one slot")
-                found = self._in_flight.popleft().get()
-                if len(found.slots):  # else all sequences of that step were stopped after it
-                    return found
+                self._read(self._in_flight.popleft())
+
+    def _read(self, result: InFlight) -> None:
+        """Read a result; a step may have taken several tokens of a slot."""
+        found = result.get()
+        self._found.extend(found)
+        for more in found[1:]:
+            self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
+        if self._pace:
+            self._pace.result(self._steps.count_of(result.slots), result.together)
+            self._pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
         """Launch a step of the slots that have tokens left to sample; False if none has."""
         slots = np.flatnonzero(self._left).astype(np.int32)
         if not len(slots):
             return False
-        step = self._steps.of(self._model, slots)
+        together = 1
+        if self._pace:
+            count = self._steps.count_of(slots)
+            together = self._pace.together(slots, count, MOST_GUESSING)
+        step = self._steps.of(self._model, slots, together)
         self._steps.place(slots, step)
         self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))
         self._left[slots] -= 1

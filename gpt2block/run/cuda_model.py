@@ -359,10 +359,12 @@ class CudaModel(StoredModel):
         steps = DecodingSteps(self, cache, floats=True)
         return steps.next_token(self, np.zeros(1, np.int32), ids[-1:], at).recording
 
-    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> CudaDecoding:
+    def decode(
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+    ) -> CudaDecoding:
         with self.running():
             cache = self._caches.take(slots, n_ctx, fewer)
-            decoding = CudaDecoding(self, cache, min(slots, cache.batch))
+            decoding = CudaDecoding(self, cache, min(slots, cache.batch), speculate)
             weakref.finalize(decoding, self._caches.give_back, cache).atexit = False
             return decoding
 
@@ -458,10 +460,13 @@ class CudaModel(StoredModel):
         """A prefill of this shape, to what is wanted."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
 
-    def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
-        """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them.
+    def decode_pass(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+    ) -> Any:
+        """A step of decoding of so many rows, `together` of a sequence, to logits.
 
-        None: all results can be read, so no layer has fewer of them either.
+        terms: as `DecodePass` takes them. None: all results can be read, so no layer has fewer of
+        them either.
         """
         norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
         shapes, dtype = self.config.block_shapes(), self.formats.dtype
@@ -469,9 +474,9 @@ class CudaModel(StoredModel):
         fp8_cache = self.formats.fp8_cache
         step: DecodePass
         if splits:
-            step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype)
+            step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype, together)
         else:
-            given = norms, terms, fp8_cache, bounds, self._x_dtype
+            given = norms, terms, fp8_cache, bounds, self._x_dtype, together
             step = DecodePass(do, self._settings, *given)
         return forward(step, self._architecture, self.config, "logits")
 

@@ -49,6 +49,8 @@ class CudaPasses(Protocol):
         """A prefill of this shape, to what is wanted."""
         ...
 
-    def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
-        """A step of decoding of so many rows, to logits."""
+    def decode_pass(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+    ) -> Any:
+        """A step of decoding of so many rows, `together` of a sequence, to logits."""
         ...

@@ -14,35 +14,52 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, pinned
-from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
+from gpt2block.cuda.arrays import Bound, CudaArray, pinned
+from gpt2block.ops.guesses import MOST_GUESSES, TAKEN, Guesses, bind_take
+from gpt2block.ops.sample_token import (
+    SampleState,
+    Slots,
+    bind_drawn,
+    bind_place,
+    bind_state,
+    mark_seen,
+)
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
-from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors
+from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors, chosen
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
+MOST_GUESSING = 128  # rows of a step that computes guesses
 
 
 class DecodingSteps:
     """The buffers of a cache's decoding steps, and a step for each number of rows in use."""
 
-    def __init__(self, model: CudaPasses, cache: CudaCache, floats: bool = False) -> None:
-        """floats: no step has terms in their place, so that all can be read; with the same bits."""
+    def __init__(
+        self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: bool = False
+    ) -> None:
+        """floats: no step has terms in their place, so that all can be read; with the same bits.
+
+        speculate: steps can compute guesses, too.
+        """
         B, config = cache.batch, model.config
         self.floats = floats
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        self.logits = cupy.zeros((B, config.vocab_size), "float32")
-        self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
+        self.guesses = Guesses.allocate(B, cache.n_ctx) if speculate else None
+        rows = max(B, min(B * (1 + MOST_GUESSES), MOST_GUESSING)) if speculate else B
+        self.logits = cupy.zeros((rows, config.vocab_size), "float32")
+        self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self._steps: dict[tuple[int, int], DecodingStep] = {}  # by rows, and the most any changes
+        # By slots, the most any changes, and rows of each.
+        self._steps: dict[tuple[int, int, int], DecodingStep] = {}
         self.changes: CudaArray = None  # of logits in the slots, once one has any
         self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
         self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
-        self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
+        self._placed: tuple[int, int, Ids] | None = None  # rows of the step, and of a slot; slots
 
     def restart(self) -> None:
         """Begin another decoding, whatever the previous one has left in flight or unfinished."""
@@ -50,22 +67,27 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaPasses, slots: Ids) -> DecodingStep:
-        """The step of as many rows as there are slots, or of a few more."""
+    def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
+        """The step of these slots, or of a few more, with so many rows of each."""
         changed = int(self._changed[slots].max(initial=0))
-        kind = min(rounded_up(len(slots), 2), self.batch), changed
+        kind = self.count_of(slots), changed, together
         if kind not in self._steps:
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 
+    def count_of(self, slots: Ids) -> int:
+        """The slots of the step of these."""
+        return min(rounded_up(len(slots), 2), self.batch)
+
     def place(self, slots: Ids, step: DecodingStep) -> None:
         """Let the first rows of a step be those of these slots, the others of none."""
-        rows = step.rows
-        if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
+        rows, together = step.rows, step.together
+        placed = self._placed
+        if placed and placed[:2] == (rows, together) and np.array_equal(placed[2], slots):
             return
-        self._set_rows(slots, rows)
+        self._set_rows(np.repeat(slots, together), rows)
         step.placing.run()
-        self._placed = rows, slots
+        self._placed = rows, together, slots
 
     def _set_rows(self, slots: Ids, rows: int) -> None:
         row = np.full(rows, -1, np.int32)
@@ -101,6 +123,9 @@ class DecodingSteps:
             self.state.seen[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])
             mark_seen(np.concatenate(ids), of_token, self.state.seen)
+        if self.guesses is not None:
+            left = [start.steps for start in starts]
+            self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
         self._set_changes(starts, ids)
         step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
@@ -126,11 +151,11 @@ class DecodingSteps:
             self._changed[start.slot] = changed
 
 
-def steps_of(model: CudaPasses, cache: CudaCache) -> DecodingSteps:
+def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> DecodingSteps:
     """Those of a cache, made on first use."""
-    if cache.steps is None:
-        cache.steps = DecodingSteps(model, cache)
-    found: DecodingSteps = cache.steps
+    if speculate not in cache.steps:
+        cache.steps[speculate] = DecodingSteps(model, cache, speculate=speculate)
+    found: DecodingSteps = cache.steps[speculate]
     return found
 
 
@@ -142,27 +167,42 @@ def _kind_of(sampling: Sampling) -> int:
 class DecodingStep:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: CudaPasses, of: DecodingSteps, rows: int, changed: int) -> None:
-        self.rows, self._stream = rows, model.stream
-        self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
+    def __init__(
+        self, model: CudaPasses, of: DecodingSteps, count: int, changed: int, together: int
+    ) -> None:
+        """count: of slots. changed: what changes their logits. together: rows of each."""
+        self.rows = rows = count * together
+        self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
         slots = Slots(row, tokens, positions, self._turn)
-        self.placing = bind_place(of.state, slots)
         self._logits = logits = of.logits[:rows]
         tables = of.changes if changed else None
         counts = of.counts if changed == COUNTED else None
-        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts)
+        after: tuple[Bound, ...]
+        if of.guesses is None:
+            self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even, odd launches
+            self.placing = bind_place(of.state, slots)
+            after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
+        else:
+            self._sampled, report = _on_host((2, 3, rows))  # and flags
+            self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
+            self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
+            state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
+            after = (
+                bind_drawn(logits, state, slots, together, tables, counts),
+                bind_take(self._drawn, slots, of.guesses, of.state, together, counts, report),
+            )
         given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.terms(rows)
         self.recording = model.recordings.make(
-            lambda do: model.decode_pass(do, rows, terms),
+            lambda do: model.decode_pass(do, rows, terms, together),
             {**model.given(), **of.cache_tensors, **given},
             {"logits": logits},
             overlapping=True,
         )
-        self.recording.after = (self._sample,)
+        self.recording.after = after
         self.restart()
 
     def restart(self) -> None:
@@ -183,7 +223,8 @@ class DecodingStep:
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample from `logits` alone."""
         half = self._free_half()
-        self._sample.run()
+        for bound in self.recording.after:
+            bound.run()
         return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
@@ -206,7 +247,7 @@ class DecodingStep:
         self._done[half].record(self._stream)
         self._launched += 1
         top = self._top[half].found if alternatives else None
-        result = InFlight(slots, self._done[half], self._sampled[half], top)
+        result = InFlight(slots, self._done[half], self._sampled[half], top, self.together)
         self._results[half] = result
         return result
 
@@ -228,33 +269,56 @@ class _Top:
 
 
 class InFlight:
-    """The tokens of a launch, read when they are needed or their memory is."""
+    """The tokens of a launch, read when they are needed or their memory is.
 
-    def __init__(self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None) -> None:
-        self._slots, self._done, self._sampled, self._top = slots, done, sampled, top
+    together: rows of each slot.
+    """
+
+    def __init__(
+        self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None, together: int = 1
+    ) -> None:
+        self.slots, self.together = slots, together
+        self._done, self._sampled, self._top = done, sampled, top
         self._stopped: list[Ids] = []
         self._read = False
 
     def read(self) -> None:
         if not self._read:
             self._done.synchronize()
-            self._sampled = self._sampled[:, : len(self._slots)].copy()
+            rows = len(self.slots) * self.together
+            self._sampled = self._sampled[:, :rows].copy()
             if self._top:
-                self._top = Alternatives(*(a[: len(self._slots)].copy() for a in self._top))
+                self._top = Alternatives(*(a[:rows].copy() for a in self._top))
             self._read = True
 
     def leave_out(self, slots: Ids) -> None:
         self._stopped.append(slots)
 
-    def get(self) -> Sampled:
-        """The result, without slots that were stopped."""
+    @property
+    def flags(self) -> Ids:
+        """Of each row of each slot, (N, together), where the step has guesses."""
         self.read()
-        slots, (tokens, logprobs), top = self._slots, self._sampled, self._top
+        flags: Ids = self._sampled[2].reshape(-1, self.together)
+        return flags
+
+    def get(self) -> list[Sampled]:
+        """The first token of each slot, then the second ones and so on, as many as were taken.
+
+        Those of slots that were stopped are left out.
+        """
+        self.read()
+        going = np.ones(len(self.slots), bool)
         if self._stopped:
-            kept = ~np.isin(slots, np.concatenate(self._stopped))
-            slots, tokens, logprobs = slots[kept], tokens[kept], logprobs[kept]
-            top = top and Alternatives(top.ids[kept], top.logprobs[kept])
-        return Sampled(slots, tokens, logprobs.view(np.float32), top)
+            going = ~np.isin(self.slots, np.concatenate(self._stopped))
+        tokens, logprobs, *flags = (a.reshape(-1, self.together).T for a in self._sampled)
+        found = []
+        for n in range(self.together):
+            kept = going & (flags[0][n] & TAKEN > 0) if flags else going
+            top, every = self._top, slice(n, None, self.together)
+            top = top and Alternatives(top.ids[every], top.logprobs[every])
+            rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top)
+            found.append(rows if kept.all() else chosen(rows, kept))
+        return [each for each in found if len(each.slots)]
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

@@ -236,6 +236,18 @@ class Sampled(NamedTuple):
     top: Alternatives | None = None  # where a slot wants any: of all slots, as many as are possible
 
 
+def without(sampled: Sampled, slots: Ids) -> Sampled:
+    """The tokens of the other slots."""
+    return chosen(sampled, ~np.isin(sampled.slots, slots))
+
+
+def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
+    """Those of the tokens that a mask, (N,), says."""
+    slots, tokens, logprobs, top = sampled
+    top = top and Alternatives(top.ids[kept], top.logprobs[kept])
+    return Sampled(slots[kept], tokens[kept], logprobs[kept], top)
+
+
 class Decoding(Protocol):
     """Slots for sequences that grow by one token per step; their state stays on the device.
 
@@ -311,11 +323,14 @@ class ModelEngine(Protocol):
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         """For each sequence (T - 1,): the log-probability of every token after the first."""
 
-    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> Decoding:
+    def decode(
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+    ) -> Decoding:
         """Free slots for sequences of up to n_ctx tokens.
 
         fewer: return fewer slots than these where memory has no room for them, or where more would
-        not be faster. Raises MemoryError.
+        not be faster. speculate: a step may compute guesses of the next tokens as well, where the
+        tokens stay the same to the last bit. Raises MemoryError.
         """
 
 

@@ -188,7 +188,10 @@ class NumpyModel(NumpySteps, StoredModel):
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
         return scores
 
-    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> NumpyDecoding:
+    def decode(
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+    ) -> NumpyDecoding:
+        """As in ModelEngine. There are no guesses: last bits depend on how many rows BLAS has."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:

@@ -28,8 +28,9 @@
 //
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
-// ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
-// repeated. Split 0 has a window's first key. The grid is the same for all positions, as CUDA graphs need it.
+// ended: of a sequence with `together` rows it can write only keys from the first one's position on, which is a hint
+// until then. If it was wrong, the loads are repeated. Split 0 has a window's first key. The grid is the same for all
+// positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
 // sizeof(Shared). A position beyond the cache counts as its last.
@@ -83,8 +84,7 @@
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-constexpr int ROW = NH * HS, KV_ROW = NKV * HS;
-constexpr int SERVES = NH / NKV;                              // heads of q of a head of K
+constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // heads of q of a head of K
 constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // of a head of K; the last may have fewer queries
 constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q of a block
 constexpr int KEYS = 32, SPAN = 32;                           // keys of a split, splits of a span
@@ -299,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const KV* v,          // (B, n_ctx, NKV HS)
     const int* row,       // (M): no kernel that can overlap with this one writes it
     const int* position,  // (M)
-    int B, int n_ctx,
+    int B, int n_ctx, int together,  // neighbouring rows of a sequence, at successive positions
     float out_scale,      // of two-part terms
     float* out) {         // (M, C)
 #if AS_QUERIES > 1  // then it may be more than a block has by default
@@ -310,12 +310,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 #endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
     const long long query = blockIdx.z;
-    const int maybe = load_racing(position + query), b = __ldcg(row + query);
+    const int mine = (int)(query % together), before = load_racing(position + query - mine), b = __ldcg(row + query);
     const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
     const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
     const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
     const bool cached = b >= 0 && b < B;
-    const int hint = cached ? min(maybe, n_ctx - 1) : -1;
+    const int hint = cached && before >= 0 ? min(before + mine, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
@@ -323,8 +323,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // the first key of split 0
     int first = origin + worker * KEYS;                            // key of the round
     Held keys, values;
-    keys.load(own_k, first, lowest, hint - 1);
-    values.load(own_v, first, lowest, hint - 1);
+    keys.load(own_k, first, lowest, hint - mine - 1);
+    values.load(own_v, first, lowest, hint - mine - 1);
     let_next_start();
     wait_for_previous();
     if (!cached) return;
@@ -339,9 +339,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             load_fresh_floats<AS_WIDTH>(q + query * ROW + column + of + p * LANES * AS_WIDTH, x[i][p]);
         }
     }
-    if (first <= hint && hint < first + ROUND) {
-        keys.add(own_k, first, hint, hint);
-        values.add(own_v, first, hint, hint);
+    if (first <= hint && hint - mine < first + ROUND) {
+        keys.add(own_k, first, max(hint - mine, lowest), hint);
+        values.add(own_v, first, max(hint - mine, lowest), hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return;

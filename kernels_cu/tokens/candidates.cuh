@@ -35,6 +35,9 @@
 #ifndef SAMPLE_CHANGES  // 1: there are biases, and tokens that must not come early; 2: and penalties of drawn tokens
 #define SAMPLE_CHANGES 0
 #endif
+#ifndef SAMPLE_GUESSES  // 1: rows of a sequence follow each other, the state stays as it is, and token is of rows
+#define SAMPLE_GUESSES 0
+#endif
 #ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
 #define SAMPLE_LIST SAMPLE_THREADS
 #endif
@@ -43,7 +46,7 @@ typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
 constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
-constexpr bool COUNTED = SAMPLE_CHANGES > 1;
+constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
 constexpr int PLACES = 128;           // of the tokens of a sequence, with two biases each; 0 is that of all others
 constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
 constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
@@ -86,6 +89,8 @@ struct Row {
     float* stored;              // and their l
     const float* changes;       // (CHANGES), from the second one on once the sequence has drawn enough tokens
     const int* counts;          // (V): how often each token was drawn; null if it changes no logit
+    const int* guessed;         // (guesses): tokens that count as drawn, too
+    int guesses;
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
     __device__ __forceinline__ float position(float l) const {
@@ -100,10 +105,12 @@ struct Row {
             const float bias = changes[seen & ~1];
             x = bias == -INFINITY ? bias : x + bias;
         }
-        const bool occurred = CHANGED ? seen % 2 : seen;
+        int more = 0;
+        for (int i = 0; GUESSES && i < guesses; ++i) more += guessed[i] == column;
+        const bool occurred = more || (CHANGED ? seen % 2 : seen);
         x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
         if (!COUNTED || !counts || !occurred) return x;
-        const int count = counts[column];  // of a token that has not occurred it is 0
+        const int count = counts[column] + more;  // of a token that has not occurred it is 0
         return count ? x - __fmul_rn(frequency, (float)count) - presence : x;
     }
 };

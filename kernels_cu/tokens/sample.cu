@@ -19,7 +19,8 @@
 //   temperature 0: the largest l, and among equals the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
-// -1.
+// -1. With SAMPLE_GUESSES, row i of a sequence is drawn as its step + i, as if the tokens of its rows 1 to i had been
+// drawn before; tokens/guesses.cu then says which were, and changes the state.
 //
 //   sample_token: one to eight blocks per row; after exp all is integers: the same bits in any batch. Blocks of a row
 //       are a cluster, each with a contiguous part of it. The first pass finds maximum and log-sum-exp and suffices for
@@ -245,8 +246,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     unsigned char* seen,              // (B, V): set to 1 for the token
     int* position,                    // (B): incremented, up to n_ctx - 1
     int* step,                        // (B): incremented
-    int* token,                       // (B)
-    float* logprob,                   // (B)
+    int* token,                       // (B), with SAMPLE_GUESSES (M)
+    float* logprob,                   // as token
     const int* row,                   // (M) or null: outside 0 ... B - 1, nothing is sampled
     int* next_token,                  // (M) or null, as are the next two: a copy of token
     int* next_position,               // (M): a copy of position
@@ -254,7 +255,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
-    int B, int V, int n_ctx) {
+    int B, int V, int n_ctx,
+    int together) {                   // with SAMPLE_GUESSES: neighbouring rows of a sequence, at successive positions
     __shared__ Shared s;
     extern __shared__ float stored[];
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
@@ -293,9 +295,15 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     if (thread == 0) s.bad = 0;
     wait_for_previous();
-    if (CHANGED && step[b] >= late) ++values.changes;
+    const int guesses = GUESSES ? m % together : 0;  // tokens of this sequence before this row's, drawn or not
+    if (GUESSES) {
+        if (next_position[m] < 0) return;
+        values.guessed = next_token + m - guesses + 1;
+        values.guesses = guesses;
+    }
+    if (CHANGED && step[b] + guesses >= late) ++values.changes;
     if (STORED) request(values, heat == 0.0f);
-    if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
+    if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b] + guesses, sample[b], seed[b]);
     if (FIRST_STORED) receive(values, heat == 0.0f);
     if (RANKS > 1) wait_for_cluster();  // all blocks run, so that their shared memory can be written
 
@@ -319,6 +327,11 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     b = sequence();  // again, as a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
+    if (GUESSES) {
+        token[m] = chosen;
+        logprob[m] = likely;
+        return;
+    }
     const int at = min(position[b] + 1, n_ctx - 1), half = (turn ? turn[m] : now) % 2;
     position[b] = at;
     step[b] = now + 1;

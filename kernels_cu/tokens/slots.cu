@@ -4,6 +4,7 @@
 //   place_rows: token and position of a step's rows. These are the last ones of the slots that they now belong to
 //
 // grid (ceil(N / blockDim.x)), N the sequences or rows; block (any)
+#include "tokens/guesses.cuh"
 
 // The numbers of N sequences, from one copy: N of 64 bits, then as many of 32 for each argument in its order.
 struct Given {
@@ -49,13 +50,16 @@ extern "C" __global__ void place_rows(
     const int* row,       // (M): the slot of each row; outside of 0 ... B - 1, the row stays as it is
     const int* token,     // (B)
     const int* position,  // (B)
+    const int* guess,     // (B, K), or null: every row is one of `token`
+    const int* left,      // (B): tokens that may still be drawn
     int* of_rows,         // (M): tokens
     int* at,              // (M): positions
-    int M, int B) {
+    int together,         // rows of a slot
+    int M, int B, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x;
     if (m >= M) return;
-    const int slot = row[m];
+    const int slot = row[m], i = guess ? m % together : 0;
     if (slot < 0 || slot >= B) return;
-    of_rows[m] = token[slot];
-    at[m] = position[slot];
+    of_rows[m] = i ? guess[(long long)slot * K + i - 1] : token[slot];
+    at[m] = guess ? position_of(i, of_rows[m], position[slot], left[slot]) : position[slot];
 }
