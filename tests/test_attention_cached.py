@@ -271,7 +271,8 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """As if the position had been another one before the kernel in front ended."""
     shipped = loader.Source.shipped(SPLIT)
-    text = shipped.edited("load_racing(position + query - mine)", "position[1]").text  # after the row's
+    racing = "load_racing(position + query - mine)"
+    text = shipped.edited(racing, "position[1]").text  # after the row's
     instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
     for hint in (-1, 0, 127, 128, 139):

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, cuda
+from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES
 from gpt2block.generation.rows import Generation
 from gpt2block.parameters.gpt2 import GPT2Weights
@@ -32,7 +33,7 @@ def model(device: str, config: GPT2Config = TINY, dtype: str = "float32") -> GPT
     return GPT2(GPT2Weights.random(0, config), device=device, dtype=dtype)
 
 
-def random_prompts(lengths: list[int], config: GPT2Config = TINY) -> list[Ids]:
+def random_prompts(lengths: list[int], config: ModelConfig = TINY) -> list[Ids]:
     rng = np.random.default_rng(0)
     return [rng.integers(config.vocab_size, size=n).astype(np.int32) for n in lengths]
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +50,7 @@ from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
+from gpt2block.run.guessing import Pace
 from gpt2block.run.model import Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
@@ -355,7 +356,18 @@ def few_rows() -> None:
         for rows in (1, 2, 4) if kind == "llama" else (1, 4, 7):
             greedy(ours, prompts, rows, 3)
         in_chunks(ours, [np.arange(n, dtype=np.int32) for n in (31, 1, 20)], 17)
+        guessed(ours, [np.resize(ids, 9) for ids in prompts])
         print(f"checked decoding of few rows {kind} {ours.dtypes}")
+
+
+def guessed(model: Model[Any], prompts: list[Ids]) -> None:
+    """Texts with guesses, in steps of one, four and eight rows of a sequence, and without."""
+    turns = cycle((4, 1, 8))
+    options: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0, "stop_ids": (), "seed": 0}
+    options |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
+    with patch.object(Pace, "together", lambda *_: next(turns)):
+        found = model.generate(prompts, speculate=True, **options)
+    assert found == model.generate(prompts, **options)
 
 
 def main() -> None:

@@ -143,10 +143,11 @@ class Conversation:
         ids = self._fitting(messages, new)
         run = Run(self._engine, self._encoding, ids, chosen)
         needed = min(self.n_ctx, len(ids) + new - 1)
-        if self._batch is None or self._batch.n_ctx < needed:
+        speculate, batch = chosen.speculate, self._batch
+        if batch is None or batch.n_ctx < needed or batch.speculate != speculate:
             self._batch = None  # so that its memory is free
             n_ctx = min(self.n_ctx, max(LEAST, 2 * needed))
-            self._batch = Batch(self._engine, 1, n_ctx, reuse=True)
+            self._batch = Batch(self._engine, 1, n_ctx, reuse=True, speculate=speculate)
         run.batch = self._batch
         return run
 

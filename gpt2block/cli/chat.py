@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from gpt2block.checkpoints.chat_files import OPTIONS
+from gpt2block.checks import check_choice
 from gpt2block.cli.display import compiling, print_json, printable_lines, shown
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
+    keyword,
     load_model,
     model_option,
     with_numbers,
@@ -64,6 +66,7 @@ class ChatOptions(SamplingOptions):
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
+    speculate: bool = keyword("speculate", names=("--speculate",))
 
 
 def chat(
@@ -310,7 +313,10 @@ class Session:
         """Change an option; it is checked at once, as an answer would check it."""
         whole = "int" in str(KEYWORDS[name].type)
         value: Any = None
-        if (name, text) != ("seed", "-"):
+        if KEYWORDS[name].type == "bool":
+            check_choice(name, text, ("on", "off"))
+            value = text == "on"
+        elif (name, text) != ("seed", "-"):
             try:
                 value = int(text) if whole else float(text)
             except ValueError:

@@ -59,14 +59,14 @@ class ModelOptions:
     )
 
 
-def keyword(name: str, sentence: str = "{}", **default: Any) -> Any:
+def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
     """An option that is a keyword of `GPT2.generate`, with its meaning and, if not given, default.
 
-    sentence: in which {} stands for the meaning, without its full stop.
+    sentence: in which {} stands for the meaning, without its full stop. names: as for `option`.
     """
     known = KEYWORDS[name]
     text = sentence.format(meaning_of(known).text.removesuffix("."))
-    return option(f"{text}.", **{"default": known.default, **default})
+    return option(f"{text}.", default.get("default", known.default), *names)
 
 
 def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
@@ -104,6 +104,7 @@ class TextOptions(SamplingOptions):
     samples: int = keyword("samples")
     overflow: str = keyword("overflow")
     stop: list[str] = option("Stop before this text; may be given several times.", ())
+    speculate: bool = keyword("speculate", names=("--speculate",))
 
 
 def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:

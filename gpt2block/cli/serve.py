@@ -21,7 +21,7 @@ from rich.console import Console
 from gpt2block.checks import check_count
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
-from gpt2block.cli.model import ModelOptions, load_model, model_option
+from gpt2block.cli.model import ModelOptions, keyword, load_model, model_option
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, printable, require
@@ -70,6 +70,7 @@ def serve(
         False,
         "--reuse-prefixes",
     ),
+    speculate: bool = keyword("speculate", names=("--speculate",)),
     log_level: Literal["error", "warning", "info"] = option(
         "What standard error shows; info: also a line for each request.", "warning"
     ),
@@ -110,7 +111,9 @@ def serve(
     assert encoding is not None
     hosts = (*LOOPBACK, host, f"[{host}]")
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
-    settings = ServerSettings(names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins)
+    settings = ServerSettings(
+        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, speculate
+    )
     server = Server(loaded, encoding, settings)
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"

@@ -34,8 +34,8 @@ class Batch:
     the last one, may be longer than n_ctx. reuse: a row does not compute those tokens at its
     beginning again that the last row in its slot, of the same client, had as well, and gets the
     free slot with most of them. Other kernels may have computed their keys and values, so that last
-    bits depend on that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in pieces of PIECE if the
-    engine divides prompts.
+    bits depend on that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in
+    pieces of PIECE if the engine divides prompts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Batch:
         tokens_at_once: int | None = None,
         speculate: bool = False,
     ) -> None:
-        self.n_ctx = n_ctx
+        self.n_ctx, self.speculate = n_ctx, speculate
         piece = PIECE if engine.divides_prompts else 0
         self._continues = reuse or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)

@@ -42,7 +42,9 @@ class CudaDecoding:
         self._found: deque[Sampled] = deque()  # that were read and not returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued)
+        speculate = self._pace is not None
+        parts = start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, speculate)
+        yield from parts
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
@@ -81,23 +83,26 @@ class CudaDecoding:
             while True:
                 while len(self._in_flight) < IN_FLIGHT and self._launch():
                     pass
+                if not self._found:
+                    if not self._in_flight:
+                        raise RuntimeError("next: expected a sequence in at least one slot")
+                    self._read(self._in_flight.popleft())
                 while self._found:
                     found = self._found.popleft()
                     if len(found.slots):  # else all of its sequences were stopped
                         return found
-                if not self._in_flight:
-                    raise RuntimeError("next: expected a sequence in at least one slot")
-                self._read(self._in_flight.popleft())
 
     def _read(self, result: InFlight) -> None:
         """Read a result; a step may have taken several tokens of a slot."""
-        found = result.get()
-        self._found.extend(found)
-        for more in found[1:]:
+        if self._pace is None:
+            self._found.append(result.get())
+            return
+        first, *others = result.taken()
+        self._found.extend((first, *others))
+        for more in others:
             self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
-        if self._pace:
-            self._pace.result(self._steps.count_of(result.slots), result.together)
-            self._pace.add(result.slots, result.flags)
+        self._pace.result(self._steps.count_of(result.slots), result.together)
+        self._pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
         """Launch a step of the slots that have tokens left to sample; False if none has."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from gpt2block.cuda import cupy
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import programs_of, start_kind
-from gpt2block.run.cuda_steps import DecodingStep, steps_of
+from gpt2block.run.cuda_steps import MOST_GUESSING, DecodingStep, steps_of
+from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
@@ -29,24 +31,34 @@ Kind = tuple[int, int, bool, int]  # of a prefill: rows, the longest prompt, con
 
 
 def start_up(
-    model: CudaPasses, cache: CudaCache, slots: int, most: int, continued: bool
+    model: CudaPasses,
+    cache: CudaCache,
+    slots: int,
+    most: int,
+    continued: bool,
+    speculate: bool = False,
 ) -> Iterator[tuple[int, int]]:
     """Compile and record, in parts; yields before each one the number of parts done, and of all.
 
     slots: of a decoding in which no sequence runs; their kv_cache is overwritten. most: tokens of
-    prompts that start together. continued: whether prompts may continue others.
+    prompts that start together. continued: whether prompts may continue others. speculate: whether
+    steps compute guesses, too.
     """
-    start = _Parts(model, cache)
+    start = _Parts(model, cache, speculate)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})
     bound = list(_all_sizes(cache, counts, most))
     bound += [(*kind[:2], True, kind[3]) for kind in bound] if continued else []
     recorded = list(_usual(cache, counts))
+    steps = [(count, 1) for count in counts]
+    if speculate:
+        pairs = product(counts, ROWS)
+        steps += [(count, rows) for count, rows in pairs if count * rows <= MOST_GUESSING]
     parts: list[Callable[[], None]] = [
         # The largest first, whose memory all others share.
         *(partial(start.bind, kind) for kind in sorted(bound, reverse=True)),
-        *(partial(start.bind_step, count) for count in counts),
+        *(partial(start.bind_step, *kind) for kind in steps),
         *(partial(start.bind, kind) for kind in recorded),
-        *(partial(start.record_step, count) for count in counts),
+        *(partial(start.record_step, *kind) for kind in steps),
         *(partial(start.record, kind) for kind in recorded),
         start.finish,
     ]
@@ -60,26 +72,27 @@ def start_up(
 class _Parts:
     """The parts of `start_up`. Binding requests kernels, which threads compile; running waits."""
 
-    def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
-        self._model, self._cache, self._steps = model, cache, steps_of(model, cache)
+    def __init__(self, model: CudaPasses, cache: CudaCache, speculate: bool) -> None:
+        self._model, self._cache = model, cache
+        self._steps = steps_of(model, cache, speculate)
         self._functions: set[Any] = set()
 
     def bind(self, kind: Kind) -> None:
         programs = programs_of(self._model, self._cache, *kind)
         self._request(programs.recording(self._model, "last").launches)
 
-    def bind_step(self, count: int) -> None:
-        self._request(self._step(count).recording.launches)
+    def bind_step(self, count: int, together: int) -> None:
+        self._request(self._step(count, together).recording.launches)
 
-    def _step(self, count: int) -> DecodingStep:
-        return self._steps.of(self._model, np.arange(count, dtype=np.int32))
+    def _step(self, count: int, together: int) -> DecodingStep:
+        return self._steps.of(self._model, np.arange(count, dtype=np.int32), together)
 
     def _request(self, launches: Any) -> None:
         self._functions.update(launch.function for launch in launches)
 
-    def record_step(self, count: int) -> None:
+    def record_step(self, count: int, together: int) -> None:
         """Run a step of no sequence, twice: the second time is captured as a graph."""
-        step = self._step(count)
+        step = self._step(count, together)
         self._steps.place(NOBODY, step)
         for _ in range(2):
             step.recording.repeat(self._model.stream)

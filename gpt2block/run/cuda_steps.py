@@ -27,7 +27,16 @@ from gpt2block.ops.sample_token import (
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
-from gpt2block.run.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors, chosen
+from gpt2block.run.model import (
+    Alternatives,
+    Floats,
+    Ids,
+    Sampled,
+    Start,
+    cache_tensors,
+    chosen,
+    without,
+)
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
@@ -126,6 +135,7 @@ class DecodingSteps:
         if self.guesses is not None:
             left = [start.steps for start in starts]
             self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
+            self._placed = None  # rows of these slots may have ended
         self._set_changes(starts, ids)
         step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
@@ -301,8 +311,15 @@ class InFlight:
         flags: Ids = self._sampled[2].reshape(-1, self.together)
         return flags
 
-    def get(self) -> list[Sampled]:
-        """The first token of each slot, then the second ones and so on, as many as were taken.
+    def get(self) -> Sampled:
+        """The result, of a row a slot, without slots that were stopped."""
+        self.read()
+        tokens, logprobs = self._sampled
+        found = Sampled(self.slots, tokens, logprobs.view(np.float32), self._top)
+        return without(found, np.concatenate(self._stopped)) if self._stopped else found
+
+    def taken(self) -> list[Sampled]:
+        """The first tokens of slots, then the second ones and so on, as many as were taken.
 
         Those of slots that were stopped are left out.
         """
@@ -310,15 +327,17 @@ class InFlight:
         going = np.ones(len(self.slots), bool)
         if self._stopped:
             going = ~np.isin(self.slots, np.concatenate(self._stopped))
-        tokens, logprobs, *flags = (a.reshape(-1, self.together).T for a in self._sampled)
+        tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
         found = []
         for n in range(self.together):
-            kept = going & (flags[0][n] & TAKEN > 0) if flags else going
             top, every = self._top, slice(n, None, self.together)
             top = top and Alternatives(top.ids[every], top.logprobs[every])
             rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top)
+            kept = going & (flags[n] & TAKEN > 0)
+            if n and not kept.any():
+                break
             found.append(rows if kept.all() else chosen(rows, kept))
-        return [each for each in found if len(each.slots)]
+        return found
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

@@ -90,7 +90,7 @@ class ServerSettings:
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
     the beginning of a prompt that a slot has computed before are not computed again. seconds: in
     which a request has to end, from its arrival; None: no limit. origins: of web pages that may ask
-    and read answers; "*": all.
+    and read answers; "*": all. speculate: as in `GPT2.generate`, for all requests.
     """
 
     names: tuple[str, ...]
@@ -101,6 +101,7 @@ class ServerSettings:
     reuse_prefixes: bool = False
     seconds: float | None = None
     origins: tuple[str, ...] = ()
+    speculate: bool = False
 
     @property
     def name(self) -> str:
@@ -137,7 +138,9 @@ class Server:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
-        self._batch = batch_of(model.engine, settings.rows, settings.reuse_prefixes)
+        self._batch = batch_of(
+            model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
+        )
         self.service: Service | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._begun = int(time.time())

@@ -50,13 +50,15 @@ class EngineFailed(Exception):  # noqa: N818
     """The engine raised an exception: no row can be computed any more."""
 
 
-def batch_of(engine: ModelEngine, slots: int, reuse: bool = False) -> Batch:
+def batch_of(
+    engine: ModelEngine, slots: int, reuse: bool = False, speculate: bool = False
+) -> Batch:
     """A batch for a service of so many slots; the engine may give fewer. Raises MemoryError.
 
-    reuse: as for Batch.
+    reuse, speculate: as for Batch.
     """
     n_ctx, most = engine.config.n_ctx, TOKENS_AT_ONCE
-    return Batch(engine, slots, n_ctx, fewer=True, reuse=reuse, tokens_at_once=most)
+    return Batch(engine, slots, n_ctx, True, reuse, tokens_at_once=most, speculate=speculate)
 
 
 class Service:

@@ -8,67 +8,46 @@
 //   rows of a slot   last token   guess 0   guess 1   guess 2
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
 //
-//   history (B, H): the tokens of each slot, that at its position the last one
-//   guess (B, K): -1 where there is none
-//   row, row_token, row_position, turn (M = together N), drawn and logprobs of these rows; a position of -1: no row
-//   left (B): tokens that may still be drawn
+// history (B, H): the tokens of each slot, that at its position the last one. guess (B, K): -1 where there is none.
+// left (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely: of the M rows of N
+// slots. A row whose position is -1 is not computed.
 //
 //   begin_guesses: a block copies the prompt of a sequence that begins to its history
-//   take_guesses: a block takes the tokens of a slot, and guesses the next ones: what follows the latest place where
-//       the last three tokens occurred before, or where two of them or one did, if there is none. Beyond the last token
-//       a guess goes on with guesses, so that a text that repeats itself is continued
+//   take_guesses: a block takes the tokens of a slot, and guesses what follows the latest place where its last three
+//       tokens were before
+//
+// If there is no such place, the last two tokens are searched, then the last one. Beyond the last token a guess goes on
+// with guesses, so that a text that repeats itself is continued. The history is loaded while the drawn tokens are
+// compared.
 #include "lib/overlap.cuh"
 #include "tokens/guesses.cuh"
 
-constexpr int MATCH = 3;                // tokens
-constexpr int PLACE = 29;               // bits of a place in a history, below the length of a match
+constexpr int MATCH = 3;   // tokens
+constexpr int PLACE = 29;  // bits of a place in a history, below the length of a match
+constexpr int HELD = 8;    // tokens of a history that a thread loads before it knows the last ones
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
-// The length of the match before `at`, and its place: the largest is the latest one of the longest. 0: none.
-__device__ __forceinline__ unsigned match(const int* tokens, int at, int last) {
-    int length = 0;
-    while (length < MATCH && length <= at && tokens[at - length] == tokens[last - length]) ++length;
-    return length ? (unsigned)length << PLACE | (unsigned)at : 0;
-}
+// What the drawn tokens make of a slot.
+struct Taken {
+    int ids[32];        // the tokens that are taken
+    int count, before;  // how many; the place of the last token before them
+    unsigned best;      // the longest match, and its place
+};
 
-// Takes the drawn tokens of a slot's rows, with a lane for each row. Returns how many, in all lanes.
-struct Slot {
-    int *history, *guess, *left, *position, *step, *token;
-    float* logprob;
-    unsigned char* seen;
-    int* counts;
-    int H, K, V;
+// The tokens of a sequence, the new ones among them.
+struct Tokens {
+    const int* history;
+    const Taken& taken;
 
-    __device__ __forceinline__ int take(
-        const int* drawn, const float* likely, const int* row_position, int* report, int together, int M) const {
-        const int lane = threadIdx.x, before = *position;
-        const bool own = lane < together && row_position[min(lane, together - 1)] >= 0;
-        const int id = own ? drawn[lane] : -1, known = lane < K ? guess[lane] : -1;
-        const bool right = own && known >= 0 && id == known;
-        const bool next = __shfl_down_sync(0xffffffffu, own, 1) && lane + 1 < together;
-        const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first difference
-        const int count = __shfl_sync(0xffffffffu, own, 0) ? goes_on : 0, at = before + 1 + lane;
-        if (lane < together) {
-            report[lane] = id;
-            report[M + lane] = own ? __float_as_int(likely[lane]) : 0;
-            report[2 * M + lane] = (lane < count) * TAKEN + (own && known >= 0) * GUESSED + right * RIGHT;
-        }
-        if (lane < count) {
-            if (at < H) history[at] = id;
-            if (id >= 0 && id < V) {
-                seen[id] |= 1;
-                if (counts) atomicAdd(counts + id, 1);
-            }
-        }
-        if (count && lane == count - 1) {
-            *position = before + count;
-            *step += count;
-            *left -= count;
-            *token = id;
-            *logprob = likely[lane];
-        }
-        __syncwarp();
-        return count;
+    __device__ __forceinline__ int operator[](int at) const {
+        return at <= taken.before ? history[at] : taken.ids[at - taken.before - 1];
+    }
+
+    // The length of the match that ends at `at`, and that place: the largest is the latest one of the longest. 0: none.
+    __device__ __forceinline__ unsigned match(int at, int last) const {
+        int length = 0;
+        while (length < MATCH && length <= at && (*this)[at - length] == (*this)[last - length]) ++length;
+        return length ? (unsigned)length << PLACE | (unsigned)at : 0;
     }
 };
 
@@ -91,43 +70,83 @@ extern "C" __global__ void take_guesses(
     int* counts,            // (B, V), or null: incremented for these
     int* report,            // (2, 3, M): drawn, bits of likely, and flags of each row, of even and odd turns
     int together, int B, int H, int K, int V) {
-    __shared__ unsigned best;
-    __shared__ int taken;
+    __shared__ Taken taken;
     const int first = blockIdx.x * together, M = gridDim.x * together, b = row[first], thread = threadIdx.x;
+    const int m = first + min(thread, together - 1);
     let_next_start();
     wait_for_previous();
-    const int half = turn[first] % 2;
+    const int turns = turn[first];
     if (b < 0 || b >= B) {
-        if (thread == 0) turn[first] += 1;
+        if (thread == 0) turn[first] = turns + 1;
         return;
     }
-    const Slot slot = {
-        history + (long long)b * H, guess + (long long)b * K, left + b, position + b, step + b, token + b, logprob + b,
-        seen + (long long)b * V, counts ? counts + (long long)b * V : nullptr, H, K, V};
-    if (thread == 0) best = 0;
+    int* const own = history + (long long)b * H;
+    int held[HELD];  // of places `thread`, `thread` + blockDim.x ...
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) held[i] = own[min(thread + i * (int)blockDim.x, H - 1)];
+    const int before = position[b], now_left = left[b];
     if (thread < 32) {
-        int* const to = report + half * 3 * M + first;
-        const int count = slot.take(drawn + first, likely + first, row_position + first, to, together, M);
-        if (thread == 0) taken = count, turn[first] += 1;
+        const bool there = thread < together && row_position[m] >= 0;
+        const int id = there ? drawn[m] : -1, known = thread < K ? guess[(long long)b * K + thread] : -1;
+        const bool right = there && known >= 0 && id == known;
+        const bool next = __shfl_down_sync(0xffffffffu, there, 1) && thread + 1 < together;
+        const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first difference
+        const int count = __shfl_sync(0xffffffffu, there, 0) ? goes_on : 0;
+        taken.ids[thread] = id;
+        if (thread == 0) {
+            taken.count = count, taken.before = before, taken.best = 0;
+            turn[first] = turns + 1;
+        }
+        if (thread < together) {
+            int* const to = report + turns % 2 * 3 * M + m;
+            to[0] = id;
+            to[M] = there ? __float_as_int(likely[m]) : 0;
+            to[2 * M] = (thread < count) * TAKEN + (there && known >= 0) * GUESSED + right * RIGHT;
+        }
+        if (thread < count) {
+            if (before + 1 + thread < H) own[before + 1 + thread] = id;
+            if (id >= 0 && id < V) {
+                seen[(long long)b * V + id] |= 1;
+                if (counts) atomicAdd(counts + (long long)b * V + id, 1);
+            }
+        }
+        if (count && thread == count - 1) {
+            position[b] = before + count;
+            step[b] += count;
+            left[b] = now_left - count;
+            token[b] = id;
+            logprob[b] = likely[m];
+        }
     }
     __syncthreads();
-    const int last = min(*slot.position, H - 1), more = *slot.left;
-    if (taken) {
+    const Tokens tokens{own, taken};
+    const int count = taken.count, last = before + count;
+    if (count) {
+        const int end = taken.ids[count - 1];
         unsigned found = 0;
-        for (int at = thread; at < last; at += blockDim.x) found = max(found, match(slot.history, at, last));
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int at = thread + i * (int)blockDim.x;
+            if (at <= before && at < last && held[i] == end) found = max(found, tokens.match(at, last));
+        }
+        for (int at = thread + HELD * (int)blockDim.x; at <= before; at += blockDim.x) {
+            if (own[at] == end) found = max(found, tokens.match(at, last));
+        }
+        if (thread < count - 1) found = max(found, tokens.match(before + 1 + thread, last));
         for (int distance = 16; distance > 0; distance /= 2) {
             found = max(found, __shfl_xor_sync(0xffffffffu, found, distance));
         }
-        if (thread % 32 == 0 && found) atomicMax(&best, found);
+        if (thread % 32 == 0 && found) atomicMax(&taken.best, found);
     }
     __syncthreads();
-    const int from = (int)(best & ((1u << PLACE) - 1)), period = last - from;
-    const auto guessed = [&](int i) { return best ? slot.history[from + 1 + i % period] : -1; };
-    if (thread < K && taken) slot.guess[thread] = guessed(thread);
+    const unsigned best = taken.best;
+    const int from = (int)(best & ((1u << PLACE) - 1)), period = last - from, more = now_left - count;
+    const auto guessed = [&](int i) { return best ? tokens[from + 1 + i % period] : -1; };
+    if (thread < K && count) guess[(long long)b * K + thread] = guessed(thread);
     if (thread >= together) return;
-    const int id = thread ? guessed(thread - 1) : *slot.token;
-    row_token[first + thread] = id;
-    row_position[first + thread] = taken ? position_of(thread, id, *slot.position, more) : -1;
+    const int id = thread ? guessed(thread - 1) : count ? taken.ids[count - 1] : -1;
+    row_token[m] = id;
+    row_position[m] = count ? position_of(thread, id, last, more) : -1;
 }
 
 // grid (N), block (any): the sequences that begin
