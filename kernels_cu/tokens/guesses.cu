@@ -84,10 +84,12 @@ extern "C" __global__ void take_guesses(
     int held[HELD];  // of places `thread`, `thread` + blockDim.x ...
 #pragma unroll
     for (int i = 0; i < HELD; ++i) held[i] = own[min(thread + i * (int)blockDim.x, H - 1)];
-    const int before = position[b], now_left = left[b];
+    const int before = position[b], now_left = left[b], at = row_position[m], one = drawn[m];
+    const int its_guess = guess[(long long)b * K + min(thread, K - 1)];
+    const float probability = likely[m];
     if (thread < 32) {
-        const bool there = thread < together && row_position[m] >= 0;
-        const int id = there ? drawn[m] : -1, known = thread < K ? guess[(long long)b * K + thread] : -1;
+        const bool there = thread < together && at >= 0;
+        const int id = there ? one : -1, known = thread < K ? its_guess : -1;
         const bool right = there && known >= 0 && id == known;
         const bool next = __shfl_down_sync(0xffffffffu, there, 1) && thread + 1 < together;
         const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first difference
@@ -100,7 +102,7 @@ extern "C" __global__ void take_guesses(
         if (thread < together) {
             int* const to = report + turns % 2 * 3 * M + m;
             to[0] = id;
-            to[M] = there ? __float_as_int(likely[m]) : 0;
+            to[M] = there ? __float_as_int(probability) : 0;
             to[2 * M] = (thread < count) * TAKEN + (there && known >= 0) * GUESSED + right * RIGHT;
         }
         if (thread < count) {
@@ -115,7 +117,7 @@ extern "C" __global__ void take_guesses(
             step[b] += count;
             left[b] = now_left - count;
             token[b] = id;
-            logprob[b] = likely[m];
+            logprob[b] = probability;
         }
     }
     __syncthreads();

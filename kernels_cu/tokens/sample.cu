@@ -251,7 +251,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const int* row,                   // (M) or null: outside 0 ... B - 1, nothing is sampled
     int* next_token,                  // (M) or null, as are the next two: a copy of token
     int* next_position,               // (M): a copy of position
-    int* turn,                        // (M): incremented, also where nothing is sampled
+    int* turn,                        // (M): incremented, also where nothing is sampled; not with SAMPLE_GUESSES
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
@@ -266,7 +266,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     if (RANKS > 1) arrive_in_cluster();
     if (b < 0 || b >= B) {
         wait_for_previous();
-        if (turn && rank == 0 && thread == 0) ++turn[m];
+        if (turn && !GUESSES && rank == 0 && thread == 0) ++turn[m];
         return;
     }
     const float heat = temperature[b], p = top_p[b], part = min_p[b];
@@ -296,14 +296,15 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     if (thread == 0) s.bad = 0;
     wait_for_previous();
     const int guesses = GUESSES ? m % together : 0;  // tokens of this sequence before this row's, drawn or not
+    const int at_position = GUESSES ? next_position[m] : 0;
     if (GUESSES) {
-        if (next_position[m] < 0) return;
         values.guessed = next_token + m - guesses + 1;
         values.guesses = guesses;
     }
     if (CHANGED && step[b] + guesses >= late) ++values.changes;
     if (STORED) request(values, heat == 0.0f);
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b] + guesses, sample[b], seed[b]);
+    if (at_position < 0) return;
     if (FIRST_STORED) receive(values, heat == 0.0f);
     if (RANKS > 1) wait_for_cluster();  // all blocks run, so that their shared memory can be written
 
