@@ -36,9 +36,10 @@ from gpt2block.emulator import stand_in
 from gpt2block.ops import registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.guesses import Guesses, bind_take
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
-from gpt2block.ops.sample_token import SampleState, Slots, bind_state
+from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn, bind_state
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.cuda_model import CudaModel
@@ -374,6 +375,24 @@ def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
     of_row, token, position, turn = (cupy.asarray(np.array(row, np.int32)) for _ in range(4))
     launches = bind_state(logits, state, slots=Slots(of_row, token, position, turn)).launches
     assert_waits(launches, [logits, turn], [*state[-4:], token, position])
+
+
+@one_order
+def test_the_sampler_of_rows_with_guesses(device: Any) -> None:
+    """A row that is not there waits, too; the kernel behind it takes what the slots have drawn."""
+    V, together, rng = 500, 2, np.random.default_rng(0)
+    state, guesses = SampleState.allocate(4, V), Guesses.allocate(4, 20)
+    guesses.left.fill(9)
+    logits = cupy.asarray(rng.standard_normal((6, V), np.float32))
+    numbers = ([2, 2, -1, -1, 0, 0], [5, 6, 0, 0, 5, -1], [3, 4, 0, 0, 3, -1], [0] * 6)
+    slots = Slots(*(cupy.asarray(np.array(each, np.int32)) for each in numbers))
+    drawn = cupy.zeros(6, "int32"), cupy.zeros(6, "float32")
+    report = cupy.zeros((2, 3, 6), "int32")
+    of_rows = state._replace(token=drawn[0], logprob=drawn[1])
+    sampler = bind_drawn(logits, of_rows, slots, together)
+    assert_waits(sampler.launches, [logits, slots.token, slots.position, state.step], [*drawn])
+    taking = bind_take(drawn, slots, guesses, state, together, None, report)
+    assert_waits(taking.launches, [*drawn, *slots[1:], *guesses, *state[-4:]], [report])
 
 
 @one_order
