@@ -257,9 +257,9 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps of different numbers of rows, however often guesses are right; those that were run."""
     turns, run = cycle([4, 1, 8, 8, 4]), list[int]()
 
-    def together(pace: Pace, slots: Ids, count: int, most: int) -> int:
+    def together(pace: Pace, slots: Ids, most: int) -> int:
         wanted = next(turns)
-        run.append(wanted if count * wanted <= most else 1)
+        run.append(wanted if len(slots) * wanted <= most else 1)
         return run[-1]
 
     monkeypatch.setattr(Pace, "together", together)
@@ -416,7 +416,7 @@ def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400
     pace, rng, slot, run = Pace(1), np.random.default_rng(0), np.zeros(1, np.int32), []
     pace.begin(slot)
     for _ in range(steps):
-        together = pace.together(slot, 1, 128)
+        together = pace.together(slot, 128)
         right = rng.random(together) < share
         flags = np.full((1, together), GUESSED, np.int32) | RIGHT * right
         flags[0, : int(np.argmin([*right[:-1], False])) + 1] |= TAKEN
@@ -453,7 +453,7 @@ def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
     right, costs = np.tile(np.arange(50) < 10, 40), {1: 1.0, 4: 1.2, 8: 1.4}
     at = 0
     while at < 1900:
-        together = pace.together(slot, 1, 128)
+        together = pace.together(slot, 128)
         taken = int(np.argmin([*right[at : at + together - 1], False])) + 1
         flags = np.where(np.arange(together) < taken, TAKEN, 0) | RIGHT * right[at : at + together]
         clock.now += costs[together]
@@ -468,8 +468,8 @@ def test_no_more_rows_than_a_step_may_have() -> None:
     pace, slots = Pace(40), np.arange(40, dtype=np.int32)
     for _ in range(3):
         pace.add(slots, np.full((40, 8), TAKEN | GUESSED | RIGHT, np.int32))
-    assert pace.together(slots[:1], 1, 128) == 8
-    assert pace.together(slots[:20], 20, 128) == 4
-    assert pace.together(slots, 40, 128) == 1
+    assert pace.together(slots[:1], 128) == 8
+    assert pace.together(slots[:20], 128) == 4
+    assert pace.together(slots, 128) == 1
     pace.begin(slots)
-    assert pace.together(slots[:1], 1, 128) == 1
+    assert pace.together(slots[:1], 128) == 1

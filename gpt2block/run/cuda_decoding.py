@@ -101,7 +101,7 @@ class CudaDecoding:
         self._found.extend((first, *others))
         for more in others:
             self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
-        self._pace.result(self._steps.count_of(result.slots), result.together)
+        self._pace.result(len(result.slots), result.together)
         self._pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
@@ -111,8 +111,7 @@ class CudaDecoding:
             return False
         together = 1
         if self._pace:
-            count = self._steps.count_of(slots)
-            together = self._pace.together(slots, count, MOST_GUESSING)
+            together = self._pace.together(slots, MOST_GUESSING)
         step = self._steps.of(self._model, slots, together)
         self._steps.place(slots, step)
         self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))

@@ -51,7 +51,7 @@ def start_up(
     recorded = list(_usual(cache, counts))
     steps = [(count, 1) for count in counts]
     if speculate:
-        pairs = product(counts, ROWS)
+        pairs = product(sorted({min(rounded_up(n, 1), cache.batch) for n in counts}), ROWS)
         steps += [(count, rows) for count, rows in pairs if count * rows <= MOST_GUESSING]
     parts: list[Callable[[], None]] = [
         # The largest first, whose memory all others share.

@@ -79,14 +79,14 @@ class DecodingSteps:
     def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
         """The step of these slots, or of a few more, with so many rows of each."""
         changed = int(self._changed[slots].max(initial=0))
-        kind = self.count_of(slots), changed, together
+        kind = self.count_of(slots, together), changed, together
         if kind not in self._steps:
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 
-    def count_of(self, slots: Ids) -> int:
-        """The slots of the step of these."""
-        return min(rounded_up(len(slots), 2), self.batch)
+    def count_of(self, slots: Ids, together: int) -> int:
+        """The slots of the step of these: with guesses a power of two, so that few are recorded."""
+        return min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
 
     def place(self, slots: Ids, step: DecodingStep) -> None:
         """Let the first rows of a step be those of these slots, the others of none."""

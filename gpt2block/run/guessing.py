@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 
 from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
 from gpt2block.run.model import Ids
+from gpt2block.run.recorder import rounded_up
 
 ROWS = (4, 1 + MOST_GUESSES)  # rows of a sequence, in the place of one
-UNKNOWN = (1.3, 1.6)  # what a step of them takes, of one of a row each, until it is known
+# What a step of them takes, of one of a row each, until it is known: for up to FEW sequences, and
+# for more, where products are bound by operations.
+UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
+FEW = 4
 RIGHT_FIRST = 0.0, 0.25  # the shares of a sequence that begins
 LEAST = 0.1  # the smallest share at which guesses can be faster
 WEIGHT = 1 / 6  # of the newest token in a share
@@ -32,7 +36,8 @@ class Pace:
         # The shares of guesses that were right after a wrong one, and after a right one.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
         self._state = np.zeros(slots, np.int64)  # whether the last one was right
-        self._times: dict[tuple[int, int], float] = {}  # of a step of slots, and rows of each
+        # Of a step, by its slots, rounded up to a power of two, and rows of each.
+        self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
@@ -52,25 +57,23 @@ class Pace:
             self._shares[place] += WEIGHT * (right - self._shares[place])
             self._state[at] = right
 
-    def result(self, count: int, together: int) -> None:
+    def result(self, slots: int, together: int) -> None:
         """A step of so many slots has ended, and its result was read."""
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
-            kind = count, together
+            kind = rounded_up(slots, 1), together
             self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
 
-    def together(self, slots: Ids, count: int, most: int) -> int:
-        """How many rows of each of these slots the next step computes, `most` in all.
-
-        count: the slots of the step, some of which may be empty.
-        """
+    def together(self, slots: Ids, most: int) -> int:
+        """How many rows of each of these slots the next step computes, `most` in all."""
+        count = rounded_up(len(slots), 1)
         first = self._shares[slots, self._state[slots]]
         if first.max() < LEAST:
             return 1
         later, one = self._shares[slots, 1], self._times.get((count, 1), 1.0)
         best, fastest = 1, len(slots) / one * GAIN
-        for rows, unknown in zip(ROWS, UNKNOWN, strict=True):
+        for rows, unknown in zip(ROWS, UNKNOWN[count > FEW], strict=True):
             if count * rows > most:
                 break
             time = self._times.get((count, rows), one * unknown)
