@@ -86,23 +86,24 @@ class CudaDecoding:
                 if not self._found:
                     if not self._in_flight:
                         raise RuntimeError("next: expected a sequence in at least one slot")
-                    self._read(self._in_flight.popleft())
+                    result = self._in_flight.popleft()
+                    if self._pace is None:
+                        self._found.append(result.get())
+                    else:
+                        self._take(result, self._pace)
                 while self._found:
                     found = self._found.popleft()
                     if len(found.slots):  # else all of its sequences were stopped
                         return found
 
-    def _read(self, result: InFlight) -> None:
-        """Read a result; a step may have taken several tokens of a slot."""
-        if self._pace is None:
-            self._found.append(result.get())
-            return
-        first, *others = result.taken()
-        self._found.extend((first, *others))
-        for more in others:
+    def _take(self, result: InFlight, pace: Pace) -> None:
+        """Read the result of a step that may have taken several tokens of a slot."""
+        found = result.taken()
+        self._found.extend(found)
+        for more in found[1:]:
             self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
-        self._pace.result(len(result.slots), result.together)
-        self._pace.add(result.slots, result.flags)
+        pace.result(len(result.slots), result.together)
+        pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
         """Launch a step of the slots that have tokens left to sample; False if none has."""

@@ -41,7 +41,7 @@ from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
-MOST_GUESSING = 128  # rows of a step that computes guesses
+MOST_GUESSING = 32  # rows of a step that computes guesses
 
 
 class DecodingSteps:
@@ -79,14 +79,12 @@ class DecodingSteps:
     def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
         """The step of these slots, or of a few more, with so many rows of each."""
         changed = int(self._changed[slots].max(initial=0))
-        kind = self.count_of(slots, together), changed, together
+        # With guesses a power of two of slots, so that few steps are recorded.
+        count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
+        kind = count, changed, together
         if kind not in self._steps:
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
-
-    def count_of(self, slots: Ids, together: int) -> int:
-        """The slots of the step of these: with guesses a power of two, so that few are recorded."""
-        return min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
 
     def place(self, slots: Ids, step: DecodingStep) -> None:
         """Let the first rows of a step be those of these slots, the others of none."""
