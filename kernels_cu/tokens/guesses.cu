@@ -19,6 +19,9 @@
 // If there is no such place, the last two tokens are searched, then the last one. Beyond the last token a guess goes on
 // with guesses, so that a text that repeats itself is continued. The history is loaded while the drawn tokens are
 // compared.
+//
+// NVIDIA H200, us a launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000; with
+// 8 rows of a slot 4.3, 4.4 and 6.4
 #include "lib/overlap.cuh"
 #include "tokens/guesses.cuh"
 
