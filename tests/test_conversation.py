@@ -232,7 +232,7 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
         ("/nope", "there is no /nope: /help lists commands"),
         ("/temperature hot", "temperature: expected a number, got 'hot'"),
         ("/temperature -1", "temperature: expected 0 (greedy)"),
-        ("/speculate yes", "speculate: expected on or off, got 'yes'"),
+        ("/speculate yes", "speculate: expected 'on' or 'off', got 'yes'"),
         ("/max_new_tokens 0", "max_new_tokens: expected"),
         ("/top_k 1.5", "top_k: expected an integer, got '1.5'"),
         ("/system", "expected a text, as in /system You are a poet."),
