@@ -58,13 +58,13 @@ def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
 @pytest.mark.parametrize("where", ["cpu", *SOMEWHERE])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
-    """With NumPy there is nothing to prepare."""
+    """With NumPy there is nothing to prepare. Where prefixes are reused, the batch also guesses."""
     with nullcontext() if where == "cpu" else running_on(where):
         m = model("cpu" if where == "cpu" else "cuda", TINY)
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "top_logprobs": 2}
         got = []
         for prepared in (False, True):
-            batch = Batch(m.engine, 2, TINY.n_ctx, reuse=reuse)
+            batch = Batch(m.engine, 2, TINY.n_ctx, reuse=reuse, speculate=prepared and reuse)
             parts = list(batch.start_up()) if prepared else []
             assert bool(parts) == (prepared and where != "cpu")
             assert not batch.busy
