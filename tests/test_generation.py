@@ -295,6 +295,7 @@ def test_logits_that_are_not_finite_are_an_error(wrong: float, name: str) -> Non
         ({"samples": 0}, "samples: expected a positive integer"),
         ({"rows_at_once": 2.0}, "rows_at_once: expected a positive integer"),
         ({"overflow": "wrap"}, "overflow: expected 'error' or 'truncate', got 'wrap'"),
+        ({"speculate": "no"}, "speculate: expected True or False, got 'no'"),
         ({"stop": ""}, "stop: expected strings of at least one character, got ''"),
         ({"stop": ["a", 3]}, "stop: expected strings"),
         ({"stop": ["a", "b\udcff"]}, "stop: character 1 is U+DCFF, a lone surrogate: expected"),

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from gpt2block.checks import check_choice, check_count, check_encodable, several, unknown_option
+from gpt2block.checks import (
+    check_choice,
+    check_count,
+    check_encodable,
+    check_flag,
+    several,
+    unknown_option,
+)
 from gpt2block.config.options import document, option, options_of
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.sampling import (
@@ -93,6 +100,7 @@ class Options:
             "max_new_tokens": check_count("max_new_tokens", self.max_new_tokens),
             "top_logprobs": check_alternatives("top_logprobs", self.top_logprobs),
             "samples": check_count("samples", self.samples),
+            "speculate": check_flag("speculate", self.speculate),
         }
         if self.rows_at_once is not None:
             checked["rows_at_once"] = check_count("rows_at_once", self.rows_at_once)
