@@ -318,7 +318,7 @@ def _split(c: Call) -> Launch:
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
     scale = stored_scale(c.to_terms)
-    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, max(c.together, 1), scale, c.out)
+    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, c.together, scale, c.out)
     return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
 
 

@@ -7,6 +7,7 @@ number. Kernels: tokens/sample.cu.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -174,21 +175,21 @@ def _prepare_state(asked: Asked) -> Call:
     return c
 
 
+def _line(rows: str) -> str:
+    """The contract of a choice that writes tokens and log-probabilities of so many rows."""
+    written = f"token i32 {rows}; logprob f32 {rows}"
+    given = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; report? i32 2 2 M"
+    return f"{given} -> token i32 {rows}"
+
+
 _STATE = Operation(
     name="sample_token",
     variants=(_block,),
     options={"n_ctx": ENDLESS, "together": 0},
     prepare=_prepare_state,
-    line=f"logits f32 M V; {STATE}; {SLOTS}; {CHANGED}; report? i32 2 2 M -> token i32 B",
+    line=_line("B"),
 )
-_DRAWN = Operation(
-    name="sample_token",
-    variants=(_block,),
-    options={"n_ctx": ENDLESS, "together": 1},
-    prepare=_prepare_state,
-    line=f"logits f32 M V; {PARAMETERS}; token i32 M; logprob f32 M; {SLOTS}; {CHANGED}; "
-    "report? i32 2 2 M -> token i32 M",
-)
+_DRAWN = replace(_STATE, line=_line("M"))
 
 
 def bind_state(

@@ -322,19 +322,14 @@ class InFlight:
         Those of slots that were stopped are left out.
         """
         self.read()
-        going = np.ones(len(self.slots), bool)
-        if self._stopped:
-            going = ~np.isin(self.slots, np.concatenate(self._stopped))
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
+        stopped = np.concatenate([self.slots[:0], *self._stopped])
         found = []
         for n in range(self.together):
             top, every = self._top, slice(n, None, self.together)
             top = top and Alternatives(top.ids[every], top.logprobs[every])
             rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top)
-            kept = going & (flags[n] & TAKEN > 0)
-            if n and not kept.any():
-                break
-            found.append(rows if kept.all() else chosen(rows, kept))
+            found.append(without(chosen(rows, flags[n] & TAKEN > 0), stopped))
         return found
 
 
