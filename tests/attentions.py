@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import replaced
-from gpt2block.ops._attention_tiles import AttentionTile, mma_geometry
+from gpt2block.ops import _attention_tiles as TILES
+from gpt2block.ops._attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import VARLEN
@@ -40,6 +41,7 @@ MODULE = import_module("gpt2block.ops.attention")
 SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
 # hopper with all keys of a query in one warpgroup, or alternate keys in two; "hopper" chooses.
 WAYS = {"whole": False, "alternate": True}
+SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -306,6 +308,29 @@ def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
     yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper, channels=64)
 
 
+def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
+    """Over a cache, which can be FP8 next to either dtype."""
+    for (name, dtype), (way, few) in product(DTYPES.items(), WAYS.items()):
+        for kind in (name, *FORMATS):
+            run = partial(alternating, few, kind)
+            how: Any = {"capability": HOPPER_CAPABILITY, "emulated": False, **SELF}
+            how |= {"channels": 64} if few else {}
+            yield f"cached-hopper-{way}-{name}-{kind}", Kernel(
+                run, dtype, kind, f"hopper-{way}-{name}", **how
+            )
+
+
+def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
+    """hopper over a cache, whichever way it would choose."""
+    slow = WHOLE_KEYS._replace(step=1e9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TILES, "WHOLE_KEYS" if few else "ALTERNATE_KEYS", slow)
+        TILES.cached_hopper_geometry.cache_clear()
+        found = from_cache("hopper", kind, cp, rows)
+    TILES.cached_hopper_geometry.cache_clear()
+    return found
+
+
 def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
     """With this tile on the emulator where heads have 64 channels, else with one of GPUs."""
 
@@ -315,7 +340,6 @@ def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
     return packed("mma", cp, rows, **({"mma_geometry": geometry} if replaced() else {}))
 
 
-SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
 FAMILIES = (
     Family(
         {
@@ -366,6 +390,11 @@ FAMILIES = (
         },
         heads=[(2, 2, 64), (4, 2, 64), (2, 1, 128), (1, 1, 256)],
         wide=[(12, 12, 64)],
+    ),
+    Family(
+        dict(cached_on_hopper()),
+        heads=[(2, 2, 64), (2, 1, 128)],
+        wide=[(9, 3, 64), (12, 12, 64), (2, 2, 128), (4, 1, 128)],
     ),
 )  # fmt: skip
 

@@ -261,6 +261,11 @@ class Rate(NamedTuple):
             steps = rounds * longest
         return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
 
+    def after(self, sequences: int, T: int, NH: int, sms: int) -> float:
+        """The same for 128 keys of T rows each, all of which see many keys before them."""
+        tiles = NH * sequences * ceil(T / self.queries)
+        return ceil(tiles / sms) * self.step / self.warpgroups
+
 
 WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.9, 1.5, 0.7)
 
@@ -270,6 +275,26 @@ def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bo
     """Whether blocks with alternate keys are faster than those with all keys of a query."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
+
+
+@lru_cache(maxsize=1024)
+def cached_hopper_geometry(
+    B: int, T: int, NH: int, N: int, P: int, *, sms: int, HS: int, serves: int
+) -> tuple[Geometry, int]:
+    """As `hopper_geometry`, or `alternate_geometry` where that is faster, over a kv_cache.
+
+    N: rows of all B sequences, of which none has more than T, so that about N / T have any. P: the
+    most keys of a sequence; how many it has is known on the device alone.
+    """
+    tiles, those = _hopper_tiles(B, T + HOPPER_TILE, NH, ALTERNATE_TILE), ceil(N / T)
+    rates = (rate.after(those, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))
+    if HS == ALTERNATE_HEAD and next(rates) < next(rates):
+        geometry, _ = alternate_geometry(those, T, NH, True, sms=sms, serves=serves)
+    else:
+        geometry, _ = hopper_geometry(those, T, NH, True, sms=sms, HS=HS, serves=serves)
+    kernel = geometry.kernel.replace("attention", "attention_cached")
+    geometry = geometry._replace(kernel=kernel, grid=(min(tiles, sms),))
+    return geometry.with_defines((("ATT_CACHED", 1),)), together(those, P, NH, True, HS, serves)
 
 
 @lru_cache(maxsize=1024)

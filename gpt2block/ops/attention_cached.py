@@ -1,7 +1,7 @@
 """Attention over a kv_cache, and the kernel that fills the cache.
 
-`tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) take several queries of
-each sequence, in packed rows. `split`
+`tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) and `hopper`
+(attention/hopper.cu) take several queries of each sequence, in packed rows. `split`
 (attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 32. `append`
 (attention/kv_cache.cu) writes new keys and values to the cache, `round` (there, too) rounds those
 of a prompt that tensor cores attend to without the cache.
@@ -30,19 +30,23 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops._attention_tiles import (
+    HOPPER_TILE,
     MMA_HEADS,
     MOST_BLOCKS,
+    TENSOR_HEADS,
+    cached_hopper_geometry,
     heads_defines,
     mma_geometry,
     scored,
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops._products import MMA_CAPABILITY
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS
+from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Unfit, variant
 from gpt2block.ops.warm import call
@@ -267,6 +271,45 @@ def _mma(c: Call) -> Launch:
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
 
+@variant(
+    "hopper",
+    HOPPER,
+    "attention_cached_hopper",
+    "attention_cached_hopper_alternate",
+)
+def _hopper(c: Call) -> Launch:
+    """As `_mma`, with the bits of variant hopper; k and v can also be FP8."""
+    n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    if c.storage not in SIXTEEN_BITS:
+        raise Unfit("takes qkv of float16 or bfloat16: use variant tiles")
+    if HS not in TENSOR_HEADS:
+        takes = " and ".join(map(str, TENSOR_HEADS))
+        raise Unfit(f"head size {HS}: takes {takes}: use variant mma")
+    for name in ("qkv", "k", "v", "out"):
+        check_address(name, getattr(c, name))
+    sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
+    serves = n_head // n_kv_head
+    geometry, together = cached_hopper_geometry(*sizes, c.N, c.P, sms=sms, HS=HS, serves=serves)
+    geometry = scored(geometry, c)
+    box = 1, HOPPER_TILE, TENSOR_HEADS[0]
+    maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
+    arrays = c.k, c.v, c.cu_seqlens, c.start, c.out
+    args = (*maps, *arrays, c.P, c.N, *sizes, together)
+    file = HOPPER if geometry.kernel == "attention_cached_hopper" else HOPPER_ALTERNATE
+    return launch_at(file, geometry, args, c.storage, cache=c.kv_dtype)
+
+
+def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
+    """Whether `attention_packed` of 16 bits has the bits of `attention_varlen` on this device.
+
+    kv_dtype: the FP8 format of the kv_cache, or None.
+    """
+    on_hopper = compute_capability() == HOPPER_CAPABILITY and head_size in TENSOR_HEADS
+    return kv_dtype is None or on_hopper
+
+
 def _packed(asked: Asked) -> Call:
     """The queries of sequence b are in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, at most
     `longest` of them, at positions from start[b] on; k and v already hold their keys and values.
@@ -376,7 +419,7 @@ def _flops(sizes: Sizes) -> int:
 
 ATTENTION_PACKED = Operation(
     name="attention_packed",
-    variants=(_tiles, _mma),
+    variants=(_tiles, _mma, _hopper),
     options={
         "n_head": REQUIRED,
         "longest": REQUIRED,
@@ -477,11 +520,13 @@ def attention_packed(
     being C or with grouped queries a multiple of it; k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
     start (B,) int32 → (N, Q), in the dtype of qkv. Sequence
     b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
-    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant: "mma",
-    on tensor cores, for qkv and k of one 16-bit dtype and heads of 64, 128 or 256 channels, or
-    "tiles"; by default the first of them that fits. The bits of a sequence are the same alone and
-    in any batch, and however it is divided into calls. Raises InputError. softmax_scale, window: as
-    in `attention`.
+    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant:
+    "hopper", on the tensor cores of a Hopper GPU, for qkv of 16 bits, k of the same dtype or FP8
+    and heads of 64 or 128 channels, "mma", on other tensor cores, for k of 16 bits and heads of 64,
+    128 or 256 channels, or "tiles"; by default the first of them that fits. The bits of a sequence
+    are the same alone and in any batch, and however it is divided into calls; those of "hopper" and
+    "mma" are those of such variants of `attention` over the whole sequence. Raises InputError.
+    softmax_scale, window: as in `attention`.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     options: dict[str, Any] = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}

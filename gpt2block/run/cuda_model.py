@@ -31,6 +31,7 @@ from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
 from gpt2block.ops.attention import tensor_cores_take
+from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import widens
@@ -120,9 +121,9 @@ class CudaModel(StoredModel):
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
-                # Attention of a continued prompt leaves the tensor cores with these two.
-                slower = self.products == "two_part" or self.formats.fp8_cache is not None
-                self.divides_prompts = not (self.on_tensor_cores and slower)
+                own = continues_exactly(config.head_size, self.formats.fp8_cache)
+                of_two_parts = self.products == "two_part"  # attention of a continued one is not
+                self.divides_prompts = not (self.on_tensor_cores and (of_two_parts or not own))
                 if self.products == "two_part":
                     self._two_part = {
                         two_part_of(name): TwoPartMatrix.from_float32(matrix.data)

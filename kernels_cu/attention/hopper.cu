@@ -8,6 +8,8 @@
 //
 //   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
 //       overlaps the products, each block processes many tiles; ragged batches
+//   attention_cached_hopper: the same with ATT_CACHED, queries from position start[b] of sequence b on, K and V from a
+//       kv_cache, in which those of the queries are, too; a row has the bits that it has over its whole sequence
 //
 // A tile is 128 queries of a head, for two warpgroups. They are loaded first, then keys and values, 128 at a time from
 // the last keys seen to the first, into a ring in shared memory:
@@ -59,17 +61,17 @@ static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait for
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
 
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
+__device__ __forceinline__ void produce(Shared& shared, const Source& from, Work work) {
     unsigned count = 0;
     for (int tile = 0; work.next(); ++tile) {
         const auto load = [&](int part, int step) {
             const int slot = count % SLOTS;
             wait(shared.empty[0][slot], count / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
-            load_rows(map, work, shared.slots[0][slot], shared.full[0][slot], part, (first_step(work) + step) * KEYS);
+            load_rows(from, work, shared.slots[0][slot], shared.full[0][slot], part, (first_step(work) + step) * KEYS);
             ++count;
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
-        load_rows(map, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
+        load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int last = steps_of(work) - 1;
         for (int step = last; step >= 0; --step) {
             load(1, step);
@@ -79,13 +81,12 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
     }
 }
 
-__device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv, T* out, bool ragged) {
+__device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, T* out, bool ragged) {
     if (!work.next()) return;
     Consumer own(shared);
     Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // of steps 0, 2, .. and 1, 3, ..
     if (own.group == 1) own.pass_turn();
-    const int C = SIZE * work.n_head, to_values = C + C / ATT_SERVES;
-    const long long stride = C + 2 * C / ATT_SERVES;
+    const int C = SIZE * work.n_head;
     bool more = true;
     const auto ask_for_first = [&](int tile) {  // its first scores; unused ones if there is no next tile
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
@@ -123,8 +124,8 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
         }
         own.release(shared.answered[tile % 2]);
         T* const to = out + (work.row + row) * C + SIZE * work.head;
-        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
-        const int left = work.length - row, end = min(work.length, from + KEYS);
+        const Values values(work, v);
+        const int before = work.begin - row, left = work.length - row, end = min(work.length, from + KEYS);
         const int seen_from = WINDOW ? first_step(work) * KEYS : from;
         more = work.next();
         const unsigned number = own.count++;
@@ -142,12 +143,44 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* qkv,
         } else {
             even.divide();
         }
-        if (!finite) even.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
-        own.store(even, to, C, left);
+        if (!finite) even.add_not_finite(values, seen_from, end, row + own.lane / 4);
+        own.store(even, to, C, before, left);
     }
     wait_for_products<0>();
 }
 
+#if ATT_CACHED
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
+    const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
+    const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
+    const __grid_constant__ TensorMap v_map,
+    const KV* k,            // (B, n_ctx, C / ATT_SERVES)
+    const KV* v,            // (B, n_ctx, C / ATT_SERVES)
+    const int* cu_seqlens,  // (B + 1), not decreasing
+    const int* start,       // (B)
+    T* out,                 // (N, C)
+    int n_ctx, int N, int B,
+    int seq_len,            // of the longest sequence
+    int n_head,
+    int together) {         // heads per band
+    Shared& shared = start_block<Shared>(map);
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        take_registers<MANY>();
+        consume(shared, work, v, out, true);
+        return;
+    }
+    give_registers<FEW>();
+    const Source from{map, k_map, v_map, k, v};
+    if (WIDENS) {
+        produce(shared, from, work);
+    } else if (warp == COPIER) {
+        if (elect_one()) produce(shared, from, work);
+        __syncwarp();
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const __grid_constant__ TensorMap map,  // of qkv
     const T* qkv,                           // (rows, W)
@@ -162,15 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
-    extern __shared__ char unaligned[];
-    Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
+    Shared& shared = start_block<Shared>(map);
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
@@ -180,10 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     }
     give_registers<FEW>();
     if (warp == COPIER) {
-        if (elect_one()) produce(shared, map, work);
+        if (elect_one()) produce(shared, {map, map, map, qkv, qkv}, work);
         __syncwarp();
     } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }
 }
+#endif

@@ -51,17 +51,17 @@ struct Block : Shared {
 // Barriers of some threads of a block, after those of attention/hopper_rows.cuh.
 enum { PASS = 6, TAKEN };
 
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
+__device__ __forceinline__ void produce(Shared& shared, const Source& from, Work work) {
     unsigned count[2] = {0, 0};
     for (int tile = 0; work.next(); ++tile) {
         const auto load = [&](int ring, unsigned number, int part, int step) {
             const int slot = number % SLOTS;
             wait(shared.empty[ring][slot], number / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
             const int first = (first_step(work) + step) * KEYS;
-            load_rows(map, work, shared.slots[ring][slot], shared.full[ring][slot], part, first);
+            load_rows(from, work, shared.slots[ring][slot], shared.full[ring][slot], part, first);
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
-        load_rows(map, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
+        load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
         for (int i = 0; i < steps + 2; ++i) {  // keys of the step i before the last one, values of two steps after it
@@ -133,11 +133,10 @@ __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& wo
     return finite;
 }
 
-__device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, T* out, bool ragged) {
+__device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T* out, bool ragged) {
     Consumer own(shared);
     if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // there is room for what is passed
-    const int C = SIZE * work.n_head, to_values = C + C / ATT_SERVES;
-    const long long stride = C + 2 * C / ATT_SERVES;
+    const int C = SIZE * work.n_head;
     for (int tile = 0; work.next(); ++tile) {
         const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS, row = work.first + own.row;
         Sums sums;
@@ -145,10 +144,10 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, 
         wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         if (last >= own.group) finite = attend(own, sums, work, tile, last - own.group, ragged);
         own.release(shared.answered[tile % 2]);
-        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
+        const Values values(work, v);
         const int seen_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
-            if (WINDOW && !finite) sums.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
+            if (WINDOW && !finite) sums.add_not_finite(values, seen_from, end, row + own.lane / 4);
             if (last > 0) give(shared.passed, sums);
             continue;
         }
@@ -157,11 +156,40 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const T* qkv, 
         } else {
             sums.divide();
         }
-        if (!finite) sums.add_not_finite(values, stride, seen_from, end, row + own.lane / 4);
-        own.store(sums, out + (work.row + row) * C + SIZE * work.head, C, work.length - row);
+        if (!finite) sums.add_not_finite(values, seen_from, end, row + own.lane / 4);
+        T* const to = out + (work.row + row) * C + SIZE * work.head;
+        own.store(sums, to, C, work.begin - row, work.length - row);
     }
 }
 
+#if ATT_CACHED
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
+    const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
+    const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
+    const __grid_constant__ TensorMap v_map,
+    const KV* k,            // (B, n_ctx, C / ATT_SERVES)
+    const KV* v,            // (B, n_ctx, C / ATT_SERVES)
+    const int* cu_seqlens,  // (B + 1), not decreasing
+    const int* start,       // (B)
+    T* out,                 // (N, C)
+    int n_ctx, int N, int B,
+    int seq_len,            // of the longest sequence
+    int n_head,
+    int together) {         // heads per band
+    Block& shared = start_block<Block>(map);
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
+    const int warp = uniform(threadIdx.x / 32);
+    const Source from{map, k_map, v_map, k, v};
+    if (warp < COPIER) {
+        consume(shared, work, v, out, true);
+    } else if (WIDENS) {
+        produce(shared, from, work);
+    } else if (warp == COPIER) {
+        if (elect_one()) produce(shared, from, work);
+        __syncwarp();
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_alternate(
     const __grid_constant__ TensorMap map,  // of qkv
     const T* qkv,                           // (rows, W)
@@ -176,15 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
-    extern __shared__ char unaligned[];
-    Block& shared = *reinterpret_cast<Block*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
+    Block& shared = start_block<Block>(map);
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
@@ -192,10 +212,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
         return;
     }
     if (warp == COPIER) {
-        if (elect_one()) produce(shared, map, work);
+        if (elect_one()) produce(shared, {map, map, map, qkv, qkv}, work);
         __syncwarp();
     } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }
 }
+#endif

@@ -26,6 +26,7 @@ constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
 constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box, and of a box
 constexpr int SLOTS = ATT_SLOTS / RINGS;                         // of a ring
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
+constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // all copying warps load K and V, which are FP8
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
 
 struct Shared {
@@ -37,7 +38,7 @@ struct Shared {
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < RINGS; ++i) {
-            for (int j = 0; j < SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], SHARERS / 32);
+            for (int j = 0; j < SLOTS; ++j) init(full[i][j], WIDENS ? GROUP / 32 : 1), init(empty[i][j], SHARERS / 32);
         }
         for (int i = 0; i < 2; ++i) init(asked[i], 1), init(answered[i], CONSUMERS / 32);
         fence_inits();
@@ -52,17 +53,22 @@ __device__ __forceinline__ int steps_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
 }
 
-// Loads 128 rows of the tile's head, from its sequence's row `first` on. part: 0 for Q, 1 for K, 2 for V.
-__device__ __forceinline__ void load_rows(const TensorMap& map, const Work& work, char* to, Barrier& barrier, int part,
-                                          int first) {
-    const int C = SIZE * work.n_head, start = part ? C + (part - 1) * C / ATT_SERVES : 0;
-    const int column = start + SIZE * (part ? work.head / ATT_SERVES : work.head);
-    arrive_and_expect(barrier, SLOT);
-#pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-        load_box(to + box * BOX, map, barrier, column + 64 * box, work.map_row + first, work.map_z);
+// The block's shared memory, with its barriers.
+template <typename Memory>
+__device__ __forceinline__ Memory& start_block(const TensorMap& map) {
+    extern __shared__ char unaligned[];
+    Memory& shared = *reinterpret_cast<Memory*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(map);
+        shared.start();
     }
+    __syncthreads();
+    wait_before_copies();
+    return shared;
 }
+
+#include "attention/hopper_copies.cuh"
 
 // What a row's keys of one series have added up to: rows g and g + 8 of a lane.
 struct Sums {
@@ -136,12 +142,12 @@ struct Sums {
 
     // Adds the values that make_finite() has removed from keys `from` to `to`, for rows that see them. `row`: the
     // lane's first one.
-    __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
+    __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
 #pragma unroll 1
         for (int key = from; key < to; ++key) {
 #pragma unroll
             for (int i = 0; i < SIZE / 4; ++i) {
-                const float v = widen(values[key * stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
+                const float v = widen(values.first[key * values.stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
                 if (!is_finite(v)) {
                     if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
                     if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
@@ -307,8 +313,8 @@ struct Consumer {
         return false;
     }
 
-    // Stores 16 rows of the warp, of which `left` exist, at `to`.
-    __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int left) {
+    // Stores rows of the warp's 16 at `to`: those from `before` on, with ATT_CACHED, of which `left` exist.
+    __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int before, int left) {
         const int place = shared_address(shared.out[warp]);
         __syncwarp();  // the previous rows have been read from there
 #pragma unroll
@@ -323,6 +329,7 @@ struct Consumer {
         for (int i = 0; i < 16 * ROW_BYTES; i += 32 * 16) {
             const int at = i + 16 * lane, row = at / ROW_BYTES;
             const uint4 unit = *reinterpret_cast<const uint4*>(shared.out[warp] + swizzled(at));
+            if (CACHED && row < before) continue;
             if (row < left) *reinterpret_cast<uint4*>(to + row * stride + at % ROW_BYTES / 2) = unit;
         }
     }

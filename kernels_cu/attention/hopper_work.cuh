@@ -2,23 +2,34 @@
 // attention/hopper_two_part.cu processes, one after the other. The including file defines QUERIES.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
-// seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
+// seq_len .. (b + 1) seq_len - 1. With ATT_CACHED its first row is at position start[b], and earlier keys are in a
+// kv_cache. Tiles then begin at multiples of QUERIES of the position, as without a cache, so that a row has the same
+// bits; rows before position start[b] are not stored. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
 //
 //   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
 //   within these, the last tile of every head comes first    with a causal mask it has the most work
 #pragma once
 
+#ifndef ATT_CACHED
+#define ATT_CACHED 0
+#endif
+
+constexpr bool CACHED = ATT_CACHED;
+
 struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
-    const int own, blocks;  // which block of how many
+    const int own, blocks;                 // which block of how many
+    const int* const start = nullptr;      // this and what follows: with ATT_CACHED
+    const int N = 0, n_ctx = 0;            // rows in all; positions of a sequence of the kv_cache
     int round = 0;
-    // Of the tile: the first row of its sequence in out and in the map; the length of the sequence; its first query.
+    // Of the tile: the row of its sequence's position 0 in out and in the map; the end of the sequence; its first query.
     long long row;
     int map_row, map_z, length, first, head;
+    int begin = 0;  // position of the sequence's first row
 
     __device__ __forceinline__ bool next() {
-        const int tiles = (seq_len - 1) / QUERIES + 1, heads = n_head * B;
+        const int tiles = (seq_len - 1 + (CACHED ? QUERIES - 1 : 0)) / QUERIES + 1, heads = n_head * B;
         for (;;) {
             const int index = round * blocks + (round & 1 ? blocks - 1 - own : own);
             if (index >= heads * tiles) return false;
@@ -32,6 +43,12 @@ struct Work {
             if (cu_seqlens) {
                 map_row = __ldcg(cu_seqlens + b), map_z = 0, row = map_row;
                 length = __ldcg(cu_seqlens + b + 1) - map_row;
+            }
+            if (CACHED) {  // nothing outside the arrays is read or written
+                begin = max(__ldcg(start + b), 0);
+                length = map_row < 0 ? 0 : min(begin + min(length, N - map_row), n_ctx);
+                if (length <= begin) continue;
+                first += begin / QUERIES * QUERIES, row -= begin, map_row -= begin, map_z = b;
             }
             if (first < length) return true;
         }
