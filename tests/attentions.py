@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import replaced
-from gpt2block.ops import _attention_tiles as TILES
+from gpt2block.ops import _attention_tiles
 from gpt2block.ops._attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import OPERATION as ATTENTION
@@ -315,8 +315,9 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
             run = partial(alternating, few, kind)
             how: Any = {"capability": HOPPER_CAPABILITY, "emulated": False, **SELF}
             how |= {"channels": 64} if few else {}
-            yield f"cached-hopper-{way}-{name}-{kind}", Kernel(
-                run, dtype, kind, f"hopper-{way}-{name}", **how
+            yield (
+                f"cached-hopper-{way}-{name}-{kind}",
+                Kernel(run, dtype, kind, f"hopper-{way}-{name}", **how),
             )
 
 
@@ -324,10 +325,10 @@ def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
     """hopper over a cache, whichever way it would choose."""
     slow = WHOLE_KEYS._replace(step=1e9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TILES, "WHOLE_KEYS" if few else "ALTERNATE_KEYS", slow)
-        TILES.cached_hopper_geometry.cache_clear()
+        patch.setattr(_attention_tiles, "WHOLE_KEYS" if few else "ALTERNATE_KEYS", slow)
+        _attention_tiles.cached_hopper_geometry.cache_clear()
         found = from_cache("hopper", kind, cp, rows)
-    TILES.cached_hopper_geometry.cache_clear()
+    _attention_tiles.cached_hopper_geometry.cache_clear()
     return found
 
 

@@ -64,7 +64,7 @@ class MarkovEngine:
     def __init__(
         self, table: Floats, n_ctx: int = 64, script: Sequence[Iterable[int]] | None = None
     ) -> None:
-        self.formats, self.divides_prompts = USUAL, True
+        self.formats, self.divides_prompts, self.continues_exactly = USUAL, True, False
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script
@@ -149,6 +149,9 @@ class MarkovDecoding:
 
     def extend(self, starts: Sequence[Start]) -> None:
         self.engine.pieces += [(start.slot, start.cached, len(start.ids)) for start in starts]
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        raise AssertionError("the engine does not continue exactly")
 
     def stop(self, slots: Ids) -> None:
         for slot in slots.tolist():

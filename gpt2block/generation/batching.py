@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.generation.prefixes import LEAST_COPIED, LEAST_SHARED, NOTHING, Prefixes
 from gpt2block.generation.rows import Ends, Row, Tops
 from gpt2block.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
@@ -30,11 +31,14 @@ class Batch:
     `cancel` ends them. The tokens of a row do not depend on the others. An exception in the engine
     leaves a batch that must not be used again.
 
+    A row does not compute the tokens at its beginning again that a slot has computed as those of a
+    prompt of the same client, where that changes no bit (`ModelEngine.continues_exactly`): it gets
+    the slot that has them, or a copy of their keys and values.
+
     slots, n_ctx, fewer, speculate: as for ModelEngine.decode; no prompt and its new tokens, without
-    the last one, may be longer than n_ctx. reuse: a row does not compute those tokens at its
-    beginning again that the last row in its slot, of the same client, had as well, and gets the
-    free slot with most of them. Other kernels may have computed their keys and values, so that last
-    bits depend on that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in
+    the last one, may be longer than n_ctx. reuse: also tokens that a slot's last row drew, and with
+    every engine. Other kernels may have computed their keys and values, so that last bits depend on
+    that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in
     pieces of PIECE if the engine divides prompts.
     """
 
@@ -50,15 +54,20 @@ class Batch:
     ) -> None:
         self.n_ctx, self.speculate = n_ctx, speculate
         piece = PIECE if engine.divides_prompts else 0
-        self._continues = reuse or 0 < piece < n_ctx
+        self._reuse = reuse
+        self._prefixes: Prefixes | None = None
+        if reuse or engine.continues_exactly:
+            self._prefixes = Prefixes(1 if reuse else LEAST_COPIED)
+        self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
-        self._scheduler: RowScheduler[Row] = RowScheduler(slots, self._slot_for if reuse else None)
+        choose = self._slot_for if self._prefixes is not None else None
+        self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        # By slot: the client of its last row, and the tokens.
-        self._computed: dict[int, tuple[str, Ids]] | None = {} if reuse else None
+        self._following: dict[int, Row] = {}  # by slot: that wait for what another one computes
+        self._copies: list[tuple[int, int, int]] = []  # of keys and values, before the next prompts
         self._started: dict[int, Start] = {}
         self.begun: list[Row] = []  # that had their first token in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
@@ -75,9 +84,14 @@ class Batch:
         return self._scheduler.busy
 
     @property
+    def reuses(self) -> bool:
+        """Whether rows may begin with tokens that others have computed."""
+        return self._prefixes is not None
+
+    @property
     def waiting(self) -> int:
         """The number of rows whose prompts have not been computed yet."""
-        return self._scheduler.waiting + len(self._pieces)
+        return self._scheduler.waiting + len(self._pieces) + len(self._following)
 
     @property
     def latest(self) -> Ids:
@@ -105,8 +119,8 @@ class Batch:
             self.submit([Row(prompt, each, None, ends, n) for n, each in enumerate(usual)])
             while self.busy:
                 self.step()
-            if self._computed is not None:
-                self._computed.clear()
+            if self._prefixes is not None:
+                self._prefixes.clear()
 
     def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
         """Add rows, which start when slots are free, in this order, in turn with other clients'.
@@ -132,9 +146,7 @@ class Batch:
             self._new.latest = NO_SLOTS
             self.cancel(late, "deadline")
             return late
-        for slot, row in self._scheduler.place():
-            start = self._starts[slot] = self._start(slot, row)
-            self._pieces.add(slot, row, start.cached, len(start.ids))
+        self._place()
         self._compute_prompts()
         self._new.latest = NO_SLOTS
         if self._pieces and not self._new.left.any():
@@ -186,9 +198,13 @@ class Batch:
             slot = self._scheduler.slot_of(row)
             if slot is None:
                 self._scheduler.remove(row)
+            elif self._following.pop(slot, None) is not None:
+                self._scheduler.release(slot)
             elif self._pieces.remove(row):
                 del self._starts[slot]
                 self._scheduler.release(slot)
+                if self._prefixes is not None:
+                    self._prefixes.drop(slot)
             else:
                 taken = self._new.take(slot)
                 if taken[0]:
@@ -214,44 +230,73 @@ class Batch:
         if complete:
             self._decoding.start(complete)
         for start in complete:  # while the engine computes
-            self._new.begin(start, self._scheduler.row_of(start.slot))
-            if self._computed is not None:
+            row = self._scheduler.row_of(start.slot)
+            self._new.begin(start, row)
+            if self._prefixes is not None:
+                self._prefixes.hold(start.slot, row.client, start.ids, len(start.ids))
                 self._started[start.slot] = start
 
     def _slot_for(self, row: Row, free: Sequence[int]) -> int:
-        """The slot that has computed most of the row's first tokens; among equals the first one."""
-        ids = row.start(free[0]).ids
-        return max(free, key=lambda slot: self._known(slot, row, ids))
+        """The slot that has computed most of the row's first tokens; else the first one.
 
-    def _known(self, slot: int, row: Row, ids: Ids) -> int:
-        """How many of the row's first tokens, its `ids`, a slot has computed for its client."""
-        assert self._computed is not None
-        client, before = self._computed.get(slot, ("", None))
-        return _common(before, ids) if client == row.client else 0
+        Not one most of whose tokens would be lost: the row gets a copy of the others.
+        """
+        assert self._prefixes is not None
+        slot, tokens = self._prefixes.longest(row.client, row.start(free[0]).ids)
+        kept = slot in free and 2 * tokens >= self._prefixes.length(slot)
+        return slot if kept else next((each for each in free if each != slot), slot)
 
-    def _start(self, slot: int, row: Row) -> Start:
+    def _place(self) -> None:
+        """Give slots to rows, and add their prompts to those that are to be computed.
+
+        Rows wait while another one computes what they begin with, if that is much in all.
+        """
+        gains: dict[int, int] = {}  # by the slot that computes for others
+        following: list[tuple[int, int, Row]] = []
+        for slot, row in (*self._following.items(), *self._scheduler.place()):
+            leader, gain = self._leader(row.client, row.start(slot).ids)
+            if gain < LEAST_COPIED:
+                self._start(slot, row)
+            else:
+                gains[leader] = gains.get(leader, 0) + gain
+                following.append((leader, slot, row))
+        self._following.clear()
+        for leader, slot, row in following:
+            if gains[leader] < LEAST_SHARED:
+                self._start(slot, row)
+            else:
+                self._following[slot] = row
+        if self._copies:
+            self._decoding.copy(self._copies)
+            self._copies.clear()
+
+    def _leader(self, client: str, ids: Ids) -> tuple[int, int]:
+        """The slot that will have most of a prompt's tokens, and how many it does not have yet."""
+        if self._prefixes is None:
+            return NOTHING
+        coming = self._prefixes.longest(client, ids, coming=True)
+        return coming.slot, coming.tokens - self._prefixes.longest(client, ids).tokens
+
+    def _start(self, slot: int, row: Row) -> None:
+        """Let a row compute its prompt, without the tokens that slots have computed."""
         start = row.start(slot)
-        if self._computed is not None:
-            row.reused = self._known(slot, row, start.ids)
-            self._computed.pop(slot, None)
-            start = start._replace(cached=row.reused)
-        return start
+        if self._prefixes is not None:
+            source, row.reused = self._prefixes.longest(row.client, start.ids)
+            if source != slot and row.reused < LEAST_COPIED:
+                row.reused = 0
+            elif source != slot:
+                self._copies.append((source, slot, row.reused))
+            self._prefixes.hold(slot, row.client, start.ids, row.reused)
+        self._starts[slot] = start._replace(cached=row.reused)
+        self._pieces.add(slot, row, row.reused, len(start.ids))
 
     def _release(self, slot: int, row: Row, again: bool = False) -> None:
         self._scheduler.release(slot, again)
-        if self._computed is not None:
+        if self._prefixes is not None and self._reuse:
             start = self._started.pop(slot)
             drawn = np.array(row.tokens[start.drawn : -1], np.int32)  # not the last one
-            self._computed[slot] = row.client, np.concatenate([start.ids, drawn])
-
-
-def _common(before: Ids | None, ids: Ids) -> int:
-    """How many tokens of `ids`, without the last one, `before` begins with as well."""
-    if before is None:
-        return 0
-    most = min(len(before), len(ids) - 1)
-    different = np.flatnonzero(before[:most] != ids[:most])
-    return int(different[0]) if len(different) else most
+            ids = np.concatenate([start.ids, drawn])
+            self._prefixes.hold(slot, row.client, ids, len(ids))
 
 
 class _Endings:

@@ -4,7 +4,8 @@
 (attention/hopper.cu) take several queries of each sequence, in packed rows. `split`
 (attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 32. `append`
 (attention/kv_cache.cu) writes new keys and values to the cache, `round` (there, too) rounds those
-of a prompt that tensor cores attend to without the cache.
+of a prompt that tensor cores attend to without the cache, `copy` gives a sequence those that
+another one begins with.
 
 kv_dtype is None where k and v are arrays of a float dtype, or the FP8 format of k and v of uint8.
 """
@@ -29,8 +30,8 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.errors import InputError
 from gpt2block.cuda.tensor_maps import tensor_map
+from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     HOPPER_TILE,
     MMA_HEADS,
@@ -67,6 +68,7 @@ MOST_QUERIES = 4  # heads of q of a warp
 MOST_CLUSTER = 8  # blocks
 CLUSTERS_FROM = 90  # compute capability
 APPEND_MOST_THREADS = 256
+COPY_THREADS, COPY_BLOCKS = 256, 8  # of a half and a sequence
 START = 512  # of the documented sizes
 
 
@@ -411,6 +413,20 @@ def _round(c: Call) -> Launch:
     return launch_at(APPEND, geometry, (c.qkv, C, c.W), c.storage, cache=c.kv_dtype)
 
 
+@variant("copy", APPEND, "kv_copy", block=COPY_THREADS)
+def _copy(c: Call) -> Launch:
+    """Of a slot of kv whose number is not one, nothing is copied. No target is another source."""
+    halves, B, P, C = c.kv.shape
+    itemsize = c.kv.itemsize
+    width = gcd(16 // itemsize, C, alignment(c.kv.data.ptr) // itemsize)
+    blocks = min(ceil(P * C / (width * COPY_THREADS)), COPY_BLOCKS)
+    geometry = Geometry("kv_copy", (blocks, c.M, halves), (COPY_THREADS,))
+    geometry = geometry.with_defines((("KV_WIDTH", width),))
+    args = (c.kv, c.source, c.target, c.count, C, B, P)
+    T = CACHE_WITH_FP8 if c.kv_dtype else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
+
+
 def _flops(sizes: Sizes) -> int:
     """4 C for every query and each key that it sees."""
     T = sizes["T"]
@@ -451,6 +467,13 @@ KV_ROUND = Operation(
     options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "kv_dtype": REQUIRED},
 )
 
+KV_COPY = Operation(
+    name="kv_copy",
+    variants=(_copy,),
+    options={"kv_dtype": None},
+    line="kv kv H B P C; source target count i32 M -> kv kv H B P C",
+)
+
 OPERATION = Operation(
     name="attention_cached",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
@@ -470,7 +493,7 @@ OPERATION = Operation(
         "kv_dtype": None,
     },
     prepare=_one_sequence,
-    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
+    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
 )
 
 

@@ -35,7 +35,7 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 
 
 class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, KV).
+    """Keys and values, (2 layers, batch, n_ctx, KV): K and V of the first layer, of the second, ...
 
     prefills, steps: what a model has bound to them, prefills by their shapes.
     """
@@ -52,12 +52,10 @@ class CudaCache:
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
-        shape = batch, n_ctx, config.kv_width
+        count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
-        self.layers = [
-            tuple(cupy.zeros(shape, stored) for _ in "kv")
-            for _ in range(config.n_layer if layers is None else layers)
-        ]
+        self.data = cupy.zeros((2 * count, batch, n_ctx, config.kv_width), stored)
+        self.layers = list(zip(self.data[::2], self.data[1::2], strict=True))
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[bool, Any] = {}  # with guesses and without
 
@@ -69,7 +67,7 @@ class CudaCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(half.nbytes) for layer in self.layers for half in layer)
+        return int(self.data.nbytes)
 
     def __repr__(self) -> str:
         return describe_cache(self)

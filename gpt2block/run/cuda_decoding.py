@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
+from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_slots
@@ -55,6 +57,13 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(starts):
                 self._prefill(group, last=False)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        with self._model.running():
+            for group in _apart(copies):
+                numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
+                fp8 = self._model.formats.fp8_cache
+                KV_COPY.bind_on_device((self._cache.data, *numbers), kv_dtype=fp8).run()
 
     def _prefill(self, group: Sequence[Start], last: bool) -> CudaArray:
         slots, cached = [start.slot for start in group], [start.cached for start in group]
@@ -118,6 +127,18 @@ class CudaDecoding:
         self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))
         self._left[slots] -= 1
         return True
+
+
+def _apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Copies, in order, of which those in a group can run at the same time."""
+    group: list[tuple[int, int, int]] = []
+    for source, target, count in copies:
+        if any(target in each[:2] or source == each[1] for each in group):
+            yield group
+            group = []
+        group.append((source, target, count))
+    if group:
+        yield group
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:

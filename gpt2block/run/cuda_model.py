@@ -123,7 +123,8 @@ class CudaModel(StoredModel):
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 own = continues_exactly(config.head_size, self.formats.fp8_cache)
                 of_two_parts = self.products == "two_part"  # attention of a continued one is not
-                self.divides_prompts = not (self.on_tensor_cores and (of_two_parts or not own))
+                self.continues_exactly = not (self.on_tensor_cores and (of_two_parts or not own))
+                self.divides_prompts = self.continues_exactly
                 if self.products == "two_part":
                     self._two_part = {
                         two_part_of(name): TwoPartMatrix.from_float32(matrix.data)

@@ -59,7 +59,7 @@ def stored_tensors(
 class StoredModel(ABC):
     """What engines of a model share: its weights, as they are stored."""
 
-    divides_prompts = True
+    divides_prompts, continues_exactly = True, False
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
         self.config, self.formats = config, formats
@@ -211,7 +211,7 @@ class Start(NamedTuple):
     steps: int  # the most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
     drawn: int = 0  # tokens that the sequence has drawn before
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
-    cached: int = 0  # tokens of ids, fewer than all, that the slot's last sequence had computed
+    cached: int = 0  # tokens of ids, fewer than all, whose keys and values the slot has
     alternatives: int = 0  # most likely tokens to report with each sampled one
 
     def counts(self, V: int) -> Ids:
@@ -271,6 +271,12 @@ class Decoding(Protocol):
     def extend(self, starts: Sequence[Start]) -> None:
         """Compute ids[cached:] of beginnings of prompts, in free slots that `start` takes later."""
 
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy keys and values of first tokens to free slots, one after the other.
+
+        Each from a slot, to another one, and of how many tokens.
+        """
+
     def next(self) -> Sampled:
         """The next token of some of the sequences; each gets its tokens in order.
 
@@ -289,6 +295,10 @@ class ModelEngine(Protocol):
     @property
     def divides_prompts(self) -> bool:
         """Whether long prompts are computed in pieces; else that would take much longer."""
+
+    @property
+    def continues_exactly(self) -> bool:
+        """Whether a prompt has the same bits if a part of it was computed before."""
 
     @property
     def config(self) -> ModelConfig:

@@ -247,6 +247,10 @@ class NumpyDecoding:
             new[start.slot] = start.ids[start.cached :]
         self._model.forward(new, "last", self._cache)
 
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, count in copies:
+            self._cache.data[:, :, target, :count] = self._cache.data[:, :, source, :count]
+
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
 

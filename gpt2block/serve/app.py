@@ -396,7 +396,7 @@ class Server:
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """That of a request with so many new tokens."""
         cached = None
-        if self.settings.reuse_prefixes:  # a prompt's tokens count as such where all its rows do
+        if self._batch.reuses:  # a prompt's tokens count as such where all its rows do
             samples = len(asked.rows) // len(asked.prompts)
             groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
             cached = sum(map(min, groups))

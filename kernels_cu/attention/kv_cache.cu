@@ -6,6 +6,8 @@
 //   kv_append, kv_append_narrow: writes K and V of packed rows to the kv_cache, converted to its dtype where needed. In
 //       the first qkv is of float, in the second of T, as tensor-core products produce it
 //   kv_round: rounds K and V of packed rows in place to what a kv_cache of FP8 can hold. qkv is of T
+//   kv_copy: copies the first positions of sequences to others, in all layers at once, which are halves (K, or V) of
+//       one array. Grid (any, M, halves)
 //
 // k and v are of KV. For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
 #include "lib/fresh.cuh"
@@ -56,5 +58,25 @@ extern "C" __global__ void kv_round(
         load_fresh<T, KV_WIDTH>(own + i).unpack(values);
         Vec<KV, KV_WIDTH>::pack(values).unpack(values);
         Vec<T, KV_WIDTH>::store(own + i, values);
+    }
+}
+
+extern "C" __global__ void kv_copy(
+    KV* kv,             // (halves, B, n_ctx, C), aligned to a vector
+    const int* source,  // (M): a sequence
+    const int* target,  // (M): another one, of which the others are neither source nor target
+    const int* count,   // (M): positions
+    int C, int B, int n_ctx) {
+    let_next_start();
+    wait_for_previous();
+    typedef typename Vec<KV, KV_WIDTH>::Raw Raw;
+    const int from = __ldcg(source + blockIdx.y), to = __ldcg(target + blockIdx.y);
+    if (from < 0 || from >= B || to < 0 || to >= B || from == to) return;
+    const long long size = (long long)n_ctx * C;  // of a sequence
+    const long long n = (long long)min(__ldcg(count + blockIdx.y), n_ctx) * C;
+    KV* const half = kv + blockIdx.z * B * size;
+    const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * KV_WIDTH;
+    for (long long i = first; i < n; i += (long long)gridDim.x * blockDim.x * KV_WIDTH) {
+        *reinterpret_cast<Raw*>(half + to * size + i) = __ldcg(reinterpret_cast<const Raw*>(half + from * size + i));
     }
 }

@@ -1,0 +1,246 @@
+"""Prompts that begin alike: what is computed once, and that each row has the bits it has alone."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt2block import GPT2, GPT2Config, Model
+from gpt2block.generation import batching
+from gpt2block.generation.batching import Batch
+from gpt2block.generation.prefixes import NOTHING, Found, Prefixes
+from gpt2block.generation.rows import Row
+from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.parameters.arrays import random_model
+from gpt2block.parameters.gpt2 import GPT2Weights
+from gpt2block.run.cuda_decoding import _apart
+from gpt2block.run.model import Ids, Start
+from gpt2block.sampling import Sampling
+from tests.caches import KINDS, stored
+from tests.devices import SOMEWHERE, every_device, running_on
+from tests.plain import normal
+from tests.test_architectures_cuda import FORMATS, OWN, SIZES, WIDE, WINDOW
+from tests.test_batching import finish, random_options, row_of
+
+TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=37)
+BITS = st.lists(st.integers(0, 1), max_size=8)
+Entries = dict[int, tuple[str, list[int], int]]
+
+
+# --- which slot has the tokens of a prompt
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 9),
+        st.tuples(
+            st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=8), st.integers(0, 8)
+        ),
+        max_size=8,
+    ),
+    BITS.filter(bool),
+    st.integers(1, 4),
+)
+def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int) -> None:
+    """By hand: tokens in common, of those that are done, without the prompt's last one."""
+    prefixes = Prefixes(least)
+    for slot, (client, ids, done) in entries.items():
+        prefixes.hold(slot, "a", np.array([1, 1, 1, 1, 1], np.int32), 5)  # what it held before
+        prefixes.hold(slot, client, np.array(ids, np.int32), min(done, len(ids)))
+
+    def common(ids: list[int]) -> int:
+        most = min(len(ids), len(prompt) - 1)
+        return next((n for n in range(most) if ids[n] != prompt[n]), most)
+
+    given: Ids = np.array(prompt, np.int32)
+    for coming in (False, True):
+        counts = {
+            slot: common(ids if coming else ids[:done])
+            for slot, (client, ids, done) in entries.items()
+            if client == "a"
+        }
+        most = max(counts.values(), default=0)
+        found = prefixes.longest("a", given, coming)
+        if most < least:
+            assert found == NOTHING
+        else:
+            last = [slot for slot, count in counts.items() if count == most][-1]
+            assert found == Found(last, most)
+    for slot in entries:
+        prefixes.drop(slot)
+        prefixes.drop(slot)
+    assert prefixes.longest("a", given, True) == NOTHING
+    assert not prefixes._alike
+
+
+# --- the copy of keys and values
+
+
+@every_device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("C", [24, 7])
+def test_first_positions_are_copied(device: Any, kind: str, C: int) -> None:
+    """In all layers; to the end at most, and nothing for slots that do not exist."""
+    held = stored(normal(0, 4, 5, 9, C), kind)
+    copies = np.array([(0, 3, 4), (1, 2, 99), (0, 4, 0), (-1, 4, 3), (5, 4, 3), (4, 5, 3)]).T
+    kv, numbers = device.asarray(held), [device.asarray(each, "int32") for each in copies]
+    KV_COPY.bind((kv, *numbers), kv_dtype=kind if held.dtype == np.uint8 else None).run()
+    held[:, 3, :4], held[:, 2] = held[:, 0, :4], held[:, 1]
+    np.testing.assert_array_equal(kv.get().view(np.uint8), held.view(np.uint8))
+
+
+def test_copies_that_depend_on_each_other() -> None:
+    copies = [(0, 1, 5), (0, 2, 5), (1, 3, 4), (4, 0, 9), (5, 0, 9)]
+    assert [*_apart(copies)] == [copies[:2], copies[2:4], copies[4:]]
+    assert not [*_apart([])]
+
+
+# --- batches
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few tokens as tiny models have are worth a copy, or that rows wait."""
+    monkeypatch.setattr(batching, "LEAST_COPIED", 4)
+    monkeypatch.setattr(batching, "LEAST_SHARED", 10)
+
+
+class Spy:
+    """An engine on the CPU whose batches compute what is new alone, as a GPU does; notes it."""
+
+    def __init__(self, slots: int, **options: Any) -> None:
+        self.model = GPT2(GPT2Weights.random(0, TINY), device="cpu")
+        engine: Any = self.model.engine
+        engine.continues_exactly = True
+        self.batch = Batch(engine, slots, TINY.n_ctx, **options)
+        self.computed: list[tuple[int, int]] = []  # tokens that were there, and new ones
+        decoding: Any = self.batch._decoding
+        start = decoding.start
+
+        def noted(starts: list[Start]) -> None:
+            self.computed += [(each.cached, len(each.ids) - each.cached) for each in starts]
+            start(starts)
+
+        decoding.start = noted
+
+    def row(self, ids: list[int], new: int = 2, client: str = "") -> Row:
+        row = row_of(self.model.engine, ids, temperature=0, max_new_tokens=new)
+        row.client = client
+        self.batch.submit([row], client=client)
+        return row
+
+    def finish(self, *rows: Row) -> list[tuple[int, int]]:
+        """What was computed, of prompts with the tokens of each alone."""
+        finish(self.batch)
+        for row in rows:
+            alone = self.model.generate(row.prompt, max_new_tokens=2, temperature=0)
+            assert tuple(row.tokens) == alone.tokens
+        found, self.computed = self.computed, []
+        return found
+
+
+@pytest.mark.usefixtures("few")
+def test_what_rows_begin_with_is_computed_once() -> None:
+    """Together, later, and while others run; a client's own alone."""
+    spy, begin = Spy(4), list(range(9))
+    alike = [spy.row([*begin, 20 + n]) for n in range(4)]
+    assert spy.finish(*alike) == [(0, 10), (9, 1), (9, 1), (9, 1)]
+    assert [row.reused for row in alike] == [0, 9, 9, 9]
+    others = [spy.row([*begin, 20], client="other"), spy.row([*begin, 30])]
+    assert sorted(spy.finish(*others)) == [(0, 10), (9, 1)]
+    running = spy.row([7] * 12, new=9)
+    spy.batch.step()
+    assert not running.finish_reason
+    spy.finish(spy.row([7] * 8 + [1]))
+    assert len(running.tokens) == 9
+    two = [spy.row([5] * 9), spy.row([5] * 9)]  # too few to wait for
+    assert spy.finish(*two) == [(0, 9), (0, 9)]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_slot_keeps_what_another_row_may_continue() -> None:
+    """A prompt gets the slot most of whose tokens it has; of fewer it gets a copy."""
+    spy = Spy(2)
+    spy.finish(spy.row([1] * 20))
+    spy.finish(spy.row([2] * 5))
+    assert spy.finish(spy.row([*[1] * 6, 3, 3])) == [(6, 2)]  # in the slot of the twos
+    assert spy.finish(spy.row([1] * 22)) == [(20, 2)]
+    assert spy.finish(spy.row([*[1] * 6, 3, 3, 4])) == [(8, 1)]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_row_that_others_wait_for_is_cancelled() -> None:
+    """Then another one computes what they begin with; those that wait can be cancelled too."""
+    spy = Spy(4, tokens_at_once=1)
+    first, *rest = [spy.row([*range(12), 20 + n]) for n in range(4)]
+    spy.batch._pieces._piece = 5
+    spy.batch.step()
+    assert spy.batch.waiting == 4
+    spy.batch.cancel([first, rest[2]])
+    assert spy.batch.waiting == 2
+    assert spy.finish(*rest[:2]) == [(10, 3), (12, 1)]
+    assert [row.finish_reason for row in (first, rest[2])] == ["cancelled"] * 2
+
+
+def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
+    """Requests that share beginnings and arrive at random have the tokens and bits of their own."""
+    V, n_ctx = model.config.vocab_size, model.config.n_ctx
+    begins = [rng.integers(V, size=n) for n in (n_ctx // 8, n_ctx // 3, n_ctx // 2)]
+    begins.append(np.concatenate([begins[2], rng.integers(V, size=n_ctx // 4)]))
+    asked = []
+    for _ in range(count):
+        begin = begins[rng.integers(len(begins))]
+        ids = np.concatenate([begin, rng.integers(V, size=rng.integers(0, n_ctx // 5))])
+        options = random_options(rng) | {"stop_ids": (), "max_new_tokens": int(rng.integers(1, 8))}
+        asked.append((ids.tolist(), options))
+    rows = [row_of(model.engine, ids, **options) for ids, options in asked]
+    batch, left = Batch(model.engine, 5, n_ctx, tokens_at_once=n_ctx), list(rows)
+    while left or batch.busy:
+        new = [left.pop(0) for _ in range(min(len(left), rng.poisson(1)))]
+        batch.submit(new)
+        if batch.busy:
+            batch.step(each_token=bool(rng.integers(2)))
+    for row, (ids, options) in zip(rows, asked, strict=True):
+        expected = model.generate(ids, **options)
+        assert tuple(row.tokens) == expected.tokens
+        assert tuple(row.logprobs) == expected.logprobs
+        assert tuple(row.tops) == expected.top_logprobs
+    exact: bool = model.engine.continues_exactly
+    assert any(row.reused for row in rows) == exact
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("where", SOMEWHERE)
+def test_requests_that_arrive_at_random_have_their_own_bits(where: str) -> None:
+    with running_on(where):
+        model = GPT2(GPT2Weights.random(0, TINY), device="cuda")
+        arriving(model, np.random.default_rng(3), 2000 if where == "gpu" else 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("name", "dtype", "wide"), [*product(("gpt2", *OWN), FORMATS, (False, True))]
+)
+def test_of_every_architecture(name: str, dtype: str, wide: bool) -> None:
+    if name == "gpt2":
+        config: Any = GPT2Config(
+            n_layer=2, n_head=2, n_embd=256 if wide else 128, n_ctx=400, vocab_size=37
+        )
+    else:
+        kind, own = OWN[name]
+        own = {key: WINDOW if wide and key == "window" else each for key, each in own.items()}
+        config = kind(**{**SIZES, **(WIDE if wide else {}), **own, "n_ctx": 400})
+    model: Model[Any] = Model.from_tensors(
+        config, random_model(3, config), "cuda", dtype, FORMATS[dtype]
+    )
+    arriving(model, np.random.default_rng(3), 60)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=300)
+    options: dict[str, Any] = {"max_new_tokens": 5, "stop_ids": ()}
+    alone = [model.generate(ids, sampling=Sampling(seed=1, sample=n), **options) for n in range(4)]
+    assert model.generate(ids, samples=4, seed=1, **options) == alone
