@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
-from gpt2block.generation.prefixes import NOTHING, Found, Prefixes
+from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, Found, Prefixes
 from gpt2block.generation.rows import Row
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.parameters.arrays import random_model
@@ -58,23 +59,24 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
         return next((n for n in range(most) if ids[n] != prompt[n]), most)
 
     given: Ids = np.array(prompt, np.int32)
-    for coming in (False, True):
+    for found, coming in zip(prefixes.longest("a", given), (False, True), strict=True):
         counts = {
             slot: common(ids if coming else ids[:done])
             for slot, (client, ids, done) in entries.items()
             if client == "a"
         }
         most = max(counts.values(), default=0)
-        found = prefixes.longest("a", given, coming)
         if most < least:
             assert found == NOTHING
-        else:
+        elif len(entries) <= MOST_COMPARED:
             last = [slot for slot, count in counts.items() if count == most][-1]
             assert found == Found(last, most)
+        elif coming:
+            assert counts[found.slot] == found.tokens > most / 2
     for slot in entries:
         prefixes.drop(slot)
         prefixes.drop(slot)
-    assert prefixes.longest("a", given, True) == NOTHING
+    assert prefixes.longest("a", given) == (NOTHING, NOTHING)
     assert not prefixes._alike
 
 
@@ -187,6 +189,15 @@ def test_a_row_that_others_wait_for_is_cancelled() -> None:
     assert [row.finish_reason for row in (first, rest[2])] == ["cancelled"] * 2
 
 
+def test_a_batch_is_freed_when_it_is_not_used() -> None:
+    """Not later: its kv_cache is then the next one's."""
+    spy = Spy(2)
+    spy.finish(spy.row([1, 2, 3]))
+    batch = weakref.ref(spy.batch)
+    del spy
+    assert batch() is None
+
+
 def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
     """Requests that share beginnings and arrive at random have the tokens and bits of their own."""
     V, n_ctx = model.config.vocab_size, model.config.n_ctx
@@ -240,7 +251,7 @@ def test_of_every_architecture(name: str, dtype: str, wide: bool) -> None:
         config, random_model(3, config), "cuda", dtype, FORMATS[dtype]
     )
     arriving(model, np.random.default_rng(3), 60)
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=300)
+    ids = np.random.default_rng(0).integers(model.config.vocab_size, size=300)
     options: dict[str, Any] = {"max_new_tokens": 5, "stop_ids": ()}
     alone = [model.generate(ids, sampling=Sampling(seed=1, sample=n), **options) for n in range(4)]
     assert model.generate(ids, samples=4, seed=1, **options) == alone

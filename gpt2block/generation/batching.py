@@ -63,7 +63,7 @@ class Batch:
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
-        choose = self._slot_for if self._prefixes is not None else None
+        choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
         self._following: dict[int, Row] = {}  # by slot: that wait for what another one computes
@@ -236,16 +236,6 @@ class Batch:
                 self._prefixes.hold(start.slot, row.client, start.ids, len(start.ids))
                 self._started[start.slot] = start
 
-    def _slot_for(self, row: Row, free: Sequence[int]) -> int:
-        """The slot that has computed most of the row's first tokens; else the first one.
-
-        Not one most of whose tokens would be lost: the row gets a copy of the others.
-        """
-        assert self._prefixes is not None
-        slot, tokens = self._prefixes.longest(row.client, row.start(free[0]).ids)
-        kept = slot in free and 2 * tokens >= self._prefixes.length(slot)
-        return slot if kept else next((each for each in free if each != slot), slot)
-
     def _place(self) -> None:
         """Give slots to rows, and add their prompts to those that are to be computed.
 
@@ -274,14 +264,14 @@ class Batch:
         """The slot that will have most of a prompt's tokens, and how many it does not have yet."""
         if self._prefixes is None:
             return NOTHING
-        coming = self._prefixes.longest(client, ids, coming=True)
-        return coming.slot, coming.tokens - self._prefixes.longest(client, ids).tokens
+        done, coming = self._prefixes.longest(client, ids)
+        return coming.slot, coming.tokens - done.tokens
 
     def _start(self, slot: int, row: Row) -> None:
         """Let a row compute its prompt, without the tokens that slots have computed."""
         start = row.start(slot)
         if self._prefixes is not None:
-            source, row.reused = self._prefixes.longest(row.client, start.ids)
+            (source, row.reused), _ = self._prefixes.longest(row.client, start.ids)
             if source != slot and row.reused < LEAST_COPIED:
                 row.reused = 0
             elif source != slot:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
 LEAST_COPIED = 64  # tokens: of fewer, another slot's keys and values are not worth a copy
 LEAST_SHARED = 512  # tokens not computed again for which rows wait until another one has its prompt
-MOST_COMPARED = 16  # slots that begin like a prompt; others are older
+MOST_COMPARED = 4  # slots that begin like a prompt; others are older
 Key = tuple[str, bytes]
 
 
 class _Held(NamedTuple):
     """done: how many of the tokens have their keys and values; the others will."""
 
-    client: str
     ids: Ids
     done: int
+    keys: tuple[Key, ...]
 
 
 class Found(NamedTuple):
@@ -35,6 +35,8 @@ NOTHING = Found(-1, 0)
 class Prefixes:
     """What each slot holds, and for whom: a client finds its own tokens only.
 
+    Slots are found by their first `least` tokens, twice as many, four times as many, and so on.
+
     least: tokens that a prompt must have in common with a slot.
     """
 
@@ -46,14 +48,15 @@ class Prefixes:
     def hold(self, slot: int, client: str, ids: Ids, done: int) -> None:
         """Note what a slot holds in the place of what it held."""
         self.drop(slot)
-        self._of_slot[slot] = _Held(client, ids, done)
-        self._alike.setdefault(self._key(client, ids), {})[slot] = None
+        keys = tuple((client, ids[:n].tobytes()) for n in self._sizes(len(ids)))
+        self._of_slot[slot] = _Held(ids, done, keys)
+        for key in keys:
+            self._alike.setdefault(key, {})[slot] = None
 
     def drop(self, slot: int) -> None:
         """Note that a slot holds nothing."""
         held = self._of_slot.pop(slot, None)
-        if held is not None:
-            key = self._key(held.client, held.ids)
+        for key in held.keys if held else ():
             del self._alike[key][slot]
             if not self._alike[key]:
                 del self._alike[key]
@@ -62,33 +65,45 @@ class Prefixes:
         self._of_slot.clear()
         self._alike.clear()
 
-    def length(self, slot: int) -> int:
-        """How many tokens a slot holds."""
-        held = self._of_slot.get(slot)
-        return 0 if held is None else len(held.ids)
+    def longest(self, client: str, ids: Ids) -> tuple[Found, Found]:
+        """The slots that hold most first tokens of a prompt; of equal ones the latest.
 
-    def longest(self, client: str, ids: Ids, coming: bool = False) -> Found:
-        """The slot that holds most first tokens of a prompt; of equal ones the latest.
-
-        Never all of the prompt, whose last token is computed. coming: count also tokens whose keys
-        and values will be there.
+        First of those whose keys and values are there, then of all. Never all of the prompt, whose
+        last token is computed. Where more than MOST_COMPARED slots begin alike, it may be one with
+        more than half as many tokens.
         """
-        most = NOTHING
-        if len(ids) > self._least:
-            slots = self._alike.get(self._key(client, ids), {})
+        done = coming = NOTHING
+        for n in reversed(self._sizes(len(ids) - 1)):
+            slots = self._alike.get((client, ids[:n].tobytes()), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
                 held = self._of_slot[slot]
-                count = _common(held.ids if coming else held.ids[: held.done], ids)
-                if count > most.tokens:
-                    most = Found(slot, count)
-        return most if most.tokens >= self._least else NOTHING
+                tokens = _common(held.ids, ids)
+                if tokens > coming.tokens:
+                    coming = Found(slot, tokens)
+                if self._least <= min(tokens, held.done) > done.tokens:
+                    done = Found(slot, min(tokens, held.done))
+            if done.tokens >= n:
+                break
+        return done, coming
 
-    def _key(self, client: str, ids: Ids) -> Key:
-        return client, ids[: self._least].tobytes()
+    def slot_for(self, row: Row, free: Sequence[int]) -> int:
+        """Of free slots that which holds most of a row's first tokens; else the first one.
+
+        Not one most of whose tokens would be lost: the row gets a copy of the others.
+        """
+        (slot, tokens), _ = self.longest(row.client, row.start(free[0]).ids)
+        if slot in free and 2 * tokens >= len(self._of_slot[slot].ids):
+            return slot
+        return next((each for each in free if each != slot), slot)
+
+    def _sizes(self, most: int) -> list[int]:
+        """The numbers of first tokens by which slots are found, up to `most`."""
+        return [self._least << n for n in range((most // self._least).bit_length())]
 
 
 def _common(before: Ids, ids: Ids) -> int:
     """How many tokens of `ids`, without the last one, `before` begins with as well."""
     most = min(len(before), len(ids) - 1)
-    different = np.flatnonzero(before[:most] != ids[:most])
-    return int(different[0]) if len(different) else most
+    different = before[:most] != ids[:most]
+    first = int(different.argmax()) if most else 0
+    return first if most and different[first] else most

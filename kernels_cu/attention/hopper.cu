@@ -56,7 +56,7 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "attention/hopper_work.cuh"
 #include "attention/hopper_rows.cuh"
 #include "attention/hopper_append.cuh"
-constexpr int MANY = 232, FEW = 40;  // registers of a thread that computes, and of one that copies
+constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers of a thread that computes; that copies
 static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
@@ -65,9 +65,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
     unsigned count = 0;
     for (int tile = 0; work.next(); ++tile) {
         const auto load = [&](int part, int step) {
-            const int slot = count % SLOTS;
-            wait(shared.empty[0][slot], count / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
-            load_rows(from, work, shared.slots[0][slot], shared.full[0][slot], part, (first_step(work) + step) * KEYS);
+            load_slot(from, work, shared, 0, count, part, step);
             ++count;
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");

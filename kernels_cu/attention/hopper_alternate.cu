@@ -55,10 +55,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
     unsigned count[2] = {0, 0};
     for (int tile = 0; work.next(); ++tile) {
         const auto load = [&](int ring, unsigned number, int part, int step) {
-            const int slot = number % SLOTS;
-            wait(shared.empty[ring][slot], number / SLOTS + 1 & 1, "empty");  // returns at once for a new slot
-            const int first = (first_step(work) + step) * KEYS;
-            load_rows(from, work, shared.slots[ring][slot], shared.full[ring][slot], part, first);
+            load_slot(from, work, shared, ring, number, part, step);
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);

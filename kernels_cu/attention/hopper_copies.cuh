@@ -40,39 +40,39 @@ __device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
     return found;
 }
 
-// Copies 128 rows of FP8, of which `there` exist, to a slot, as T. Called by all threads of the copying warps.
-__device__ __forceinline__ void widen_rows(char* to, Barrier& barrier, const KV* from, long long stride, int there) {
-    constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // of a row; that the threads copy
-    constexpr int AT_ONCE = 4;                              // of these
-    const int unit = threadIdx.x % UNITS;
-    from += 16 * unit, to += unit / 4 * BOX;
-#pragma unroll 1
-    for (int first = threadIdx.x % GROUP / UNITS; first < KEYS; first += ROWS * AT_ONCE) {
-        uint4 bytes[AT_ONCE];
+// 128 rows of FP8, of which `there` exist, in registers of all threads of the copying warps.
+struct Narrow {
+    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // of a row; that the threads load at once
+    uint4 bytes[KEYS / ROWS];
+
+    __device__ __forceinline__ Narrow(const KV* from, long long stride, int there) {
+        from += threadIdx.x % UNITS * 16;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int row = first + i * ROWS;
+        for (int i = 0; i < KEYS / ROWS; ++i) {
+            const int row = threadIdx.x % GROUP / UNITS + i * ROWS;
             bytes[i] = row < there ? __ldcg(reinterpret_cast<const uint4*>(from + row * stride)) : uint4{0, 0, 0, 0};
         }
+    }
+
+    // Stores them as T.
+    __device__ __forceinline__ void widen_to(char* to, Barrier& barrier) const {
+        const int unit = threadIdx.x % UNITS, row = threadIdx.x % GROUP / UNITS;
+        to += unit / 4 * BOX;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = swizzled((first + i * ROWS) * LINE + unit % 4 * 32);
+        for (int i = 0; i < KEYS / ROWS; ++i) {
+            const int at = swizzled((row + i * ROWS) * LINE + unit % 4 * 32);
             *reinterpret_cast<uint4*>(to + at) = widen_eight(bytes[i].x, bytes[i].y);
             *reinterpret_cast<uint4*>(to + (at ^ 16)) = widen_eight(bytes[i].z, bytes[i].w);
         }
+        show_writes();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(barrier);
     }
-    show_writes();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barrier);
-}
+};
 
 // Loads 128 rows of the tile's head, from its sequence's position `first` on. part: 0 for Q, 1 for K, 2 for V.
 __device__ __forceinline__ void load_rows(const Source& from, const Work& work, char* to, Barrier& barrier, int part,
                                           int first) {
-    if (WIDENS && part) {
-        const Values rows(work, part == 1 ? from.k : from.v);
-        return widen_rows(to, barrier, rows.first + first * rows.stride, rows.stride, work.n_ctx - first);
-    }
     if (WIDENS && threadIdx.x % GROUP) return;
     const bool cached = CACHED && part;
     const int C = SIZE * work.n_head, start = part && !cached ? C + (part - 1) * C / ATT_SERVES : 0;
@@ -82,4 +82,23 @@ __device__ __forceinline__ void load_rows(const Source& from, const Work& work, 
     arrive_and_expect(barrier, SLOT);
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) load_box(to + box * BOX, map, barrier, column + 64 * box, row, z);
+}
+
+// Loads a step's 128 rows of K or V into a slot of a ring when it is empty, which a new one is at once. FP8 is read
+// before that.
+__device__ __forceinline__ void load_slot(const Source& from, const Work& work, Shared& shared, int ring,
+                                          unsigned number, int part, int step) {
+    const int slot = number % SLOTS;
+    char* const to = shared.slots[ring][slot];
+    Barrier &full = shared.full[ring][slot], &empty = shared.empty[ring][slot];
+    if constexpr (WIDENS) {
+        const Values rows(work, part == 1 ? from.k : from.v);
+        const int first = (first_step(work) + step) * KEYS;
+        const Narrow bytes(rows.first + first * rows.stride, rows.stride, work.n_ctx - first);
+        wait(empty, number / SLOTS + 1 & 1, "empty");
+        bytes.widen_to(to, full);
+    } else {
+        wait(empty, number / SLOTS + 1 & 1, "empty");
+        load_rows(from, work, to, full, part, (first_step(work) + step) * KEYS);
+    }
 }

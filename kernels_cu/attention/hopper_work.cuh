@@ -19,11 +19,11 @@ constexpr bool CACHED = ATT_CACHED;
 struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
-    const int own, blocks;                 // which block of how many
-    const int* const start = nullptr;      // this and what follows: with ATT_CACHED
-    const int N = 0, n_ctx = 0;            // rows in all; positions of a sequence of the kv_cache
+    const int own, blocks;             // which block of how many
+    const int* const start = nullptr;  // this and what follows: with ATT_CACHED
+    const int N = 0, n_ctx = 0;        // rows in all; positions of a sequence of the kv_cache
     int round = 0;
-    // Of the tile: the row of its sequence's position 0 in out and in the map; the end of the sequence; its first query.
+    // Of the tile: the row of its sequence's position 0 in out and in the map; the sequence's end; its first query.
     long long row;
     int map_row, map_z, length, first, head;
     int begin = 0;  // position of the sequence's first row
