@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
-from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, Found, Prefixes
+from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, Found, Prefixes, least_shared
 from gpt2block.generation.rows import Row
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.parameters.arrays import random_model
@@ -109,7 +109,7 @@ def test_copies_that_depend_on_each_other() -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few tokens as tiny models have are worth a copy, or that rows wait."""
     monkeypatch.setattr(batching, "LEAST_COPIED", 4)
-    monkeypatch.setattr(batching, "LEAST_SHARED", 10)
+    monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
 
 
 class Spy:
@@ -191,11 +191,22 @@ def test_a_row_that_others_wait_for_is_cancelled() -> None:
 
 def test_a_batch_is_freed_when_it_is_not_used() -> None:
     """Not later: its kv_cache is then the next one's."""
-    spy = Spy(2)
-    spy.finish(spy.row([1, 2, 3]))
-    batch = weakref.ref(spy.batch)
-    del spy
-    assert batch() is None
+    engine: Any = GPT2(GPT2Weights.random(0, TINY), device="cpu").engine
+    engine.continues_exactly = True
+    batch = Batch(engine, 2, TINY.n_ctx)
+    batch.submit([row_of(engine, [1, 2, 3], max_new_tokens=2)])
+    finish(batch)
+    left = weakref.ref(batch)
+    del batch
+    assert left() is None
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "nbytes", "tokens"),
+    [(32, 13_500_000_000, 200), (30, 270_000_000, 2664), (1, 0, 60e6)],
+)
+def test_rows_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float) -> None:
+    assert least_shared(n_layer, nbytes) == pytest.approx(tokens, rel=0.01)
 
 
 def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
@@ -239,17 +250,15 @@ def test_requests_that_arrive_at_random_have_their_own_bits(where: str) -> None:
     ("name", "dtype", "wide"), [*product(("gpt2", *OWN), FORMATS, (False, True))]
 )
 def test_of_every_architecture(name: str, dtype: str, wide: bool) -> None:
+    kv_dtype = FORMATS[dtype]
     if name == "gpt2":
-        config: Any = GPT2Config(
-            n_layer=2, n_head=2, n_embd=256 if wide else 128, n_ctx=400, vocab_size=37
-        )
+        of = GPT2Config(n_layer=2, n_head=2, n_embd=256 if wide else 128, n_ctx=400, vocab_size=37)
+        model: Model[Any] = GPT2(GPT2Weights.random(0, of), "cuda", dtype, kv_dtype=kv_dtype)
     else:
         kind, own = OWN[name]
         own = {key: WINDOW if wide and key == "window" else each for key, each in own.items()}
         config = kind(**{**SIZES, **(WIDE if wide else {}), **own, "n_ctx": 400})
-    model: Model[Any] = Model.from_tensors(
-        config, random_model(3, config), "cuda", dtype, FORMATS[dtype]
-    )
+        model = Model.from_tensors(config, random_model(3, config), "cuda", dtype, kv_dtype)
     arriving(model, np.random.default_rng(3), 60)
     ids = np.random.default_rng(0).integers(model.config.vocab_size, size=300)
     options: dict[str, Any] = {"max_new_tokens": 5, "stop_ids": ()}

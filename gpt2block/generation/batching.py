@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.generation.prefixes import LEAST_COPIED, LEAST_SHARED, NOTHING, Prefixes
+from gpt2block.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes, least_shared
 from gpt2block.generation.rows import Ends, Row, Tops
 from gpt2block.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
@@ -58,6 +58,7 @@ class Batch:
         self._prefixes: Prefixes | None = None
         if reuse or engine.continues_exactly:
             self._prefixes = Prefixes(1 if reuse else LEAST_COPIED)
+        self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
         self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
@@ -252,7 +253,7 @@ class Batch:
                 following.append((leader, slot, row))
         self._following.clear()
         for leader, slot, row in following:
-            if gains[leader] < LEAST_SHARED:
+            if gains[leader] < self._least_shared:
                 self._start(slot, row)
             else:
                 self._following[slot] = row
