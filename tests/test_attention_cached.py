@@ -585,6 +585,14 @@ def test_bad_input(device: Any) -> None:
         # as many bytes, and as many elements
         (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
         (ops.attention_split, (q[:2], k, k, at[None], at, 3), r"row: expected shape \(2,\), got"),
+        *(
+            (
+                partial(ATTENTION_SPLIT.bind, n_head=3, together=wrong),
+                ((q[:2], k, k, at, at),),
+                "together: expected a power of two that divides 2 rows",
+            )
+            for wrong in (0, 3, 4)
+        ),
         (  # in one element
             partial(ATTENTION_SPLIT.bind, out=flat[95:191].reshape(2, 48), n_head=3),
             ((flat[:96].reshape(2, 48), k, k, at, at),),

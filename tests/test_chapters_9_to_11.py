@@ -1,4 +1,4 @@
-"""What chapters 9 to 11 of docs/learn state: figures, a snippet, and what exercises show."""
+"""What chapters 9 to 12 of docs/learn state: figures, a snippet, and what exercises show."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
 
 DOCS = Path(__file__).parent.parent / "docs"
-TOKEN, FUSION, BITS = (
+TOKEN, FUSION, BITS, GUESS = (
     (DOCS / "learn" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("9-one-token", "10-fusion", "11-eight-bits")
+    for name in ("9-one-token", "10-fusion", "11-eight-bits", "12-guess-and-verify")
 )
 on_emulator = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
@@ -116,3 +116,75 @@ def test_splits_that_are_not_scaled_are_wrong_except_with_one_key(tmp_path: Path
     assert ended.code == 1
     assert "96 of 120 elements of out are wrong: out[0, 1, 0]" in ended.out
     assert "96 of 120" in TOKEN
+
+
+# Chapter 12: its page has the program that checks the kernels of its exercises
+(CHECK,) = re.findall(r"```python\n(.*?)```", GUESS, re.DOTALL)
+SOLUTIONS = re.findall(r"```cuda\n(// Chapter 12, exercise \d: .*?)```", GUESS, re.DOTALL)
+KERNELS = ("count_taken", "find_latest", "find_guesses")
+RUNS = ("forward", "reverse", "shuffled", "races")
+
+
+def checked(folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
+    """What the program of the page says of a file of these kernels."""
+    (folder / "check.py").write_text(CHECK)
+    (folder / "my.cu").write_text("\n".join(texts))
+    command = [sys.executable, "check.py", "my.cu"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def replaced(text: str, old: str, new: str = "") -> str:
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+def test_what_guesses_cost_and_bring_is_measured() -> None:
+    page = (DOCS / "performance.md").read_text("utf-8")
+    measured = figures(page.partition("### Guessed tokens")[2].partition("###")[0])
+    names = ("Llama 7B, float16", "Llama 7B, E5M2", "GPT-2 small, bfloat16")
+    for name in names:
+        assert figures(GUESS)[name] == [cell.split(" (")[0] for cell in measured[name][1:]]
+    assert "takes 3.0 µs a step in a history of 2,000" in page
+    answer = re.findall(r"(\d\.\d+) at s = (\d\.\d+)", GUESS)
+    costs = [figures(GUESS)[name][0].split(" / ")[1] for name in names[::2]]
+    assert costs == [tokens for tokens, _ in answer[:2]]
+    for tokens, share in answer:
+        given = sum(float(share) ** n for n in range(8))
+        assert given == pytest.approx(float(tokens), abs=0.05 if float(share) > 0.5 else 0.006)
+
+
+@on_emulator
+def test_the_solutions_of_guesses_are_right(tmp_path: Path) -> None:
+    assert [re.findall(r"void (\w+)\(", text) for text in SOLUTIONS] == [[name] for name in KERNELS]
+    done = checked(tmp_path, *SOLUTIONS)
+    right = [f"{name}, {run}: 0 of 30 sequences are wrong" for name in KERNELS for run in RUNS]
+    assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", right)
+
+
+@on_emulator
+def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
+    """Those that the exercises name, and some that are easily made."""
+    count, latest, copy = SOLUTIONS
+    at_most = "if (found >= 0) atomicMax(&latest, found);"
+    done = checked(tmp_path, replaced(latest, at_most, "if (found > latest) latest = found;"))
+    assert re.search(r"race .* latest .* no barrier is between", done.stderr)
+
+    done = checked(
+        tmp_path, replaced(copy, "&best, found);\n    __syncthreads();", "&best, found);")
+    )
+    assert done.stdout.startswith("find_guesses, forward: 21 of 30 sequences are wrong")
+    assert "\n21 of 30 sequences are wrong in forward order" in GUESS
+    assert re.search(r"race .* best at my\.cu:\d+; .* at my\.cu:\d+, and no", done.stderr)
+
+    wrong = r"forward: [1-9]\d* of 30 sequences"
+    early = replaced(latest, "int at = 1 + threadIdx.x", "int at = threadIdx.x")
+    for text, found in (
+        (replaced(count, "id >= 0 && "), wrong),
+        (replaced(count, "lane < R - 1", "lane < R"), "out of bounds: .* of guess"),
+        (early, "out of bounds: .* of tokens"),
+        (replaced(copy, "length <= at && "), "out of bounds: .* of tokens"),
+        (replaced(copy, "i % followed", "i + 0 * followed"), wrong),
+        (replaced(copy, "if (length) found", "if (length == MATCH) found"), wrong),
+    ):
+        done = checked(tmp_path, text)
+        assert re.search(found, done.stdout + done.stderr), found

@@ -384,7 +384,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     held.k[1] = held.k[0]  # what is written late
     geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["most_shared"], False)
     run: dict[str, Any] = {"storage": "float32", "shared": geometry.shared}
-    run |= {"defines": geometry.defines, "order": "forward"}
+    run |= {"defines": (*geometry.defines, ("AS_GUESSES", 1)), "order": "forward"}
     outs = []
     for each in (loader.Source(shipped.name, shipped.text, headers), source):
         out = np.full(q.shape, np.nan, np.float32)

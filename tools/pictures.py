@@ -429,6 +429,52 @@ def eight_bits() -> Picture:
     return p
 
 
+def guess_and_verify() -> Picture:
+    p = Picture(
+        "Three guesses, computed in one step with the last token",
+        366,
+        "The tokens to, be, or, not, to, be at positions 0 to 5. The last two were there before, "
+        "and the three tokens that followed them are the guesses: or, not, to. A step computes "
+        "rows at positions 5 to 8. Their drawn tokens are or, else, to, be. The first one is the "
+        "guess at position 6. The second one is not the guess at position 7, so that two tokens "
+        "are taken.",
+    )
+
+    def left(position: int) -> int:
+        return 122 + 74 * position
+
+    p.text(24, 98, "position", size=14, color=GREY)
+    p.text(24, 133, "token")
+    for i, word in enumerate(("to", "be", "or", "not", "to", "be", "or", "not", "to")):
+        p.text(left(i) + 32, 98, str(i), size=14, color=GREY, at="middle")
+        edge = ORANGE if i > 5 else BLUE if i in (0, 1, 4, 5) else GREY
+        p.cell(left(i), 110, 64, 34, word, edge)
+    for first, last, y, color in (
+        (0, 1, 154, BLUE), (4, 5, 154, BLUE), (2, 4, 78, ORANGE), (6, 8, 78, ORANGE)
+    ):  # fmt: skip
+        p.line((left(first), y), (left(last) + 64, y), color, 3)
+    p.line((left(4) + 68, 78), (left(6) - 4, 78), ORANGE, 1.5, arrow=True)
+    p.text(left(2), 66, "what followed", size=14, color=ORANGE)
+    p.text(left(6), 66, "three guesses", size=14, color=ORANGE)
+    p.text(left(0), 174, "the same tokens", size=14, color=BLUE)
+    p.text(24, 210, "in one step, the rows at positions 5 to 8")
+    drawn = (("or", True), ("else", True), ("to", False), ("be", False))
+    for i, (word, taken) in enumerate(drawn):
+        x, color = left(5 + i), GREEN if taken else GREY
+        p.text(x + 32, 210, f"row {i}", at="middle", bold=True)
+        p.text(x + 32, 240, f"0 to {5 + i}", at="middle", size=14)
+        p.cell(x, 256, 64, 34, word, color)
+        p.text(x + 32, 312, "taken" if taken else "dropped", at="middle", size=14, color=color)
+    p.text(24, 240, "keys that a row sees")
+    p.text(24, 278, "token that is drawn")
+    p.lines(
+        24, 338,
+        "The token of row 0 is the guess at position 6. That of row 1 is not the guess at",
+        "position 7: it is taken, and the rows after it are dropped.",
+    )  # fmt: skip
+    return p
+
+
 def favicon() -> Picture:
     p = Picture("", 800, "gpt2block")
     p.parts.clear()
@@ -454,6 +500,7 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
         splits,
         fusion,
         eight_bits,
+        guess_and_verify,
         favicon,
     )
 }

@@ -65,8 +65,8 @@ def serve(
     timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
     reuse_prefixes: bool = option(
-        "Compute only the part of a prompt that differs from an earlier one; the last bits of "
-        "results then depend on earlier requests.",
+        "Also reuse what was computed for drawn tokens of an earlier request, or by other kernels; "
+        "the last bits of results then depend on earlier requests.",
         False,
         "--reuse-prefixes",
     ),

@@ -10,8 +10,8 @@ from gpt2block.run.model import Ids
 
 LEAST_COPIED = 64  # tokens: of fewer, another slot's keys and values are not worth a copy
 LEAST_SHARED = 200  # tokens: fewer take no longer than one, as a pass has to read all weights
-# On an NVIDIA H100, of 16-bit weights: what a pass takes for each layer, however few its tokens, and
-# a token for each byte of weights.
+# On an NVIDIA H100, of 16-bit weights: what a pass takes for each layer, however few its tokens,
+# and a token for each byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
 MOST_COMPARED = 4  # slots that begin like a prompt; others are older
 Key = tuple[str, bytes]

@@ -341,13 +341,19 @@ def _split(c: Call) -> Launch:
     The cache already holds them. A position beyond the cache counts as its last; for a row outside
     the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, two-part next
     to float32, or with FP8 of any, what out has in the place of floats, as `linear` takes them.
-    together: neighbouring rows of a sequence, at successive positions or at -1.
+    together: a power of two: neighbouring rows of a sequence, at successive positions or at -1.
     """
+    if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
+        raise InputError(
+            f"together: expected a power of two that divides {c.M} rows, got {c.together}"
+        )
     heads = _heads("q", c.Q, c.n_head, c.C)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
     geometry = scored(geometry, c)
+    if c.together > 1:
+        geometry = geometry.with_defines((("AS_GUESSES", 1),))
     T = "float32" if c.kv_dtype else c.kv_storage
     if c.to_terms is not None:
         own = TWO_PART if c.kv_storage == "float32" else c.kv_storage

@@ -41,7 +41,7 @@ from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
-MOST_GUESSING = 32  # rows of a step that computes guesses
+MOST_GUESSING = 64  # rows of a step that computes guesses
 
 
 class DecodingSteps:

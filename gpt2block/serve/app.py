@@ -87,10 +87,10 @@ class ServerSettings:
     one, by their names; none: clients are on this machine, or those of a proxy there, and told
     apart by their addresses.
 
-    rows: continuations computed together; queue: that may wait for these. reuse_prefixes: tokens at
-    the beginning of a prompt that a slot has computed before are not computed again. seconds: in
-    which a request has to end, from its arrival; None: no limit. origins: of web pages that may ask
-    and read answers; "*": all. speculate: as in `GPT2.generate`, for all requests.
+    rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
+    `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
+    origins: of web pages that may ask and read answers; "*": all. speculate: as in
+    `GPT2.generate`, for all requests.
     """
 
     names: tuple[str, ...]

@@ -16,8 +16,7 @@
 //
 // The splits of a span, 1,024 keys, are combined in shared memory, one lane per split: with M the largest m, the span
 // has w = 2^(m - M), L = sum w l and sum w part. A later span is added to the earlier ones in the same way. The output
-// is the sum of the parts over L. Without a sequence (row outside 0..B - 1) or a key (position below 0), nothing is
-// written.
+// is the sum of the parts over L. Nothing is written without a sequence (row outside 0..B - 1) or key (position < 0).
 //
 //   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
 //   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
@@ -29,12 +28,10 @@
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
 // ended: of a sequence with `together` rows it can write only keys from the first one's position on, which is a hint
-// until then. If it was wrong, the loads are repeated. Split 0 has a window's first key. The grid is the same for all
-// positions.
+// until then. If it was wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
 // sizeof(Shared). A position beyond the cache counts as its last.
-//
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
 #include "attention/unit.cuh"
 #include "attention/window.cuh"
@@ -82,8 +79,10 @@
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
 #endif
+#ifndef AS_GUESSES  // 1: a sequence has `together` rows
+#define AS_GUESSES 0
+#endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-
 constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // heads of q of a head of K
 constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // of a head of K; the last may have fewer queries
 constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q of a block
@@ -299,7 +298,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const KV* v,          // (B, n_ctx, NKV HS)
     const int* row,       // (M): no kernel that can overlap with this one writes it
     const int* position,  // (M)
-    int B, int n_ctx, int together,  // neighbouring rows of a sequence, at successive positions
+    int B, int n_ctx, int together,  // neighbouring rows of a sequence, a power of two
     float out_scale,      // of two-part terms
     float* out) {         // (M, C)
 #if AS_QUERIES > 1  // then it may be more than a block has by default
@@ -310,12 +309,13 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 #endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
     const long long query = blockIdx.z;
-    const int mine = (int)(query % together), before = load_racing(position + query - mine), b = __ldcg(row + query);
+    const int mine = AS_GUESSES ? blockIdx.z & (together - 1) : 0;
+    const int before = load_racing(position + query - mine), b = __ldcg(row + query);
     const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
     const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
     const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
     const bool cached = b >= 0 && b < B;
-    const int hint = cached && before >= 0 ? min(before + mine, n_ctx - 1) : -1;
+    const int hint = cached && (!AS_GUESSES || before >= 0) ? min(before + mine, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
@@ -340,8 +340,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         }
     }
     if (first <= hint && hint - mine < first + ROUND) {
-        keys.add(own_k, first, max(hint - mine, lowest), hint);
-        values.add(own_v, first, max(hint - mine, lowest), hint);
+        keys.add(own_k, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
+        values.add(own_v, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return;
