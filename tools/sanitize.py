@@ -226,16 +226,25 @@ def _appending_attention() -> None:
 def continued_attention() -> None:
     """On tensor cores, over a kv_cache: a ragged batch, one sequence of which has no new rows."""
     rng = np.random.default_rng(0)
-    lengths, start, C = [70, 0, 1, 131], np.array([9, 3, 64, 17], np.int32), 128
+    lengths, start = [70, 0, 1, 131], np.array([9, 3, 64, 17], np.int32)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
-    for dtype in ("float16", "bfloat16"):
+    kinds = "float8_e5m2", "float8_e4m3fn", None
+    for dtype, kind, size in product(("float16", "bfloat16"), kinds, (64, 128)):
+        C = 2 * size
         numbers = (rng.standard_normal(shape) for shape in ((202, 3 * C), (4, 150, C), (4, 150, C)))
         host = [each.astype(FLOATS[dtype]) for each in numbers]
         qkv, k, v = (x.astype(np.float64) for x in host)
+        if kind is not None:
+            host[1:] = (reference.to_fp8(half, kind) for half in (k, v))
+            k, v = (reference.from_fp8(half, kind).astype(np.float64) for half in host[1:])
         truth = reference.attention_packed(qkv, k, v, starts, start, 2)
         given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
-        label, limit = f"attention_packed mma {dtype}", measure.tolerance(dtype)
-        checked(label, truth, limit, ops.attention_packed, *given, variant="mma")
+        for variant in ("mma", "hopper"):
+            label, limit = f"{variant} {dtype} {kind} {size}", measure.tolerance(dtype)
+            options: dict[str, Any] = {"variant": variant, "kv_dtype": kind}
+            checked(
+                f"attention_packed {label}", truth, limit, ops.attention_packed, *given, **options
+            )
 
 
 def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:

@@ -273,12 +273,13 @@ def _mma(c: Call) -> Launch:
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
 
-@variant(
-    "hopper",
-    HOPPER,
-    "attention_cached_hopper",
-    "attention_cached_hopper_alternate",
-)
+@variant("hopper_few", HOPPER_ALTERNATE, "attention_cached_hopper_alternate")
+def _hopper_few(c: Call) -> Launch:
+    """Where `hopper` chooses it."""
+    return _hopper_launch(c, HOPPER_ALTERNATE)
+
+
+@variant("hopper", HOPPER, "attention_cached_hopper")
 def _hopper(c: Call) -> Launch:
     """As `_mma`, with the bits of variant hopper; k and v can also be FP8."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
@@ -291,16 +292,20 @@ def _hopper(c: Call) -> Launch:
         raise Unfit(f"head size {HS}: takes {takes}: use variant mma")
     for name in ("qkv", "k", "v", "out"):
         check_address(name, getattr(c, name))
-    sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
-    serves = n_head // n_kv_head
-    geometry, together = cached_hopper_geometry(*sizes, c.N, c.P, sms=sms, HS=HS, serves=serves)
-    geometry = scored(geometry, c)
+    c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
+    of_heads = {"HS": HS, "serves": n_head // n_kv_head}
+    c.geometry, c.band = cached_hopper_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
+    if c.geometry.kernel in _hopper_few.kernels:
+        launch: Launch = _hopper_few.launch(c)
+        return launch
+    return _hopper_launch(c, HOPPER)
+
+
+def _hopper_launch(c: Call, file: str) -> Launch:
     box = 1, HOPPER_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
-    arrays = c.k, c.v, c.cu_seqlens, c.start, c.out
-    args = (*maps, *arrays, c.P, c.N, *sizes, together)
-    file = HOPPER if geometry.kernel == "attention_cached_hopper" else HOPPER_ALTERNATE
-    return launch_at(file, geometry, args, c.storage, cache=c.kv_dtype)
+    args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes, c.band)
+    return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.kv_dtype)
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
@@ -499,6 +504,7 @@ OPERATION = Operation(
         "kv_dtype": None,
     },
     prepare=_one_sequence,
+    parts=(_hopper_few,),
     steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
 )
 

@@ -4,6 +4,7 @@
 //
 //   attention_hopper_alternate: attention_hopper's bits for few sequences: two warpgroups take alternate keys of 64
 //       queries, so that the last queries take half as long
+//   attention_cached_hopper_alternate: the same with ATT_CACHED, for attention_cached_hopper
 //
 // Arguments, products and softmax are those of attention/hopper.cu. There a tile is 128 queries: one prompt of 1,024
 // tokens with 12 heads has 96 tiles, and the last one of a head takes 8 steps of 128 keys, as long as the whole kernel.
