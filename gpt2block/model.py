@@ -33,7 +33,7 @@ from gpt2block.run.model import (
     TracedEngine,
 )
 from gpt2block.sampling import with_defaults
-from gpt2block.tokenizers.encoding import Encoding
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.tokenizers.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
@@ -218,6 +218,56 @@ class Model(Generic[Weights]):
     def tokenizer(self) -> Encoding:
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
         return self.lookup.encoding
+
+    @property
+    def draft_model(self) -> Model[Any] | None:
+        """A smaller model that guesses the next tokens, where an option `speculate` is set.
+
+        The texts stay the same, and take fewer steps the more of its guesses are right. It is on
+        the same GPU, and has the same tokens and at least the same context; at most 16 rows are
+        computed together then. None: guesses are copied from the text. Setting it raises
+        InputError. Source: Leviathan et al., "Fast Inference from Transformers via Speculative
+        Decoding" (2023).
+        """
+        return self._draft_model
+
+    @draft_model.setter
+    def draft_model(self, model: Model[Any] | None) -> None:
+        if model is not None:
+            self._check_draft(model)
+        self._draft_model = model
+        own: Any = self.engine  # a CudaModel, of which NumPy has no counterpart
+        if model is not None or hasattr(own, "draft"):
+            own.draft = None if model is None else model.engine
+
+    _draft_model: Model[Any] | None = None
+
+    def _check_draft(self, model: Model[Any]) -> None:
+        """Raise InputError unless a model can guess this one's tokens."""
+        if not isinstance(model, Model) or model is self:
+            got = "the model itself" if model is self else type(model).__name__
+            raise InputError(f"draft_model: expected another Model, got {got}")
+        places = [getattr(each.engine, "device", None) for each in (self, model)]
+        if places[0] is None or places[0] != places[1]:
+            raise InputError(
+                "draft_model: expected both models on one GPU, as NumPy guesses nothing, got "
+                f"{self.device} and {model.device}"
+            )
+        sizes = [(each.config.vocab_size, each.config.n_ctx) for each in (self, model)]
+        if sizes[0][0] != sizes[1][0] or sizes[0][1] > sizes[1][1]:
+            raise InputError(
+                f"draft_model: expected {sizes[0][0]:,} tokens and a context of at least "
+                f"{sizes[0][1]:,}, got {sizes[1][0]:,} and {sizes[1][1]:,}"
+            )
+        if not self._checkpoint or not model._checkpoint:
+            return  # without a tokenizer
+        for token in range(self.config.vocab_size):
+            own, other = (bytes_of_ids(each.tokenizer, [token]) for each in (self, model))
+            if own != other:
+                raise InputError(
+                    f"draft_model: expected the same tokens, got {other!r} in the place of {own!r} "
+                    f"at {token}"
+                )
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

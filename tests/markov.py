@@ -104,7 +104,8 @@ class MarkovEngine:
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> MarkovDecoding:
-        self.decodings.append(MarkovDecoding(self, min(slots, 5) if fewer else slots, n_ctx))
+        slots = min(slots, 5) if fewer else slots
+        self.decodings.append(MarkovDecoding(self, slots, n_ctx, speculate))
         return self.decodings[-1]
 
     def _check(self, sequences: Sequence[Ids]) -> None:
@@ -118,10 +119,12 @@ class MarkovEngine:
 
 
 class MarkovDecoding:
-    """sampling: of the sequences in the order of their first starts."""
+    """sampling: of the sequences in the order of their first starts. Odd tokens were guessed."""
 
-    def __init__(self, engine: MarkovEngine, slots: int, n_ctx: int) -> None:
-        self.engine, self.slots, self.n_ctx = engine, slots, n_ctx
+    def __init__(
+        self, engine: MarkovEngine, slots: int, n_ctx: int, speculate: bool = False
+    ) -> None:
+        self.engine, self.slots, self.n_ctx, self.speculate = engine, slots, n_ctx, speculate
         self.sampling: list[Sampling] = []
         self._script = iter([iter(tokens) for tokens in engine.script or ()])
         self._scripts: dict[int, Iterator[int]] = {}  # by slot
@@ -171,9 +174,10 @@ class MarkovDecoding:
             if row.steps > 1:
                 self._rows[slot] = row._replace(steps=row.steps - 1, drawn=row.drawn + 1)
         chosen = [logp[n, token] for n, token in enumerate(tokens)]
-        return Sampled(
+        found = Sampled(
             np.array(slots, np.int32), np.array(tokens, np.int32), np.array(chosen, np.float32)
         )
+        return found._replace(guessed=found.tokens % 2 == 1) if self.speculate else found
 
     def _choose(self, row: Start, logits: Floats) -> int:
         if self.engine.script:

@@ -47,7 +47,7 @@ class Slow:
             table[255] = table[256]
         self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
-        self.divides_prompts, self.continues_exactly = True, False
+        self.divides_prompts, self.continues_exactly, self.nbytes = True, False, 0
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
         decoding = self._engine.decode(*arguments, **options)

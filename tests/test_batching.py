@@ -263,13 +263,13 @@ def test_held_rows_come_where_they_may_have_ended() -> None:
 
 
 def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
-    """With log-probabilities and text; a stop string ends it at its token in any case."""
+    """With all that belongs to them; a stop string ends it at its token in any case."""
     engine = MarkovEngine(cycle(257))
     rows = [
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9, stop=["efg"]),
     ]
-    batch = Batch(engine, 2, 64)
+    batch = Batch(engine, 2, 64, speculate=True)
     batch.submit(rows)
     assert batch.step() == rows
     assert [row.take() for row in rows] == ["b", "b"]
@@ -279,11 +279,14 @@ def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
     rows[0].held = False
     assert batch.step() == rows[:1]
     assert rows[0].take() == "cdef"
-    assert [len(each) for each in rows[0].take_tokens()[:2]] == [5, 5]
+    tokens, logprobs, _, guessed = rows[0].take_tokens()
+    assert (tokens, len(logprobs)) == ([*b"bcdef"], 5)
+    assert guessed == [False, True, False, True, False]  # the odd ones
     rows[0].held = True
     assert batch.step() == rows[1:]
     assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
     assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
+    assert rows[1].guessed == [False, True] * 3
     finish(batch)
     assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
 
@@ -339,13 +342,14 @@ def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
     engine = MarkovEngine(table)
     rows = [row_of(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in ("u", "a")]
     rows[0].held = held
-    batch = Batch(engine, 2, 64)
+    batch = Batch(engine, 2, 64, speculate=True)
     batch.submit(rows)
     finish(batch)
     assert rows[0].finish_reason == "error"
     assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
     assert rows[0].text == "vwx"
     assert (rows[1].text, rows[1].error) == ("bcde", None)
+    assert [row.guessed for row in rows] == [[False, True, False], [False, True, False, True]]
     with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
         generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)
 

@@ -123,7 +123,7 @@ def test_sequences_come_and_go(device: str) -> None:
                 starts.append(Start(slot, ids, Sampling(temperature=0), left[slot]))
         if starts:
             decoding.start(starts)
-        slots, tokens, logprobs, _ = decoding.next()
+        slots, tokens, logprobs, *_ = decoding.next()
         assert slots.dtype == tokens.dtype == np.int32
         assert logprobs.dtype == np.float32
         assert set(slots.tolist()) <= set(running)
@@ -280,7 +280,7 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         m, prompts = model("cuda"), random_prompts([3, 5, 1])
         options: dict[str, Any] = {"max_new_tokens": 1, "seed": 1}
         expected = m.generate(prompts, **options)
-        keys = TINY.n_ctx * TINY.n_embd * 4
+        keys = 2 * TINY.n_layer * TINY.n_ctx * TINY.n_embd * 4  # of a row
         with monkeypatch.context() as patch:
             failed = limited(patch, cuda.cupy, 2 * keys)
             m.engine._caches._ended.clear()  # type: ignore[attr-defined]

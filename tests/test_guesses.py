@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, Model, reference
 from gpt2block.emulator import loader
+from gpt2block.generation.batching import Batch
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
-from gpt2block.ops.guesses import GUESSED, RIGHT, TAKE_GUESSES, TAKEN, Guesses
+from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
 from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.guessing import ROWS, Pace
@@ -22,6 +23,7 @@ from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling, changes
 from tests.caches import random_cache
 from tests.devices import GPU, SOMEWHERE, every_device, running_on
+from tests.generating import Run
 from tests.gpus import H200
 from tests.plain import normal
 from tests.test_architectures_cuda import FORMATS, OWN
@@ -334,7 +336,7 @@ def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> 
             if starts:
                 greedy = Sampling(temperature=0)
                 decoding.start([Start(slot, prompts[n], greedy, steps[n]) for slot, n in starts])
-            slots, tokens, _, _ = decoding.next()
+            slots, tokens, *_ = decoding.next()
             assert set(slots.tolist()) <= set(running)
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
                 got[running[slot]].append(token)
@@ -346,6 +348,26 @@ def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> 
                 del running[slot]
         for index, found in got.items():
             assert tuple(found) == alone[index][: len(found)]
+
+
+@pytest.mark.parametrize("where", SOMEWHERE)
+def test_which_tokens_were_guessed(where: str, by_turns: list[int]) -> None:
+    """Of each step all but the last one that it took: what follows the longest end of the text."""
+    with running_on(where):
+        engine = GPT2(GPT2Weights.random(0, SMALL), device="cuda").engine
+        (prompt,) = random_prompts([22], SMALL)
+        (row,) = Run(engine, None, prompt, max_new_tokens=24, seed=3, stop_ids=(), **SAMPLED).rows
+        batch = Batch(engine, 1, SMALL.n_ctx, speculate=True)
+        batch.submit([row])
+        while batch.busy:
+            batch.step()
+    ids, first, steps = np.concatenate([prompt, np.array(row.tokens, np.int32)]), len(prompt), 0
+    for last in np.flatnonzero(~np.array(row.guessed)) + len(prompt):
+        guess = reference.guess_tokens(ids[:first], MOST_GUESSES)
+        assert guess[: last - first].tolist() == ids[first:last].tolist()
+        first, steps = last + 1, steps + 1
+    assert sum(row.guessed) > 4
+    assert steps <= len(by_turns) + 1  # the prompt gives the first one
 
 
 def test_numpy_does_not_guess() -> None:

@@ -244,7 +244,7 @@ def test_greedy_decoding_takes_the_most_likely_token(device: str) -> None:
     decoding = start_all(m.engine, prompts, [Sampling(temperature=0)] * 3, 20)
     texts = [list(p) for p in prompts]
     for _ in range(20):
-        slots, tokens, logprobs, _ = decoding.next()
+        slots, tokens, logprobs, *_ = decoding.next()
         assert slots.tolist() == [0, 1, 2]
         for b, text in enumerate(texts):
             logits = m(np.array(text), last=True).astype(np.float64)

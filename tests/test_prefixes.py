@@ -19,7 +19,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.run.cuda_decoding import _apart
+from gpt2block.run.cuda_caches import apart
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
 from tests.caches import KINDS, stored
@@ -98,8 +98,8 @@ def test_first_positions_are_copied(device: Any, kind: str, C: int) -> None:
 
 def test_copies_that_depend_on_each_other() -> None:
     copies = [(0, 1, 5), (0, 2, 5), (1, 3, 4), (4, 0, 9), (5, 0, 9)]
-    assert [*_apart(copies)] == [copies[:2], copies[2:4], copies[4:]]
-    assert not [*_apart([])]
+    assert [*apart(copies)] == [copies[:2], copies[2:4], copies[4:]]
+    assert not [*apart([])]
 
 
 # --- batches

@@ -338,6 +338,32 @@ def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [*b"ab"])
 
 
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "stop": "f"}),
+        ("/v1/completions", {"prompt": "a", "echo": True}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+    ],
+)
+def test_which_tokens_were_guessed(path: str, body: dict[str, Any], speculate: bool) -> None:
+    """Beside the token ids, also in streams; no such field without the option."""
+    with serving(model_of(MarkovEngine(cycle(257))), rows=2, speculate=speculate) as running:
+        asked = {"temperature": 0, "max_tokens": 9, **body}
+        assert "guessed" not in exchanged(running.url + path, asked)[2]
+        asked["return_token_ids"] = True
+        whole = post(running, path, asked)[1]["choices"]
+        events = exchanged(running.url + path, asked | {"stream": True})[2].split("\n\n")[:-2]
+        parts = [choice for event in events for choice in json.loads(event[6:])["choices"]]
+    for found in (whole, parts):
+        assert sum(len(each.get("token_ids", [])) for each in found) > 4
+        for each in found:
+            odd = [token % 2 == 1 for token in each.get("token_ids", [])]
+            there = speculate and "token_ids" in each
+            assert each.get("guessed") == (odd if there else None)
+
+
 @pytest.mark.parametrize("many", [0, app.MANY_TOKENS])
 def test_the_score_of_a_prompt(
     client: Any, model: Any, monkeypatch: pytest.MonkeyPatch, many: int
@@ -1190,9 +1216,9 @@ class Given:
 
 def test_events_that_come_together_are_sent_together() -> None:
     """They are those that are sent one by one; what came before a failure comes before it."""
-    parts = [service.Piece(text, [1], [-1.0], [()]) for text in ("ab", "", "c\n")]
-    last = service.Piece("d", [2], [-1.0], [()], "length")
-    late = service.Piece("", [], [], [], "deadline")
+    parts = [service.Piece(text, [1], [-1.0], [()], [False]) for text in ("ab", "", "c\n")]
+    last = service.Piece("d", [2], [-1.0], [()], [False], "length")
+    late = service.Piece("", [], [], [], [], "deadline")
 
     async def sent(*groups: list[service.Piece]) -> list[bytes]:
         given: Any = Given()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import GPT2
 from gpt2block.generation.rows import Row
+from gpt2block.run.model import Sampled
+from gpt2block.run.numpy_model import NumpyDecoding
 from gpt2block.serve.service import Full
 from tests import test_explain_page as explain_page
 from tests.generating import generate
@@ -166,6 +169,29 @@ def test_the_keyboard_reaches_tokens_and_alternatives(page: Any) -> None:
     press(page, Keys.HOME)
     status_is(page, "No token comes before this one", "#next-readout")
     assert not find(page, "#explain").is_enabled()
+
+
+def test_guessed_tokens_are_marked(
+    page: Any, server: Running, model: GPT2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every odd one that is drawn; the legend says so while the text has any."""
+    own, following = server.server, NumpyDecoding.next
+
+    def odd_guessed(decoding: NumpyDecoding) -> Sampled:
+        found = following(decoding)
+        return found._replace(guessed=found.tokens % 2 == 1)
+
+    monkeypatch.setattr(own, "settings", replace(own.settings, speculate=True))
+    monkeypatch.setattr(NumpyDecoding, "next", odd_guessed)
+    proceed(page, TEXT)
+    drawn = page.find_elements("css selector", ".token.drawn")
+    odd = [ord(each[-1]) % 2 == 1 for each in continued(model, TEXT.encode())]
+    assert ["guessed" in str(each.get_attribute("class")) for each in drawn] == odd
+    told = [str(each.accessible_name) for each in drawn]
+    assert [each.endswith(", guessed and confirmed") for each in told] == odd
+    assert find(page, "#guessed-note").is_displayed()
+    find(page, "#undo").click()
+    eventually(lambda: not find(page, "#guessed-note").is_displayed())
 
 
 def test_a_position_is_explained(page: Any) -> None:

@@ -24,7 +24,9 @@ from gpt2block.cli.display import compiling, print_json, printable_lines, shown
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
+    draft_option,
     keyword,
+    load_draft,
     load_model,
     model_option,
     with_numbers,
@@ -73,6 +75,7 @@ def chat(
     *,
     model: ChatModelOptions,
     options: ChatOptions,
+    draft_model: str | None = draft_option(),
     system: str | None = option("The system message, which tells the model how to answer."),
     file: Path | None = path_option(
         "Continue the conversation of this JSON file, as /save writes it."
@@ -99,6 +102,7 @@ def chat(
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
     loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
     assert encoding is not None
+    load_draft(loaded, model, draft_model, options.speculate)
     usual = asdict(SamplingOptions()) | loaded.chat_sampling
     given = {name: value for name, value in asdict(options).items() if value is not None}
     options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)

@@ -23,7 +23,9 @@ from gpt2block.cli.display import compiling, print_json, shown
 from gpt2block.cli.model import (
     ModelOptions,
     TextOptions,
+    draft_option,
     json_option,
+    load_draft,
     load_model,
     model_facts,
     special_option,
@@ -67,6 +69,7 @@ def generate(
     *,
     model: ModelOptions,
     options: RunOptions,
+    draft_model: str | None = draft_option(),
     logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
     as_json: bool = json_option(),
 ) -> None:
@@ -86,6 +89,7 @@ def generate(
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
     loaded, encoding = load_model(model, hint)
+    load_draft(loaded, model, draft_model, options.speculate)
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
     run = Run(loaded.engine, encoding, start, asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +14,7 @@ from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import option, path_option
 from gpt2block.config.formats import USUAL, Formats
 from gpt2block.config.options import meaning_of
-from gpt2block.errors import CheckpointError
+from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.options import KEYWORDS
 from gpt2block.sampling import NUMBERS
 
@@ -42,6 +42,11 @@ special_option = partial(
     option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
 )
 stride_option = partial(option, "Tokens between windows; half of the context by default.")
+draft_option = partial(
+    option,
+    "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
+    complete=complete.models,
+)
 peer_option = partial(option, "torch: also time PyTorch, on the same buffers and in turn.")
 json_option = partial(option, "Print JSON.", False, "--json")
 
@@ -131,6 +136,18 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
             yield from bar.track(tensors, len(checkpoint.stored))
 
     return load(checkpoint, options.device, options.formats, progress), encoding
+
+
+def load_draft(
+    loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
+) -> None:
+    """Let a model of this name, if there is one, guess for a loaded one, in its dtypes."""
+    if name is None:
+        return
+    if not speculate:
+        raise InputError("--draft-model: expected --speculate with it")
+    smaller = replace(options, model=name, revision=None, tokenizer=None)
+    loaded.draft_model, _ = load_model(smaller, None)
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:

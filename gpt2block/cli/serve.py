@@ -21,7 +21,14 @@ from rich.console import Console
 from gpt2block.checks import check_count
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
-from gpt2block.cli.model import ModelOptions, keyword, load_model, model_option
+from gpt2block.cli.model import (
+    ModelOptions,
+    draft_option,
+    keyword,
+    load_draft,
+    load_model,
+    model_option,
+)
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, printable, require
@@ -71,6 +78,7 @@ def serve(
         "--reuse-prefixes",
     ),
     speculate: bool = keyword("speculate", names=("--speculate",)),
+    draft_model: str | None = draft_option(),
     log_level: Literal["error", "warning", "info"] = option(
         "What standard error shows; info: also a line for each request.", "warning"
     ),
@@ -109,6 +117,7 @@ def serve(
     listening = _bound(host, port)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
+    load_draft(loaded, model, draft_model, speculate)
     hosts = (*LOOPBACK, host, f"[{host}]")
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(

@@ -329,6 +329,8 @@ class _NewTokens:
         self._count = np.zeros(slots, np.int64)  # tokens in the arrays
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
+        self._guessed = np.zeros((slots, n_ctx), bool)
+        self._guesses = False  # whether the engine does
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 
@@ -347,12 +349,14 @@ class _NewTokens:
 
     def add(self, sampled: Sampled) -> None:
         """Store a token of each of some slots."""
-        slots, tokens, logprobs, top = sampled
+        slots, tokens, logprobs, top, guessed = sampled
         if top is not None:
             self._add_top(slots, top)
         at = self._count[slots]
         self._tokens[slots, at] = tokens
         self._logprobs[slots, at] = logprobs
+        if guessed is not None:
+            self._guessed[slots, at], self._guesses = guessed, True
         self._count[slots] = at + 1
         self.left[slots] -= 1
         wrong = (tokens < 0) | np.isnan(logprobs)
@@ -377,8 +381,9 @@ class _NewTokens:
             found[same] = self._endings[key].of(tokens[same])
         return found
 
-    def take(self, slot: int) -> tuple[list[int], list[float], list[Tops]]:
-        """Remove and return tokens of a slot, their log-probabilities, and their alternatives."""
+    def take(self, slot: int) -> tuple[list[int], list[float], list[Tops], list[bool]]:
+        """Remove and return what `Row.add` takes of a slot."""
         count, self._count[slot] = self._count[slot], 0
         both = self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
-        return (*both, self._top.pop(slot, []))
+        guessed = self._guessed[slot, :count].tolist() if self._guesses else [False] * len(both[0])
+        return (*both, self._top.pop(slot, []), guessed)

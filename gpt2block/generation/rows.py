@@ -98,6 +98,7 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
+        self.guessed: list[bool] = []  # as in Sampled
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # tokens at the beginning of the prompt that were not computed again
@@ -124,7 +125,11 @@ class Row:
         return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives)
 
     def add(
-        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Tops] = ()
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[Tops],
+        guessed: Sequence[bool],
     ) -> None:
         """Add tokens, the last of which may end the row. tops: where it has alternatives.
 
@@ -132,9 +137,10 @@ class Row:
         """
         wrong = "NaN" if tokens[-1] < 0 else "infinite" if math.isnan(logprobs[-1]) else ""
         if wrong:
-            tokens, logprobs = tokens[:-1], logprobs[:-1]
+            tokens, logprobs, guessed = tokens[:-1], logprobs[:-1], guessed[:-1]
         self.tokens += tokens
         self.logprobs += logprobs
+        self.guessed += guessed
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
             self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
         if wrong:
@@ -194,10 +200,11 @@ class Row:
         self._taken = len(self._pieces)
         return piece
 
-    def take_tokens(self) -> tuple[list[int], list[float], list[Tops]]:
-        """The tokens added since the last call, log-probabilities, and alternatives if any."""
+    def take_tokens(self) -> tuple[list[int], list[float], list[Tops], list[bool]]:
+        """The tokens added since the last call, and their values in the other lists."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
-        return self.tokens[first:], self.logprobs[first:], self.tops[first:]
+        new = slice(first, None)
+        return self.tokens[new], self.logprobs[new], self.tops[new], self.guessed[new]
 
     @property
     def text(self) -> str:

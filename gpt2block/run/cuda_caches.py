@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats, itemsize
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
+from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.run.model import cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
@@ -51,7 +54,7 @@ class CudaCache:
         """layers: the number of layers to store; None for all."""
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
-        self.lengths = [0] * batch
+        self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
         self.data = cupy.zeros((2 * count, batch, n_ctx, config.kv_width), stored)
@@ -71,6 +74,25 @@ class CudaCache:
 
     def __repr__(self) -> str:
         return describe_cache(self)
+
+
+def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copy keys and values as `Decoding.copy` does."""
+    for group in apart(copies):
+        numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
+        KV_COPY.bind_on_device((cache.data, *numbers), kv_dtype=cache.fp8).run()
+
+
+def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Copies, in order, of which those in a group can run at the same time."""
+    group: list[tuple[int, int, int]] = []
+    for source, target, count in copies:
+        if any(target in each[:2] or source == each[1] for each in group):
+            yield group
+            group = []
+        group.append((source, target, count))
+    if group:
+        yield group
 
 
 class DecodingCaches:

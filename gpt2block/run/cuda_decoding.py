@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray
-from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_caches import CudaCache, copy_slots
+from gpt2block.run.cuda_draft import Draft
 from gpt2block.run.cuda_passes import CudaPasses
-from gpt2block.run.cuda_prefill import prefill_slots
+from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
 from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
-from gpt2block.run.guessing import Pace
+from gpt2block.run.guessing import ROWS, Pace
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
 PREFILL_TOKENS = 8192  # of prompts that start together
@@ -26,14 +24,20 @@ class CudaDecoding:
     """Decoding on a GPU, one step ahead of the host.
 
     A sequence that is stopped is computed for at most one step more. speculate: a step computes
-    guesses of the next tokens, too, where that promises to be faster.
+    guesses of the next tokens, too, where that promises to be faster. draft: what guesses them, in
+    every step then; else they are copied from the text.
     """
 
     def __init__(
-        self, model: CudaPasses, cache: CudaCache, slots: int, speculate: bool = False
+        self,
+        model: CudaPasses,
+        cache: CudaCache,
+        slots: int,
+        speculate: bool = False,
+        draft: Draft | None = None,
     ) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
         self._pace = Pace(cache.batch) if speculate else None
         self._steps.restart()
@@ -56,24 +60,22 @@ class CudaDecoding:
     def extend(self, starts: Sequence[Start]) -> None:
         with self._model.running():
             for group in _groups(starts):
-                self._prefill(group, last=False)
+                prefill_starts(self._model, self._cache, group, last=False)
+                if self._draft:
+                    self._draft.extend(group)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         with self._model.running():
-            for group in _apart(copies):
-                numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
-                fp8 = self._model.formats.fp8_cache
-                KV_COPY.bind_on_device((self._cache.data, *numbers), kv_dtype=fp8).run()
-
-    def _prefill(self, group: Sequence[Start], last: bool) -> CudaArray:
-        slots, cached = [start.slot for start in group], [start.cached for start in group]
-        new = [start.ids[start.cached :] for start in group]
-        return prefill_slots(self._model, new, slots, cached, self._cache, last)
+            copy_slots(self._cache, copies)
+            if self._draft:
+                self._draft.copy(copies)
 
     def _start(self, group: Sequence[Start]) -> None:
         slots = np.array([start.slot for start in group], np.int32)
         self._steps.of(self._model, slots)  # compiles while the prompts run
-        logits = self._prefill(group, last=True)
+        logits = prefill_starts(self._model, self._cache, group, last=True)
+        if self._draft:
+            self._draft.start(group)
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
         self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
@@ -122,23 +124,14 @@ class CudaDecoding:
         together = 1
         if self._pace:
             together = self._pace.together(slots, MOST_GUESSING)
+        if self._draft:
+            together = max(together, ROWS[0])
+            self._draft.guess(slots, together - 1, self._steps, self._model.stream)
         step = self._steps.of(self._model, slots, together)
-        self._steps.place(slots, step)
+        self._steps.place(slots, step, again=self._draft is not None)
         self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))
         self._left[slots] -= 1
         return True
-
-
-def _apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Copies, in order, of which those in a group can run at the same time."""
-    group: list[tuple[int, int, int]] = []
-    for source, target, count in copies:
-        if any(target in each[:2] or source == each[1] for each in group):
-            yield group
-            group = []
-        group.append((source, target, count))
-    if group:
-        yield group
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:

@@ -26,7 +26,7 @@ from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
 from gpt2block.cuda.kernels import TWO_PART
-from gpt2block.errors import InputError
+from gpt2block.errors import Argument, InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
@@ -49,10 +49,12 @@ from gpt2block.run.cuda_caches import (
     free_bytes,
 )
 from gpt2block.run.cuda_decoding import CudaDecoding
+from gpt2block.run.cuda_draft import Draft
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
-from gpt2block.run.cuda_steps import DecodingSteps, steps_of
+from gpt2block.run.cuda_steps import MOST_GUESSING, DecodingSteps, steps_of
 from gpt2block.run.cuda_timeline import timed
+from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -103,6 +105,7 @@ class CudaModel(StoredModel):
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
         self._caches = DecodingCaches(config, formats)
+        self.draft: CudaModel | None = None  # which guesses tokens, where steps compute guesses
         self._lock = threading.RLock()
         self._two_part: dict[str, TwoPartMatrix] = {}
         self._divisors: dict[str, float] = {}
@@ -364,11 +367,38 @@ class CudaModel(StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> CudaDecoding:
+        smaller = self.draft if speculate else None
+        if smaller is not None:
+            most = MOST_GUESSING // ROWS[0]
+            if slots > most and not fewer:
+                raise InputError(
+                    f"{slots:,} texts together with a draft model: expected at most {most}, as a "
+                    f"step has {MOST_GUESSING} rows with guesses: use ",
+                    Argument("rows_at_once"),
+                    f" of {most}",
+                )
+            slots = min(slots, most)
         with self.running():
             cache = self._caches.take(slots, n_ctx, fewer)
-            decoding = CudaDecoding(self, cache, min(slots, cache.batch), speculate)
+            slots = min(slots, cache.batch)
+            if smaller is None:
+                decoding = CudaDecoding(self, cache, slots, speculate)
+            else:
+                draft, kept = smaller.drafting(cache.batch, n_ctx)
+                decoding = CudaDecoding(self, cache, slots, speculate, draft)
+                weakref.finalize(decoding, smaller.give_back, kept).atexit = False
             weakref.finalize(decoding, self._caches.give_back, cache).atexit = False
             return decoding
+
+    def drafting(self, slots: int, n_ctx: int) -> tuple[Draft, CudaCache]:
+        """What guesses the tokens of another model's slots, and its cache, to be given back."""
+        with self.running():
+            cache = self._caches.take(slots, n_ctx, fewer=False)
+            return Draft(self, cache), cache
+
+    def give_back(self, cache: CudaCache) -> None:
+        """Keep the cache of an ended draft."""
+        self._caches.give_back(cache)
 
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None

@@ -19,7 +19,7 @@ from gpt2block.passes.forward import Want
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill
 from gpt2block.run.cuda_caches import CudaCache, forget_oldest
 from gpt2block.run.cuda_passes import CudaPasses
-from gpt2block.run.model import Floats, Ids, cache_tensors
+from gpt2block.run.model import Floats, Ids, Start, cache_tensors
 from gpt2block.run.recorder import Recorded, rounded_up
 from gpt2block.run.recording import Recording
 
@@ -188,6 +188,13 @@ def prefill_slots(
     prefill = programs_of(model, cache, *kind)
     prefill.run(model, sequences, slots, cached, "last" if last else None)
     return prefill.out
+
+
+def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
+    """`prefill_slots` of beginnings of sequences, all new, or all continued."""
+    slots, cached = [start.slot for start in group], [start.cached for start in group]
+    new = [start.ids[start.cached :] for start in group]
+    return prefill_slots(model, new, slots, cached, cache, last)
 
 
 def start_kind(

@@ -86,11 +86,16 @@ class DecodingSteps:
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 
-    def place(self, slots: Ids, step: DecodingStep) -> None:
-        """Let the first rows of a step be those of these slots, the others of none."""
+    def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
+        """Let the first rows of a step be those of these slots, the others of none.
+
+        again: also if they are, as guesses have changed.
+        """
         rows, together = step.rows, step.together
         placed = self._placed
         if placed and placed[:2] == (rows, together) and np.array_equal(placed[2], slots):
+            if again:
+                step.placing.run()
             return
         self._set_rows(np.repeat(slots, together), rows)
         step.placing.run()
@@ -182,9 +187,9 @@ class DecodingStep:
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._turn = cupy.zeros(rows, "int32")
+        self.turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
-        slots = Slots(row, tokens, positions, self._turn)
+        slots = Slots(row, tokens, positions, self.turn)
         self._logits = logits = of.logits[:rows]
         tables = of.changes if changed else None
         counts = of.counts if changed == COUNTED else None
@@ -241,7 +246,7 @@ class DecodingStep:
         The launches before the first one have ended when the device counts from 0 again.
         """
         if self._first:
-            self._turn.fill(0)
+            self.turn.fill(0)
             self._first = False
         half = self._launched % 2
         earlier = self._results[half]
@@ -323,13 +328,16 @@ class InFlight:
         """
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
+        taken = flags & TAKEN > 0
+        guessed = np.zeros_like(taken)
+        guessed[:-1] = taken[1:]  # a row is taken if the token before it was guessed
         stopped = np.concatenate([self.slots[:0], *self._stopped])
         found = []
         for n in range(self.together):
             top, every = self._top, slice(n, None, self.together)
             top = top and Alternatives(top.ids[every], top.logprobs[every])
-            rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top)
-            found.append(without(chosen(rows, flags[n] & TAKEN > 0), stopped))
+            rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top, guessed[n])
+            found.append(without(chosen(rows, taken[n]), stopped))
         return found
 
 

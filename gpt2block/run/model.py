@@ -234,6 +234,8 @@ class Sampled(NamedTuple):
     tokens: Ids  # -1: the logits were NaN
     logprobs: Floats  # under the raw logits
     top: Alternatives | None = None  # where a slot wants any: of all slots, as many as are possible
+    # Whether each was a right guess, with which its step took the next token too. None: of none.
+    guessed: NDArray[np.bool_] | None = None
 
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
@@ -243,9 +245,10 @@ def without(sampled: Sampled, slots: Ids) -> Sampled:
 
 def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
     """Those of the tokens that a mask, (N,), says."""
-    slots, tokens, logprobs, top = sampled
+    slots, tokens, logprobs, top, guessed = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
-    return Sampled(slots[kept], tokens[kept], logprobs[kept], top)
+    guessed = guessed if guessed is None else guessed[kept]
+    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, guessed)
 
 
 class Decoding(Protocol):

@@ -285,6 +285,7 @@ async def streamed(
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
+    guesses: bool = False,
     observe: Callable[[float], None] = lambda seconds: None,
     failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
 ) -> AsyncIterator[bytes]:
@@ -292,8 +293,9 @@ async def streamed(
 
     echoes: what the answers begin with. usage_of: None without a chunk of usage at the end.
     prompts: token ids of the prompt of each choice, for the first event that has the choice; None
-    without any token ids. observe: called with the seconds from one time that events are sent to
-    the next. failed: what a client is told about another exception than ApiError.
+    without any token ids. guesses: whether events with token ids tell which were guessed. observe:
+    called with the seconds from one time that events are sent to the next. failed: what a client is
+    told about another exception than ApiError.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -304,11 +306,17 @@ async def streamed(
         form.with_prompts(found, {index: untold.pop(index) for index in first})
         return _event(json.dumps(found))
 
-    def delta(index: int, part: AnswerChoice, new: list[int]) -> dict[str, Any]:
+    def delta(
+        index: int, part: AnswerChoice, new: list[int], guessed: list[bool]
+    ) -> dict[str, Any]:
         found = form.delta(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
             found["seed"] = answer.rows[index].sampling.seed
-        return found if prompts is None else {**found, "token_ids": new}
+        if prompts is not None:
+            found["token_ids"] = new
+            if guesses:
+                found["guessed"] = guessed
+        return found
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
     detailed = logprobs or prompts is not None  # whether tokens without a text are sent
@@ -317,14 +325,14 @@ async def streamed(
             if beginning := form.first(index):
                 yield event(beginning)
             if echo.text:
-                yield event(delta(index, echo, []))
+                yield event(delta(index, echo, [], []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 answer.go_on(new)
                 tokens = [len(piece.tokens) for _, piece in new]
                 count += sum(tokens)
                 found = [
-                    event(delta(index, _part(piece), piece.tokens))
+                    event(delta(index, _part(piece), piece.tokens, piece.guessed))
                     for index, piece in new
                     if piece.text or piece.finish_reason or (piece.tokens and detailed)
                 ]

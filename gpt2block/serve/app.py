@@ -362,7 +362,8 @@ class Server:
             wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
-                self.metrics.between_pieces, partial(self._fault, request.url.path),
+                self.settings.speculate, self.metrics.between_pieces,
+                partial(self._fault, request.url.path),
             )  # fmt: skip
             return _Streamed(events, answer)
         choices = [AnswerChoice(echo.text) for echo in asked.echoes]
@@ -390,6 +391,8 @@ class Server:
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):
                 each["token_ids"] = asked.rows[index].tokens if asked.rows else []
+                if self.settings.speculate:
+                    each["guessed"] = asked.rows[index].guessed if asked.rows else []
             form.with_prompts(found, prompts)
         return kind(found)
 

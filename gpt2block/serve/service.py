@@ -35,6 +35,7 @@ class Piece(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     tops: list[Tops]
+    guessed: list[bool]
     finish_reason: str | None = None
     error: str | None = None
 
@@ -238,7 +239,8 @@ class Service:
             self.failure = f"the engine failed: {error!r}"
             left = [*self._deliver.values(), *(deliver for _, deliver, _ in self._new)]
             self._deliver, self._new = {}, deque()
-        self._send([(deliver, Piece("", [], [], [], "error", self.failure)) for deliver in left])
+        piece = Piece("", [], [], [], [], "error", self.failure)
+        self._send([(deliver, piece) for deliver in left])
         self._loop.call_soon_threadsafe(self._on_failure)
 
 

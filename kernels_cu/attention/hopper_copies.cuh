@@ -65,8 +65,7 @@ struct Narrow {
             *reinterpret_cast<uint4*>(to + (at ^ 16)) = widen_eight(bytes[i].z, bytes[i].w);
         }
         show_writes();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(barrier);
+        arrive(barrier);
     }
 };
 

@@ -38,7 +38,7 @@ struct Shared {
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < RINGS; ++i) {
-            for (int j = 0; j < SLOTS; ++j) init(full[i][j], WIDENS ? GROUP / 32 : 1), init(empty[i][j], SHARERS / 32);
+            for (int j = 0; j < SLOTS; ++j) init(full[i][j], WIDENS ? GROUP : 1), init(empty[i][j], SHARERS / 32);
         }
         for (int i = 0; i < 2; ++i) init(asked[i], 1), init(answered[i], CONSUMERS / 32);
         fence_inits();

@@ -134,7 +134,7 @@ def engine(name: str, engine: Any, ids: list[Any], turns: int) -> Made:
     for rows in (3, 1):
         decoding = start_all(engine, ids[:rows], sampling[:rows], 4)
         for step in range(4):
-            _, tokens, logprobs, _ = decoding.next()
+            _, tokens, logprobs, *_ = decoding.next()
             yield f"{name} decoded {rows} {step}", joined([tokens, logprobs])
 
 
