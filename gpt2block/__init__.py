@@ -1,4 +1,4 @@
-"""gpt2block: GPT-2 and Llama on readable CUDA kernels, each with a NumPy reference.
+"""gpt2block: GPT-2, Llama, Qwen, Gemma and others on readable CUDA kernels, with NumPy references.
 
 `import gpt2block` imports no other module: each name is imported when it is first used. Only
 `gpt2block.ops` needs CuPy and a GPU.

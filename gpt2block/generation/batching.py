@@ -69,7 +69,7 @@ class Batch:
         self._vocab_size = engine.config.vocab_size
         self._following: dict[int, Row] = {}  # by slot: that wait for what another one computes
         self._copies: list[tuple[int, int, int]] = []  # of keys and values, before the next prompts
-        self._started: dict[int, Start] = {}
+        self._started: dict[int, Start] = {}  # by slot, where what it draws is reused
         self.begun: list[Row] = []  # that had their first token in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
         self._numbers, self._steps = count(), count()
@@ -235,6 +235,7 @@ class Batch:
             self._new.begin(start, row)
             if self._prefixes is not None:
                 self._prefixes.hold(start.slot, row.client, start.ids, len(start.ids))
+            if self._reuse:
                 self._started[start.slot] = start
 
     def _place(self) -> None:
