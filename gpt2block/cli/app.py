@@ -36,8 +36,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="GPT-2, Llama, Qwen, Gemma and others on readable CUDA kernels, each compared with a NumPy "
-    "reference.",
+    help="GPT-2, Llama, Qwen, Gemma and others on readable CUDA kernels, each compared with a "
+    "NumPy reference.",
 )
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
 add_command(app, chat, "chat --system 'You answer in one sentence.'")
