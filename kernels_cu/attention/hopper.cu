@@ -149,7 +149,6 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     wait_for_products<0>();
 }
 
-#if ATT_CACHED
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
     const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
     const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
@@ -180,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
         __syncwarp();
     }
 }
-#else
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const __grid_constant__ TensorMap map,  // of qkv
     const T* qkv,                           // (rows, W)
@@ -196,20 +195,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Shared& shared = start_block<Shared>(map);
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T without ATT_CACHED
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
         take_registers<MANY>();
-        consume(shared, work, qkv, out, cu_seqlens != nullptr);
+        consume(shared, work, rows, out, cu_seqlens != nullptr);
         return;
     }
     give_registers<FEW>();
     if (warp == COPIER) {
-        if (elect_one()) produce(shared, {map, map, map, qkv, qkv}, work);
+        if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
         __syncwarp();
     } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }
 }
-#endif

@@ -160,7 +160,6 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
     }
 }
 
-#if ATT_CACHED
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
     const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
     const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
         __syncwarp();
     }
 }
-#else
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_alternate(
     const __grid_constant__ TensorMap map,  // of qkv
     const T* qkv,                           // (rows, W)
@@ -203,18 +202,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Block& shared = start_block<Block>(map);
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T without ATT_CACHED
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
-        consume(shared, work, qkv, out, cu_seqlens != nullptr);
+        consume(shared, work, rows, out, cu_seqlens != nullptr);
         return;
     }
     if (warp == COPIER) {
-        if (elect_one()) produce(shared, {map, map, map, qkv, qkv}, work);
+        if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
         __syncwarp();
     } else if (k) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
         while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
     }
 }
-#endif
