@@ -268,8 +268,10 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return run
 
 
-@pytest.mark.parametrize("where", SOMEWHERE)
-@pytest.mark.parametrize("options", ["greedy", "changed"])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("shuffled", "greedy"), *(pytest.param("gpu", each, marks=GPU.marks) for each in OPTIONS)],
+)
 def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> None:
     with running_on(where):
         model = GPT2(GPT2Weights.random(0, SMALL), device="cuda")

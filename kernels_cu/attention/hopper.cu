@@ -32,9 +32,9 @@
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run).
 // With one series for all keys these were 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
-// (attention/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us (attention/mma.cu): 32
-// heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3), 2,048 after 2,048: 180 / 241 (389); 9 heads of 64, 3 of K,
-// 2,048 after 6,144: 102 / 161 (182), where 288 tiles of 64 rows are 2.2 for each multiprocessor.
+// (attention/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us (attention/mma.cu):
+// 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3), 2,048 after 2,048: 180 / 241 (389); 9 heads of 64, 3
+// of K, 2,048 after 6,144: 102 / 161 (182), where 288 tiles of 64 rows are 2.2 for each multiprocessor.
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
