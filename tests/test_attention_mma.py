@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpt2block.ops._attention_tiles import (
     AttentionTile,
     alternate_geometry,
     alternates,
+    cached_hopper_geometry,
     hopper_geometry,
     mma_geometry,
     mma_stage,
@@ -284,13 +286,25 @@ def test_no_tile_spills() -> None:
         jobs.append((MMA, arch, constants))
         if causal and arch != "sm_120":  # CUDA 12 spills 8 bytes of the large tile there, 13 none
             jobs.append((MMA, arch, (*constants, ("ATT_CACHED", 1))))
-    for causal in (True, False):
-        geometry, _ = hopper_geometry(8, 1024, 32, causal, sms=H200["sms"], **grouped)
-        jobs.append((HOPPER, "sm_90a", (*kernels.stored_as("bfloat16"), *geometry.defines)))
-        for file, made_for in ((HOPPER, hopper_geometry), (HOPPER_ALTERNATE, alternate_geometry)):
-            constants = made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0].defines
-            jobs.append((file, "sm_90a", (*kernels.stored_as("bfloat16"), *constants)))
     assert_clean(jobs)
+    jobs, only = list[Job](), list[str]()
+    wide: Any = {"sms": H200["sms"], **grouped}
+    found = [hopper_geometry(8, 1024, 32, causal, **wide)[0] for causal in (True, False)]
+    for causal, made_for in product((True, False), (hopper_geometry, alternate_geometry)):
+        found.append(made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0])
+    few: Any = {"sms": H200["sms"], "HS": 64, "serves": 3}
+    sizes = ((8, 512, 32, 4096, 8192), wide), ((1, 50, 9, 50, 8192), few)
+    of_cache = [cached_hopper_geometry(*each, **heads) for each, heads in sizes]
+    for geometry, cache in (
+        *((each, None) for each in found),
+        *((geometry, "float8_e4m3fn") for geometry, _ in of_cache),
+        (of_cache[0][0], None),
+    ):
+        file = HOPPER_ALTERNATE if "alternate" in geometry.kernel else HOPPER
+        stored = kernels.stored_as("bfloat16", cache=cache)
+        jobs.append((file, "sm_90a", (*stored, *geometry.defines)))
+        only.append(geometry.kernel)
+    assert_clean(jobs, only)
 
 
 # --- on the GPU ----------------------------------------------------------------------------------

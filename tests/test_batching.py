@@ -18,7 +18,7 @@ from gpt2block.generation.scheduling import PIECE
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
-from tests.devices import SOMEWHERE, running_on
+from tests.devices import GPU, SOMEWHERE, running_on
 from tests.generating import Run, generate
 from tests.markov import MarkovEngine, byte_encoding, cycle
 
@@ -376,8 +376,11 @@ def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> Row:
     return row
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [*(("cpu", each) for each in ("float32", "bfloat16")), ("shuffled", "float32"),
+     *(pytest.param("gpu", each, marks=GPU.marks) for each in ("float32", "bfloat16"))],
+)  # fmt: skip
 def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str) -> None:
     """Prompts that continue, repeat or leave what the last row had; near what they give alone."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=61)
