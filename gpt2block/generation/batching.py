@@ -38,8 +38,8 @@ class Batch:
     slots, n_ctx, fewer, speculate: as for ModelEngine.decode; no prompt and its new tokens, without
     the last one, may be longer than n_ctx. reuse: also tokens that a slot's last row drew, and with
     every engine. Other kernels may have computed their keys and values, so that last bits depend on
-    that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in
-    pieces of PIECE if the engine divides prompts.
+    that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in pieces of PIECE if
+    the engine divides prompts.
     """
 
     def __init__(

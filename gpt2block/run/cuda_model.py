@@ -386,7 +386,7 @@ class CudaModel(StoredModel):
             else:
                 draft, kept = smaller.drafting(cache.batch, n_ctx)
                 decoding = CudaDecoding(self, cache, slots, speculate, draft)
-                weakref.finalize(decoding, smaller.give_back, kept).atexit = False
+                weakref.finalize(decoding, smaller._caches.give_back, kept).atexit = False
             weakref.finalize(decoding, self._caches.give_back, cache).atexit = False
             return decoding
 
@@ -395,10 +395,6 @@ class CudaModel(StoredModel):
         with self.running():
             cache = self._caches.take(slots, n_ctx, fewer=False)
             return Draft(self, cache), cache
-
-    def give_back(self, cache: CudaCache) -> None:
-        """Keep the cache of an ended draft."""
-        self._caches.give_back(cache)
 
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None

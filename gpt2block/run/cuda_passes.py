@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import Formats
 from gpt2block.passes.forward import Want
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import Prefill
@@ -21,7 +20,6 @@ class CudaPasses(Protocol):
     """
 
     config: ModelConfig
-    formats: Formats
     stream: Any
     recordings: Recordings
 

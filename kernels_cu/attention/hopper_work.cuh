@@ -42,16 +42,14 @@ struct Work {
             row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
             if (CACHED) {  // most slots of a kv_cache have no new rows: these numbers are in the L1 cache soon
                 map_row = cu_seqlens[b], length = cu_seqlens[b + 1] - map_row;
+                if (length <= 0) continue;
+                begin = max(start[b], 0), row = map_row;  // nothing outside the arrays is read or written
+                length = map_row < 0 ? 0 : min(begin + min(length, N - map_row), n_ctx);
+                if (length <= begin) continue;
+                first += begin / QUERIES * QUERIES, row -= begin, map_row -= begin;
             } else if (cu_seqlens) {
                 map_row = __ldcg(cu_seqlens + b), map_z = 0, row = map_row;
                 length = __ldcg(cu_seqlens + b + 1) - map_row;
-            }
-            if (CACHED) {  // nothing outside the arrays is read or written
-                if (length <= 0) continue;
-                begin = max(start[b], 0), row = map_row;
-                length = map_row < 0 ? 0 : min(begin + min(length, N - map_row), n_ctx);
-                if (length <= begin) continue;
-                first += begin / QUERIES * QUERIES, row -= begin, map_row -= begin, map_z = b;
             }
             if (first < length) return true;
         }
