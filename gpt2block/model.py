@@ -14,7 +14,7 @@ from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
-from gpt2block.config.formats import REMOVED, Formats
+from gpt2block.config.formats import FILE, REMOVED, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
@@ -125,7 +125,7 @@ class Model(Generic[Weights]):
             )
         model = kind.__new__(kind)
         model._checkpoint = checkpoint
-        model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, formats)
+        model._set_up(checkpoint.config, progress(checkpoint.tensors(formats.dtype == FILE)), device, formats)
         return model
 
     @classmethod

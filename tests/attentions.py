@@ -41,6 +41,7 @@ MODULE = import_module("gpt2block.ops.attention")
 SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
 # hopper with all keys of a query in one warpgroup, or alternate keys in two; "hopper" chooses.
 WAYS = {"whole": False, "alternate": True}
+TWINS = ("bfloat16", "float8_e5m2")  # next to float16 and float8_e4m3fn
 SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -217,7 +218,8 @@ class Kernel:
     has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
     so that a value that is not finite changes how those of other channels are rounded. infinity:
     whether one in V comes out as such, not as NaN. channels: of a head, if it takes no others.
-    scaled: whether scores can have another scale, and rows a window.
+    scaled: whether scores can have another scale, and rows a window. twin: has the code of another
+    kernel for another dtype, so that the emulator runs the laws of numbers and bits alone.
     """
 
     run: Run
@@ -231,6 +233,7 @@ class Kernel:
     infinity: bool = True
     channels: int = 0
     scaled: bool = True
+    twin: bool = False
 
     def __call__(
         self,
@@ -357,14 +360,17 @@ FAMILIES = (
         wide=[(12, 12, 64), (2, 2, 128), (4, 1, 128), (4, 2, 64), (6, 2, 64)],
     ),
     Family(
-        {f"mma-256-{name}": Kernel(partial(packed, "mma"), each) for name, each in DTYPES.items()},
+        {
+            f"mma-256-{name}": Kernel(partial(packed, "mma"), each, twin=name in TWINS)
+            for name, each in DTYPES.items()
+        },
         heads=[(1, 1, 256), (2, 1, 256)],
         wide=[(4, 1, 256), (8, 4, 256)],
     ),
     Family(
         {
             f"split-{kind}": Kernel(
-                partial(one_by_one, kind), kind=kind, **SELF, infinity=False
+                partial(one_by_one, kind), kind=kind, **SELF, infinity=False, twin=kind in TWINS
             )
             for kind in KINDS
         },
@@ -375,7 +381,9 @@ FAMILIES = (
     ),
     Family(
         {
-            f"tiles-{kind}": Kernel(partial(from_cache, "tiles", kind), kind=kind, **SELF)
+            f"tiles-{kind}": Kernel(
+                partial(from_cache, "tiles", kind), kind=kind, **SELF, twin=kind in TWINS
+            )
             for kind in KINDS
         },
         heads=[(2, 2, 16), (3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256),
@@ -385,7 +393,8 @@ FAMILIES = (
     Family(
         {
             f"cached-mma-{name}": Kernel(
-                partial(from_cache, "mma", name), dtype, name, f"mma-{name}", **SELF
+                partial(from_cache, "mma", name), dtype, name, f"mma-{name}", **SELF,
+                twin=name in TWINS,
             )
             for name, dtype in DTYPES.items()
         },

@@ -160,6 +160,26 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture
+def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's kernel runs forward alone, with and without the search for races, at large sizes.
+
+    At an operation's small sizes it also runs in the other orders, without optimisation and after
+    other launches, for most of the time if the sizes are large.
+    """
+    from gpt2block.mine import on_cpu  # noqa: PLC0415
+
+    in_every_order, few = on_cpu._in_every_order, on_cpu.RUNS[:2]
+
+    def in_fewer(kernel: Any, case: Any, limit_s: float) -> Any:
+        with monkeypatch.context() as patch:
+            if case.hint:  # which the small sizes do not have
+                patch.setattr(on_cpu, "RUNS", few)
+            return in_every_order(kernel, case, limit_s)
+
+    monkeypatch.setattr(on_cpu, "_in_every_order", in_fewer)
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of test data that is not part of the project: $GPT2BLOCK_DATA."""

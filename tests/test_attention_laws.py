@@ -53,14 +53,14 @@ def every_kernel(
 
     all_heads: not the first ones alone, and on a GPU the wide ones. orders: on the emulator for the
     first heads; one is enough for others. names: what those of the kernels begin with. wide:
-    whether a GPU runs the wide heads, too.
+    whether a GPU runs the wide heads, too. The emulator runs twins only with all heads.
     """
     found = []
     for family in FAMILIES:
         for name, kernel, heads, emulated in family.cases():
             first = heads == family.heads[0]
             places: list[str] = []
-            if emulated and (first or all_heads):
+            if emulated and (all_heads or (first and not kernel.twin)):
                 places += orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
@@ -98,7 +98,8 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
 def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
     """With the bits of each sequence alone, of two alike, and of repeated heads of K and V.
 
-    With a mask also of its first rows. Of the orders of the emulator the last one shows the bits.
+    With a mask also of its first rows. Of the orders of the emulator the last one shows the bits,
+    of sequences of less than a tile, of one and of several.
     """
     lengths = lengths_of(where, heads)
     qkv = kernel.made(sum(lengths), heads)
@@ -108,6 +109,8 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         return
     for part in filter(lambda part: part.stop > part.start, parts(lengths)):
         T = part.stop - part.start
+        if where != "gpu" and T not in (1, 16, 17, 70, 135):
+            continue
         alone = kernel(cp, qkv[part], [T], heads, causal)
         assert_same_bits(alone, got[part])
         if T in (17, 1000):
@@ -157,11 +160,13 @@ def test_what_a_row_does_not_see_leaves_no_trace(
 ) -> None:
     """Later keys, and other sequences: no bit changes, whatever stands there.
 
-    Those that see it are not finite.
+    Those that see it are not finite. On the emulator each infinity has one of the places.
     """
     lengths, keys = [30, 75], [0, 5, 37, 73]
+    places = dict(zip(NOT_FINITE, (keys, [5], [37]), strict=True))
     if where == "gpu":
         lengths, keys = [130, 475, 300], [0, 1, 63, 64, 100, 128, 300, 473]
+        places = dict.fromkeys(NOT_FINITE, keys)
     qkv = kernel.made(sum(lengths), heads)
     clean = kernel(cp, qkv, lengths, heads, causal)
     own = parts(lengths)[1]
@@ -170,7 +175,7 @@ def test_what_a_row_does_not_see_leaves_no_trace(
         others[own] = qkv[own]
         got = kernel(cp, others, lengths, heads, causal)
         assert_same_bits(got[own], clean[own])
-        for key in keys if causal else ():
+        for key in places[value] if causal else ():
             first = own.start + key + 1
             for columns in (keys_of, values_of):
                 wrong = others.copy()
@@ -290,7 +295,7 @@ def test_prompts_that_are_continued(
     """The bits of all rows at once, and of the kernel without a cache that computes alike.
 
     Starts before, at and after the borders of tiles of keys; a sequence without new rows. In
-    pieces, also with values that are not finite.
+    pieces, also with values that are not finite; on the emulator in the last of its orders.
     """
     lengths, starts = [70, 9, 64, 130, 81], [5, 9, 63, 64, 17]
     if where == "gpu":
@@ -302,6 +307,8 @@ def test_prompts_that_are_continued(
     got = kernel(cp, qkv, lengths, heads, causal, starts)
     tails = zip(parts(lengths), starts, strict=True)
     assert_same_bits(got, np.concatenate([whole[p][start:] for p, start in tails]))
+    if where in ORDERS[:-1]:
+        return
     own = qkv[parts(lengths)[3]][:130]
     for value, keys in ((1, []), *((value, [18, 80]) for value in NOT_FINITE[: kernel.values])):
         values_of(own, heads)[keys, -heads[2] // 2 :] = value

@@ -106,7 +106,7 @@ def test_without_gpu_and_compiler_one_line_says_what_to_install(
 
 
 @on_emulator
-@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.usefixtures("no_gpu", "fewer_runs")
 def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
     ended = kernels("softmax", "--mine", my_softmax, "--block", "32")
     assert ended.code == 0

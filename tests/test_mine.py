@@ -258,6 +258,7 @@ def test_every_ladder_has_a_template() -> None:
 
 
 @on_emulator
+@pytest.mark.usefixtures("fewer_runs")
 @pytest.mark.parametrize("name", names())
 def test_a_template_is_right(name: str) -> None:
     operation = find(name)
@@ -274,6 +275,25 @@ def test_a_template_is_right(name: str) -> None:
         assert sizes_at(own, made.sizes) == values(own, made.inputs, made.attrs).sizes
 
 
+@on_emulator
+def test_every_size_runs_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the large ones, of which other tests leave out some runs; special inputs run once."""
+    ran: dict[str, list[on_cpu.EmulatedRun]] = {}
+
+    def run(kernel: Kernel, case: Case, each: on_cpu.EmulatedRun, *_: Any) -> Checked:
+        ran.setdefault(case.label, []).append(each)
+        return Checked(case.sizes, ((1,), (1,), 0), 0.0, 0.0, 1.0)
+
+    monkeypatch.setattr(on_cpu, "_run", run)
+    monkeypatch.setattr(on_cpu, "_compile_ahead", lambda kernel, case: None)
+    file = written(tmp_path, template(find("gelu")))
+    kernel = matched(read(file), find("gelu"), ("float32", "KN"))
+    found = list(on_cpu.check_kernel(kernel, cases(kernel)))
+    assert len(found) == len(ran) > len(FURTHER["gelu"]) + 2
+    for case in cases(kernel):
+        assert ran[case.label] == list(on_cpu.RUNS[:1] if case.name else on_cpu.RUNS)
+
+
 def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
     *_, last = on_cpu.check_kernel(kernel, cases(kernel), limit_s)
     assert isinstance(last, Finding)
@@ -281,7 +301,9 @@ def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
 
 
 def assert_right(kernel: Kernel) -> None:
-    found = list(on_cpu.check_kernel(kernel, cases(kernel)))
+    """At an operation's small sizes."""
+    small = [case for case in cases(kernel) if not case.hint]
+    found = list(on_cpu.check_kernel(kernel, small))
     assert found
     assert all(isinstance(each, Checked) for each in found)
 

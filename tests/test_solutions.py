@@ -33,6 +33,7 @@ def commands(file: Path) -> list[list[str]]:
 @pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
+@pytest.mark.usefixtures("fewer_runs")
 @each_file
 def test_a_solution_is_right(file: Path) -> None:
     """As its commands check it, without the built-in kernels that they compare it with."""

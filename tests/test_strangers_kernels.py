@@ -14,7 +14,8 @@ from gpt2block import DeviceError, InputError, check_kernel, emulator
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 from gpt2block.errors import KernelError
-from gpt2block.mine import confined
+from gpt2block.mine import confined, kernel_check
+from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import matched
 from gpt2block.mine.refused import Needs, too_many
 from gpt2block.mine.solutions import HERE
@@ -23,9 +24,12 @@ from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find
 from tests.test_mine import no_nvrtc
 
-pytestmark = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+    ),
+    pytest.mark.usefixtures("fewer_runs"),
+]
 
 LAYERNORM = """// launch: grid=ceil(N / 64) block=64
 extern "C" __global__ void ln(const float* x, const float* gamma, const float* beta, float* out,
@@ -314,7 +318,14 @@ def test_a_wrong_kernel_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_a_right_kernel_is_found(name: str) -> None:
+def test_a_mistake_in_a_right_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the sizes, and with the inputs, that are said; the others take long."""
+
+    def some(*given: Any) -> tuple[Case, ...]:
+        every = cases(*given)
+        return tuple(each for each in every if said.removeprefix("at ") in each.label) or every
+
+    monkeypatch.setattr(kernel_check, "cases", some)
     file, text, mistake, said = MISTAKES[name]
     right = (HERE / f"{file}.cu").read_text("ascii")
     assert text in right

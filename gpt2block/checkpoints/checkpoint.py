@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import gguf, hub, hugging_face, llm_c, tokenizer_files
+from gpt2block.checkpoints import gguf, gguf_types, hub, hugging_face, llm_c, tokenizer_files
 from gpt2block.checkpoints.files import read_object
 from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
@@ -137,7 +137,7 @@ class Checkpoint:
         """The size in bytes of all stored tensors of the model."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any], str | None]]:
+    def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:
         """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 
         name: gpt2block's. array: a new array in the stored dtype (float64 becomes float32). layout:
@@ -148,9 +148,12 @@ class Checkpoint:
 
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
         array before the next holds one at a time. Raises CheckpointError when the file has changed.
+
+        in_blocks: matrices of a GGUF file whose types kernels read are a GgufMatrix.
         """
         for name, tensor in self.stored.items():
-            yield name, tensor.read(), tensor.layout
+            matrix = gguf_types.in_blocks(tensor) if in_blocks else None
+            yield name, tensor.read() if matrix is None else matrix, tensor.layout
 
     def check_layer(self, layer: int) -> None:
         """Raise CheckpointError unless 0 ≤ layer < n_layer."""

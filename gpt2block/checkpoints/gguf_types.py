@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.stored import DTYPES, Stored
 from gpt2block.errors import CheckpointError, require
+from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix
 
 _DECODED_AT_ONCE = 2**20  # numbers
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
@@ -90,6 +91,36 @@ class Encoded(Stored):
                     pairs = values.reshape(-1, unit // 2, 2, piece.shape[1])
                     values = pairs.swapaxes(1, 2).reshape(piece.shape)
                 piece[...] = values - self.added if self.added else values
+
+
+    def read_blocks(self) -> NDArray[np.uint8]:
+        """The bytes of the rows (N, bytes of a row), in the order of a model's. CheckpointError."""
+        with about(self.file), self.file.open("rb") as stream:
+            stream.seek(self.offset or 0)
+            data = np.fromfile(stream, np.uint8, self.length)
+        if len(data) != self.length:
+            raise CheckpointError(
+                f"{self.file}: {self.label}: the file has become shorter since it was opened"
+            )
+        rows = data.reshape(self.shape[0], -1)
+        if not self.heads:
+            return rows
+        pairs = rows.reshape(self.heads, -1, 2, rows.shape[1])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def in_blocks(tensor: Stored) -> GgufMatrix | None:
+    """The matrix in the blocks of its file, or None where kernels do not read it."""
+    pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
+    if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
+        return None
+    types = [piece.types[0] for piece in pieces]
+    ends = [sum(piece.shape[0] for piece in pieces[: i + 1]) for i in range(len(pieces) - 1)]
+    borders = [end for end, *two in zip(ends, types, types[1:], strict=False) if two[0] != two[1]]
+    if not all(name in TYPES for name in types) or any(end % OCTET for end in borders):
+        return None
+    blocks = [(name, piece.read_blocks()) for name, piece in zip(types, pieces, strict=True)]
+    return GgufMatrix.pack(blocks, tensor.shape[1])
 
 
 def _decoded(data: bytes, kind: int) -> NDArray[Any]:

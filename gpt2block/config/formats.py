@@ -13,6 +13,7 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
+FILE = "file"  # in place of a dtype of weights: that of each matrix in its GGUF file
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 REMOVED = {  # name of an option that there was → why there is none
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
@@ -23,7 +24,7 @@ REMOVED = {  # name of an option that there was → why there is none
 
 def own_cache_dtype(dtype: str) -> str:
     """The dtype of a KV cache that has none of its own, for weights of this dtype."""
-    return CACHE_WITH_FP8 if dtype in FP8 else dtype
+    return CACHE_WITH_FP8 if dtype in (*FP8, FILE, "gguf") else dtype
 
 
 def told(default: Any, text: str) -> Any:
@@ -35,7 +36,8 @@ def told(default: Any, text: str) -> Any:
 class Formats:
     """How the numbers of a model are stored.
 
-    dtype: of the matrices of the weights. kv_dtype: of keys and values, or None for what follows
+    dtype: of the matrices of the weights, or "file": those of a GGUF file stay in its blocks of 4 to
+    8 bits where kernels read them, and others become float16. kv_dtype: of keys and values, or None for what follows
     from dtype. allow_nonfinite: whether weights may be infinite or NaN. Raises InputError.
 
     cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
@@ -43,7 +45,8 @@ class Formats:
 
     dtype: str = told(
         "float32",
-        "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
+        "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
+        "the blocks of a GGUF file as they are, with activations of float16.",
     )
     kv_dtype: str | None = told(
         None,
@@ -55,7 +58,7 @@ class Formats:
     fp8_cache: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("dtype", self.dtype, (*DTYPES, FILE))
         check_flag("allow_nonfinite", self.allow_nonfinite)
         self._check_kv_dtype()
         kept = self.kv_dtype or own_cache_dtype(self.dtype)
@@ -82,6 +85,11 @@ class Formats:
         """The dtype of the weights, and of another KV cache than usual."""
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
         return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
+
+    @property
+    def matrix_dtype(self) -> str:
+        """The dtype of matrices that are stored as floats or FP8."""
+        return CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
 
     def facts(self) -> dict[str, str]:
         """What --json prints of them."""

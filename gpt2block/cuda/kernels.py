@@ -75,7 +75,12 @@ FP8_CACHE: Mapping[str, Defines] = {
 }
 _LARGE_CLUSTERS = 14  # CUfunction_attribute: whether clusters may have more than 8 blocks
 TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
-WEIGHTS: Mapping[str, Defines] = {**FP8, TWO_PART: (("WEIGHT_TWO_PART", 1),)}  # that are not T
+GGUF = "gguf"  # weights in blocks of a GGUF file, in arrays of uint8
+WEIGHTS: Mapping[str, Defines] = {  # that are not T
+    **FP8,
+    TWO_PART: (("WEIGHT_TWO_PART", 1),),
+    GGUF: (("WEIGHT_GGUF", 1),),
+}
 
 
 def cache_dtype(weights: str) -> str:
@@ -325,7 +330,7 @@ def element(
     types = {"T": None, "W": weights, "KV": cache}
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
-        dtype = "uint8" if types[name] in FP8 else storage
+        dtype = "uint8" if types[name] in (*FP8, GGUF) else storage
         if types[name] == TWO_PART:
             dtype = "float16"
         return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"

@@ -152,6 +152,13 @@ inline unsigned multiply2(unsigned a, unsigned b) {
     return pack2(v[0] * w[0], v[1] * w[1]);
 }
 
+inline unsigned add2_fp16(unsigned a, unsigned b) {
+    float v[2], w[2];
+    unpack2_fp16(a, v);
+    unpack2_fp16(b, w);
+    return pack2_fp16(v[0] + w[0], v[1] + w[1]);
+}
+
 inline unsigned add2(unsigned a, unsigned b) {
     float v[2], w[2];
     unpack2(a, v);

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import TWO_PART, Geometry
+from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode_mma.cu"
@@ -26,7 +26,8 @@ ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for an
 MOST_UNITS = 8  # of a split, with which that holds
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
-BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
+BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with others
+CHUNK = 32  # of K, of which blocks with minimums need a sum
 TERMS = 2  # of x, of 16 bits
 
 
@@ -145,15 +146,17 @@ def geometry(
     most_shared: int = 232_448,
     terms: bool = False,
     columns: Sequence[int] = COLUMNS,
+    block_sums: bool = False,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
     dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. columns: as for `layout`. cut: a layout instead of the one that it chooses.
+    place of floats. columns: as for `layout`. block_sums: whether x has sums for blocks of GGUF.
+    cut: a layout instead of the one that `layout` chooses.
     """
     cut = cut or layout(M, N, K, dtype, sms, columns)
-    while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
+    while (shared := shared_bytes(cut, K, dtype, norm, block_sums)) > most_shared:
         if cut.rows == 1:
             return None
         cut = cut._replace(rows=cut.rows // 2)
@@ -173,12 +176,15 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
-def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
+def shared_bytes(
+    cut: MmaLayout, K: int, dtype: str, norm: int, block_sums: bool = False
+) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
-    padding = 64 if dtype in BYTES else 16
+    padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding
     split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
+    split += 2 * FLOAT * each * UNIT // CHUNK if block_sums else 0
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + (0, 8, FLOAT * parts)[norm]) + sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
+from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
 from gpt2block.weights.matrix import WeightMatrix
 
 MMA_CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
@@ -29,7 +29,7 @@ def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str,
 
     with_fp8: `T` where the weights are FP8 or two-part; else it is the dtype of the weights.
     """
-    return (with_fp8, w.dtype) if w.dtype in (*FP8, TWO_PART) else (w.dtype, None)
+    return (with_fp8, w.dtype) if w.dtype in WEIGHTS else (w.dtype, None)
 
 
 def gate_define(gelu: bool) -> Defines:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
+from gpt2block.cuda.kernels import FP8, GGUF, TWO_PART, Defines
 from gpt2block.errors import InputError
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
 LINE = 64  # channels in a line of terms in the order of wgmma
 ROUNDED = "float16"  # what x can be rounded to
-ROUNDABLE = (ROUNDED, *FP8)  # dtypes of the weights for which it can
+ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of the weights for which it can
 
 
 class Terms(NamedTuple):

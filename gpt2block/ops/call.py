@@ -12,7 +12,7 @@ from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
-from gpt2block.cuda.kernels import FP8, STORAGE, dtype_name
+from gpt2block.cuda.kernels import FP8, GGUF, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -171,8 +171,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
         return (parts, scale), value.shape
     if kind in MATRICES or (kind == "table" and isinstance(value, WeightMatrix)):
         expected = _of_matrix(name, value, None if kind == "matrix" else "NK")
-        shape = value.data.shape
-        return expected, shape if kind == "table" or value.layout == "KN" else shape[::-1]
+        return expected, (value.N, value.K) if kind == "table" else (value.K, value.N)
     array = Expected(name, value, _dtype(entry, value, call), kind == "strided")
     return (array,), getattr(value, "shape", ())
 
@@ -232,7 +231,7 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
             f"{name}: expected layout 'NK', (N, K) in memory, got {w.layout!r}: "
             f"use WeightMatrix.quantize(w, {w.dtype!r}, 'NK')"
         )
-    data = Expected(name, w.data, "uint8" if w.dtype in FP8 else w.dtype)
+    data = Expected(name, w.data, "uint8" if w.dtype in (*FP8, GGUF) else w.dtype)
     return (data,) if w.scale is None else (data, Expected(f"{name}.scale", w.scale, "float32"))
 
 

@@ -18,9 +18,11 @@ from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_a
 from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops import gguf
 from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
 from gpt2block.ops.warm import call
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "embedding/encoder.cu"
@@ -64,6 +66,8 @@ def _warps(c: Call) -> Launch:
 @variant("rows", ROWS, "encoder_rows")
 def _rows(c: Call) -> Launch:
     """ids and positions are not read back: one that is outside its table makes its row NaN."""
+    if isinstance(c.wte, GgufMatrix):
+        return gguf.encoder_rows.launch(c)
     given = isinstance(c.wte, WeightMatrix)
     wte = c.wte if given else WeightMatrix(c.wte, "float32", layout="NK")
     floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
@@ -137,6 +141,7 @@ ENCODER_ROWS = Operation(
     idea="out = wte[ids] + wpe[positions], one position per row",
     sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
     variants=(_rows,),
+    parts=(gguf.encoder_rows,),
     draw=_make_rows,
     traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
     flops=lambda s: s["N"] * s["C"],

@@ -24,13 +24,14 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
+from gpt2block.cuda.kernels import FP8, GGUF, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
+from gpt2block.ops import gguf
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.call import TWO_PART, Asked, Call, storage
@@ -39,6 +40,7 @@ from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.conversions import LARGEST_OPERAND
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -55,7 +57,9 @@ WIDEN_BLOCK = 256
 
 
 @variant("widen", WIDEN_FILE, "widen_fp8")
-def _widen(c: Call) -> Launch:
+def _widen(c: Call) -> Any:
+    if isinstance(c.w, GgufMatrix):
+        return gguf.widen.launch(c)
     size = c.N * c.K
     for name, array in (("w", c.w.data), ("memory", c.out)):
         check_address(name, array)
@@ -66,13 +70,13 @@ def _widen(c: Call) -> Launch:
 
 
 def _prepare_widen(asked: Asked) -> Call:
-    """The bytes of w as float16 numbers, without its scales.
+    """The bytes of w as float16 numbers, without its scales; of a GgufMatrix with them.
 
     memory: for out, of at least as many elements, or None for new memory.
     """
     c = asked.checked()
     size = c.N * c.K
-    if size % WIDEN_WIDTH:
+    if size % WIDEN_WIDTH and not isinstance(c.w, GgufMatrix):
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
     if c.memory is not None:
         _check_memory(c)
@@ -91,6 +95,7 @@ def _check_memory(c: Call) -> None:
 WIDEN = Operation(
     name="widen",
     variants=(_widen,),
+    parts=(gguf.widen,),
     prepare=_prepare_widen,
     line="w rows K N; memory? f16 ... -> out? f16 N K",
 )
@@ -283,7 +288,7 @@ def _check_16_bits(c: Call) -> None:
             f"a: expected {' or '.join(OPERATION.dtypes)}, got {c.storage}: use a TwoPartMatrix as "
             "w, or ops.linear"
         )
-    if c.w.dtype != c.storage and not (c.w.dtype in FP8 and c.storage == "float16"):
+    if c.w.dtype != c.storage and not (c.w.dtype in (*FP8, GGUF) and c.storage == "float16"):
         raise InputError(
             f"w: expected {c.storage}, as a has, got {c.w.dtype}: "
             f"use WeightMatrix.quantize(w, {c.storage!r}, 'NK')"
@@ -303,23 +308,25 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
-    if c.w.dtype not in FP8:
+    if c.w.dtype not in (*FP8, GGUF):
         return ()
-    if c.up is None and c.variant in (None, "hopper") and widens(c.K):
+    if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
+    c.scale = None if c.w.dtype == GGUF else c.scale
     return before.launches
 
 
-def widens(K: int) -> bool:
+def widens(w: WeightMatrix) -> bool:
     """Whether the product takes FP8 weights (N, K) as they are, and widens them itself.
 
     The copy engine reads their rows in 16 bytes.
     """
-    return compute_capability() == HOPPER_CAPABILITY and K % 16 == 0
+    hopper = compute_capability() == HOPPER_CAPABILITY
+    return w.dtype in FP8 and hopper and w.K % 16 == 0
 
 
 def _check_up(c: Call) -> None:
@@ -330,7 +337,7 @@ def _check_up(c: Call) -> None:
     others = {
         "two-part matrices": c.two_part,
         "a result of another dtype": c.other_out,
-        "FP8 weights": not c.two_part and c.w.dtype in FP8,
+        "FP8 weights": not c.two_part and c.w.dtype in (*FP8, GGUF),
         "bias": c.bias is not None,
         "residual": c.residual is not None,
     }

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.config.formats import FILE
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -28,9 +29,10 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     row_alignment,
 )
-from gpt2block.cuda.kernels import TWO_PART, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.kernels import GGUF, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops import gguf
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
@@ -42,6 +44,7 @@ from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, Variant, variant
 from gpt2block.ops.warm import call
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
@@ -75,7 +78,7 @@ def terms_of(
     or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
     all products of a layer are of one kind: with two in turn, launches overlap less.
     """
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
+    if dtype in ("float32", FILE) or compute_capability() < MMA_CAPABILITY:
         return {}
     multiple = mma.LOADED // itemsize_of(dtype)
     if dtype == TWO_PART:
@@ -98,7 +101,7 @@ def terms_of(
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
 
 
-ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn")  # weights with which decoding rounds x
+ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights with which decoding rounds x
 
 
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
@@ -135,13 +138,20 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
         )
     size = c.w.data.itemsize
+    blocks = isinstance(c.w, GgufMatrix)
+    more: dict[str, Any] = {"terms": True} if c.terms else {}
+    if blocks:
+        fitting = tuple(n for n in mma.COLUMNS if not any(at % n for at in gguf.bounds(c.w)))
+        more |= {"columns": fitting, "block_sums": gguf.has_minimums(c.w)}
+        if not fitting:
+            raise Unfit(f"w: types from outputs {gguf.bounds(c.w)} on: expected multiples of 8")
     geometry: Geometry | None = module.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
         norm=c.gamma is not None,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
-        **({"terms": True} if c.terms else {}),
+        **more,
     )
     if geometry is None:
         raise Unfit(
@@ -150,6 +160,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         )
     assert geometry is not None
     geometry = geometry.with_defines(count_define(c.rounded))
+    geometry = geometry.with_defines(gguf.range_defines(c.w) if blocks else ())
     if geometry.grid[1] > MAX_BLOCKS:
         raise Unfit(f"{c.M:,} rows: too many for this variant: use variant tiles")
     of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
@@ -174,8 +185,8 @@ def _on_tensor_cores(c: Call) -> None:
 
 def _on_cuda_cores(c: Call) -> None:
     """Raise Unfit where a product needs tensor cores."""
-    if c.w.dtype == TWO_PART:
-        raise Unfit("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+    if c.w.dtype in (TWO_PART, GGUF):
+        raise Unfit(f"takes no {type(c.w).__name__}: use variant mma, or a WeightMatrix")
     if c.rounded:
         raise Unfit("does not round x: use variant mma")
 
@@ -336,6 +347,8 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     if c.terms and c.terms.width:
         return (by_wgmma,)
+    if c.w.dtype == GGUF:
+        return (on_tensor_cores,)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
@@ -359,7 +372,7 @@ def _prepare(asked: Asked) -> Call:
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
         raise InputError(f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and no bias")
-    few = c.decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype == TWO_PART
+    few = c.decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype in (TWO_PART, GGUF)
     c.order = _decoding(c, OPERATION) if few else (_tiles,)
     return c
 

@@ -5,15 +5,19 @@ Kernels: fp8/convert.cu, fp8/row_norms.cu, and for scales fp8/absmax.cu (`Weight
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops import gguf
 from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.operation import Operation, Unfit, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import check_layout
 
 NORMS_FILE = "fp8/row_norms.cu"
@@ -56,7 +60,9 @@ def _absmax(c: Call) -> Launch:
 
 
 @variant("row_norms", NORMS_FILE, "row_norms")
-def _row_norms(c: Call) -> Launch:
+def _row_norms(c: Call) -> Any:
+    if isinstance(c.w, GgufMatrix):
+        return gguf.row_norms.launch(c)
     if c.K % NORMS_WIDTH:
         raise Unfit(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)
@@ -66,7 +72,10 @@ def _row_norms(c: Call) -> Launch:
 
 
 ROW_NORMS = Operation(
-    name="row_norms", variants=(_row_norms,), line="w rows K N; gamma f32 K -> squares f32 N"
+    name="row_norms",
+    variants=(_row_norms,),
+    parts=(gguf.row_norms,),
+    line="w rows K N; gamma f32 K -> squares f32 N",
 )
 
 

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
-from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.cuda.kernels import TWO_PART, WEIGHTS
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops._products import HOPPER_CAPABILITY, MULTIPLE
+from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
 from gpt2block.ops.attention import tensor_cores_take
@@ -70,6 +70,7 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix, request
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -151,12 +152,16 @@ class CudaModel(StoredModel):
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+        if isinstance(array, GgufMatrix):
+            if compute_capability() >= MMA_CAPABILITY:
+                return array.mapped(cupy.asarray)
+            array, layout = array.dequantized().T, "NK"
         rows, given = cupy.asarray(array), self.formats
         if not self._matrices:
-            request(storage(rows), given.dtype)
+            request(storage(rows), given.matrix_dtype)
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
-        return WeightMatrix.quantize(rows, given.dtype, "NK", name, given.allow_nonfinite)
+        return WeightMatrix.quantize(rows, given.matrix_dtype, "NK", name, given.allow_nonfinite)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Those of prefill, and bounds of their operands; see `choose_products`."""
@@ -196,9 +201,12 @@ class CudaModel(StoredModel):
         added = -head.N % MULTIPLE
         if not added:
             return head, None
+        bias = cupy.asarray(np.where(np.arange(head.N + added) < head.N, 0, -np.inf), "float32")
+        if isinstance(head, GgufMatrix):  # which has whole octets of rows
+            (name, n), *others = reversed(head.ranges)
+            return replace(head, ranges=(*reversed(others), (name, n + added))), bias
         rows = cupy.zeros((head.N + added, head.K), head.data.dtype)
         rows[: head.N] = head.data
-        bias = cupy.asarray(np.where(np.arange(len(rows)) < head.N, 0, -np.inf), "float32")
         scale = None
         if head.scale is not None:
             scale = cupy.asarray(np.ones(len(rows), np.float32))
@@ -429,6 +437,7 @@ class CudaModel(StoredModel):
             kv_dtype=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
             appends=appends and self.formats.fp8_cache is None,
+            blocks=self.formats.dtype == FILE,
         )
 
     def given(self) -> dict[str, Any]:
@@ -446,7 +455,7 @@ class CudaModel(StoredModel):
         if self.products == "fp8":
             used = [m for name, m in self._matrices.items() if name.startswith("h.")]
             used += [given["head"]] if head else []
-            size = max((m.N * m.K for m in used if not widens(m.K)), default=0)
+            size = max((m.N * m.K for m in used if m.dtype in WEIGHTS and not widens(m)), default=0)
             if size and (self._wide is None or self._wide.size < size):
                 self._wide = cupy.empty(size, "float16")
             if size:
@@ -469,7 +478,8 @@ class CudaModel(StoredModel):
 
         hidden: apart from the memory of recordings.
         """
-        shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
+        blocks = self.formats.dtype == FILE
+        shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False, blocks=blocks)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
         def run(do: Machine, first: int, end: int) -> Any:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import FP8, Formats, own_cache_dtype
+from gpt2block.config.formats import FILE, FP8, Formats, own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.kernels import GGUF
 from gpt2block.ops import registry
 from gpt2block.ops._products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
@@ -57,7 +58,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
         return "float32"
     if dtype in SIXTEEN_BITS:
         return "16_bits"
-    if dtype in FP8:
+    if dtype in (*FP8, FILE):
         return "fp8"
     return "two_part" if two_part_fits(config.head_size) else "float32"
 
@@ -74,7 +75,8 @@ def choose_products(
     counts. largest: the largest magnitude of every tensor.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
-    dtype = blocks[0].dtype
+    of_file = any(matrix.dtype == GGUF for matrix in matrices.values())
+    dtype = FILE if of_file else blocks[0].dtype
     found = possible_products(config, dtype)
     if found in ("float32", "16_bits"):
         return found, {}
@@ -83,7 +85,7 @@ def choose_products(
         return "float32", {}
 
     def norms(w: str, gamma: str) -> NDArray[Any]:
-        if dtype in FP8:  # only these have activations in float16, and need near bounds
+        if matrices[w].dtype in (*FP8, GGUF):  # float16 activations need near bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             return row_norms(matrices[w], vectors[gamma] if gamma else ones)
         factor = largest[gamma] if gamma else 1.0
@@ -91,6 +93,7 @@ def choose_products(
 
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if found == "fp8" else (LARGEST_BOUND, {})
+    by = {} if of_file else by
     fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # not of NaN
     return (found, bounds) if fit else ("float32", {})
 
@@ -130,7 +133,7 @@ def divided_weights(
 def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
     """Upper bounds of the norms of w's rows (N, K), with each column multiplied by gamma (K,).
 
-    w: FP8 on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with their scales.
+    w: FP8 or of GGUF on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with their scales.
     """
     squares = ROW_NORMS.bind((w, gamma)).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))

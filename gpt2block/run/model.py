@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.formats import FP8, Formats, itemsize
-from gpt2block.errors import InputError
+from gpt2block.config.formats import FILE, FP8, Formats, itemsize
+from gpt2block.cuda.kernels import GGUF
+from gpt2block.errors import Argument, InputError
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
+from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
@@ -25,16 +27,21 @@ Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout 
 Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
+FLOAT16 = float(np.finfo(np.float16).max)
 
 
 def weight_bytes(config: ModelConfig, formats: Formats) -> int:
-    """Bytes of a model's weights: matrices in their dtype, with scales for E4M3; others float32."""
+    """Bytes of a model's weights: matrices in their dtype, with scales for E4M3; others float32.
+
+    Of dtype "file" the least, that of Q4_0 and Q4_K.
+    """
     total = 0
+    least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
     for name, shape in model_shapes(config).items():
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += math.prod(shape) * itemsize(formats.dtype)
+        total += int(math.prod(shape) * least)
         if formats.dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
@@ -48,7 +55,7 @@ def stored_tensors(
         matrix = matrices.get(name)
         if matrix is None:
             yield name, on_host(vectors[name]), None
-        elif matrix.dtype in FP8:
+        elif matrix.dtype in (*FP8, GGUF):
             layout = matrix.layout
             values = matrix.dequantized()
             yield name, values if layout == "KN" else values.T, layout
@@ -86,13 +93,29 @@ class StoredModel(ABC):
                 self._vectors[name] = self._vector(array)
             else:
                 matrix = self._matrix(name, array, layout)
+                if matrix.dtype == GGUF:
+                    self._check_blocks(name, matrix.largest or 0.0)
                 largest[name] = matrix.largest or 0.0
                 self._matrices[name] = matrix
             del array  # before the next one is read
+        if self.formats.dtype == FILE and all(m.dtype != GGUF for m in self._matrices.values()):
+            raise InputError(
+                Argument("dtype"),
+                f" {FILE!r}: expected a GGUF file with matrices of {', '.join(TYPES)}, got none: use ",
+                Argument("dtype", "float16"),
+            )
         if not self.formats.allow_nonfinite:
             check_stream(self.config, largest)
         self._matrices.setdefault("lm_head", self._matrices["wte"])
         return largest
+
+    def _check_blocks(self, name: str, largest: float) -> None:
+        """Raise InputError for blocks that float16 cannot hold, which NaN in their scales is, too."""
+        if not largest <= FLOAT16 and not self.formats.allow_nonfinite:
+            raise InputError(
+                f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most {FLOAT16:.0f}, "
+                "as products have float16 weights (allow_nonfinite=True permits others)"
+            )
 
     @abstractmethod
     def _vector(self, array: NDArray[Any]) -> Any:

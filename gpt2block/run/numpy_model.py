@@ -34,6 +34,7 @@ from gpt2block.run.model import (
 )
 from gpt2block.run.numpy_machine import NumpyMachine, NumpySteps, apply
 from gpt2block.sampling import Sampling, choose
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits computed together for likelihoods
@@ -78,21 +79,26 @@ class NumpyModel(NumpySteps, StoredModel):
     def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
         super().__init__(config, formats, "cpu")
         self._store(tensors)
-        matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
+        matrices = {
+            name: matrix if isinstance(matrix, GgufMatrix) else matrix.dequantized()
+            for name, matrix in self._matrices.items()
+        }
         constants = architecture_of(config).constants(config, self._vectors)
-        self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
+        self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
 
     def _vector(self, array: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
 
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
         stored = self.formats
-        given = stored.dtype, layout, name, stored.allow_nonfinite
+        given = stored.matrix_dtype, layout, name, stored.allow_nonfinite
+        if isinstance(array, GgufMatrix):
+            return array
         return WeightMatrix.quantize(array, *given).widened()
 
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
-            dtype = self.formats.dtype if layout else "float32"
+            dtype = self.formats.matrix_dtype if layout else "float32"
             stored = FLOATS.get(dtype, np.float32)  # of FP8 the values
             read = array.astype(stored, copy=False).view()
             read.flags.writeable = False  # the model computes with these

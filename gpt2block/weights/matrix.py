@@ -125,6 +125,11 @@ class WeightMatrix(Composite):
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
     @property
+    def table(self) -> Any:
+        """What rows (N, K) are taken from, as table[ids]."""
+        return self.data
+
+    @property
     def K(self) -> int:  # noqa: N802
         """Inputs."""
         return int(self.data.shape[self.layout.index("K")])

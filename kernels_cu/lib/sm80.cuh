@@ -135,14 +135,20 @@ __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     return product;
 }
 
-__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+__device__ __forceinline__ unsigned add2_fp16(unsigned a, unsigned b) {
     unsigned sum;
-#if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a * 1 + b
-#else
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-#endif
     return sum;
+}
+
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+#if defined(STORAGE_BF16)
+    unsigned sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a * 1 + b
+    return sum;
+#else
+    return add2_fp16(a, b);
+#endif
 }
 
 // Bytes LOW and HIGH of `bytes`, each as the upper byte of a 16-bit value.

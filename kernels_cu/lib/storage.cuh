@@ -2,7 +2,8 @@
 //
 //   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
 //   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN, or with WEIGHT_TWO_PART
-//                     the parts of two-part numbers (lib/two_part.cuh), all high ones before the low ones
+//                     the parts of two-part numbers (lib/two_part.cuh), all high ones before the low ones, or with
+//                     WEIGHT_GGUF the bytes of blocks (lib/gguf.cuh)
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
 // W and KV can be different FP8 formats (lib/fp8.cuh). What is stored as KV is rounded to nearest even, and magnitudes
@@ -43,6 +44,9 @@ typedef FiniteE4M3 W;
 #elif defined(WEIGHT_TWO_PART)
 struct Part { unsigned short bits; };  // a float16
 typedef Part W;
+#elif defined(WEIGHT_GGUF)
+struct Byte { unsigned char bits; };
+typedef Byte W;
 #else
 typedef T W;
 #endif

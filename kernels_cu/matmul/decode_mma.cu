@@ -36,6 +36,25 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
+// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
+struct Column {
+    int n;
+    bool there;
+
+    __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
+        if constexpr (LM_ROPE) {
+            constexpr int D = LM_ROPE ? LM_ROPE : 2;
+            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
+            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
+            there = pair < N / 2;
+        }
+    }
+};
+
+#if defined(WEIGHT_GGUF)
+#include "matmul/decode_gguf.cuh"
+#endif
+
 typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS];  // of column g of each eight, and row t of TILE_ROWS
 
 // The sums of a split of a lane: of both terms of these rows.
@@ -71,21 +90,7 @@ __device__ __forceinline__ void each(const Totals& totals, Use use) {
     }
 }
 
-// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
-struct Column {
-    int n;
-    bool there;
-
-    __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
-        if constexpr (LM_ROPE) {
-            constexpr int D = LM_ROPE ? LM_ROPE : 2;
-            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
-            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
-            there = pair < N / 2;
-        }
-    }
-};
-
+#if !defined(WEIGHT_GGUF)
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
@@ -131,9 +136,10 @@ struct Weights {
         }
     }
 };
+#endif
 
 // A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
-template <typename End>
+template <typename Weights, typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
                                          const End& end, float* totals, int N) {
     constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
@@ -236,7 +242,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
 }
 
 // Warps that take LM_COLUMNS columns after the other, with all splits.
-template <typename End>
+template <typename Weights, typename End>
 __device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
                                              Input& input, const End& end, int N) {
     constexpr int ALL = order::units(LM_K);
@@ -279,6 +285,24 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
     }
 }
 
+template <typename Type>
+struct Kind {
+    typedef Type type;
+};
+
+// Calls use(kind) with the Kind of what reads the weights of a block's outputs.
+template <typename Use>
+__device__ __forceinline__ void with_weights(int N, Use use) {
+#if defined(WEIGHT_GGUF)
+    const int n = LM_LOOP ? 0 : Column(blockIdx.x * LM_COLUMNS, N).n;
+    if (GGUF_RANGES > 2 && n >= GGUF_FROM_2) use(Kind<Blocks<2>>{});
+    else if (GGUF_RANGES > 1 && n >= GGUF_FROM_1) use(Kind<Blocks<1>>{});
+    else use(Kind<Blocks<0>>{});
+#else
+    use(Kind<Weights>{});
+#endif
+}
+
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, float x_scale, const End& end, int N,
@@ -288,8 +312,11 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
-    else multiply(w, scale, bias, x_scale, input, end, totals, N);
+    with_weights(N, [&](auto kind) {
+        typedef typename decltype(kind)::type Weights;
+        if constexpr (LM_LOOP) multiply_all<Weights>(w, scale, bias, x_scale, input, end, N);
+        else multiply<Weights>(w, scale, bias, x_scale, input, end, totals, N);
+    });
 #else
     asm("trap;");
 #endif

@@ -45,6 +45,9 @@
 #ifndef LM_BLOCKS  // that an SM has room for
 #define LM_BLOCKS 1
 #endif
+#ifndef LM_BLOCK_SUMS  // whether blocks of w have minimums, by which sums of 32 values of x are multiplied
+#define LM_BLOCK_SUMS 0
+#endif
 
 constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
 constexpr int LENGTH = order::split_length(LM_K);                              // of a split
@@ -56,9 +59,10 @@ constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE a block has second c
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
-constexpr int PADDING = sizeof(W) == 1 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
+constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int SPLIT_BYTES = order::FLOATS ? 4 * LENGTH : order::TERMS * TERM;
-constexpr int PITCH = (SPLITS * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
+constexpr int CHUNKS = LENGTH / order::CHUNK, CHUNK_BYTES = LM_BLOCK_SUMS ? 8 * SPLITS * CHUNKS : 0;
+constexpr int PITCH = (SPLITS * SPLIT_BYTES + CHUNK_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
 // Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
@@ -100,6 +104,10 @@ struct Input {
     __device__ __forceinline__ char* values(int r, int split) const { return shared + r * PITCH + split * SPLIT_BYTES; }
     __device__ __forceinline__ float4* floats(int r, int k) const {
         return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
+    }
+    // The sums of both terms of a chunk of a row, by its number in all of K.
+    __device__ __forceinline__ float2* chunk_sum(int r, int chunk) const {
+        return reinterpret_cast<float2*>(values(r, SPLITS)) + chunk;
     }
     __device__ __forceinline__ float2* statistics(int r) const {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
@@ -259,8 +267,21 @@ struct Input {
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;
                 *reinterpret_cast<uint2*>(to + TERM) = low;
+                if constexpr (LM_BLOCK_SUMS) {
+                    const float2 sum = {sum_of_chunk(high), sum_of_chunk(low)};
+                    const int chunk = at(split, unit) / order::CHUNK;
+                    if (threadIdx.x % 8 == 0) *chunk_sum(r, chunk) = sum;
+                }
             }
         }
+    }
+
+    // The sum of the four values of each of eight lanes.
+    __device__ __forceinline__ static float sum_of_chunk(uint2 four) {
+        float v[2], w[2];
+        unpack2_fp16(four.x, v);
+        unpack2_fp16(four.y, w);
+        return lanes_sum<8>((v[0] + v[1]) + (w[0] + w[1]));
     }
 
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
@@ -284,5 +305,12 @@ struct Input {
         const char* from = values(r, unit / UNITS);
         if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
         else to.load(from + 2 * k, TERM);
+    }
+
+    // The same where a lane has four values of each half of a chunk.
+    __device__ __forceinline__ void get_halves(order::Rows& to, int i, int unit, int chunk) const {
+        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 8) % LM_ROWS;
+        const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * 4;
+        to.load_halves(values(r, unit / UNITS) + 2 * k, TERM);
     }
 };

@@ -14,6 +14,10 @@
 //           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
+// Weights in blocks of GGUF: a sub-block, 32 or 16 of K, is added in the tensor cores, from 0 on, of its codes alone;
+// its sum times the block's scale, and then its minimum times the sum of x in it, are added to the split outside of
+// them, of both terms by themselves.
+//
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
 // change a sum.
 //
@@ -49,7 +53,12 @@ constexpr bool TWO_PART = false;
 #endif
 constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // of the terms of x, if not tf32
 constexpr int PARTS = TWO_PART ? 2 : 1;     // of w in memory
-constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane loads
+#if defined(WEIGHT_GGUF)
+constexpr bool BLOCKS = true;               // of GGUF (matmul/decode_gguf.cuh)
+#else
+constexpr bool BLOCKS = false;
+#endif
+constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values of a column that a lane has of a chunk
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
 constexpr int STEPS = CHUNK / STEP;         // of a chunk
@@ -103,6 +112,8 @@ constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // of a lane, of a chun
 struct Columns {
     unsigned value[STEPS][4];
 
+    Columns() = default;
+
     // From the vectors of columns g and g + 8, or of the parts of column g. Of float weights, `first` is column g.
     __device__ __forceinline__ Columns(const uint4& first, const uint4& last) {
         const unsigned words[2][4] = {{first.x, first.y, first.z, first.w}, {last.x, last.y, last.z, last.w}};
@@ -137,6 +148,16 @@ struct Rows {
         for (int s = 0; s < STEPS; s += 2) {  // 16 bytes are two steps
             const uint4 v = from[s / 2];
             value[s][0] = v.x, value[s][1] = v.y, value[s + 1][0] = v.z, value[s + 1][1] = v.w;
+        }
+    }
+
+    // The same of blocks with halves, whose lanes have four values of each step.
+    __device__ __forceinline__ void load_halves(const char* high, int distance) {
+        const char* from = high + threadIdx.x / 4 % 2 * distance;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const uint2 v = *reinterpret_cast<const uint2*>(from + 32 * s);
+            value[s][0] = v.x, value[s][1] = v.y;
         }
     }
 

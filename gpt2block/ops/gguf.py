@@ -1,0 +1,89 @@
+"""Rows of a `GgufMatrix` as numbers: gguf/rows.cu, for products of prompts and for embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import Any
+
+from gpt2block.checks import LARGEST_COUNT
+from gpt2block.cuda.kernels import GGUF, Defines, Geometry, float_define, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.ops._rows import WARP
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Unfit, variant
+from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
+
+FILE = "gguf/rows.cu"
+WARPS = 8  # of a block of gguf_widen
+
+
+def range_defines(w: GgufMatrix) -> Defines:
+    """The constants of matmul/decode_gguf.cuh."""
+    found: list[tuple[str, int]] = [("GGUF_RANGES", len(w.ranges))]
+    begin = 0
+    for i, (name, n) in enumerate(w.ranges):
+        found.append((f"GGUF_TYPE_{i}", TYPES[name].number))
+        if i:
+            found.append((f"GGUF_FROM_{i}", begin))
+        begin += n
+    return (*found, ("LM_BLOCK_SUMS", int(has_minimums(w))))
+
+
+def has_minimums(w: GgufMatrix) -> bool:
+    """Whether products need sums of x."""
+    return any(TYPES[name].minimum for name, _ in w.ranges)
+
+
+def bounds(w: GgufMatrix) -> tuple[int, ...]:
+    """The first outputs of all ranges but the first one."""
+    return tuple(sum(n for _, n in w.ranges[:i]) for i in range(1, len(w.ranges)))
+
+
+def _of_ranges(
+    w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
+) -> Iterator[Launch]:
+    """Launches for each range, of its bytes, its constants, its first row and its rows."""
+    begin, row = 0, 0
+    for (name, n), size in zip(w.ranges, range_bytes(w.ranges, w.K), strict=True):
+        defines = (("GGUF_TYPE", TYPES[name].number),)
+        yield launch(w.data[begin : begin + size], defines, row, n)
+        begin, row = begin + size, row + n
+
+
+@variant("gguf", FILE, "gguf_widen")
+def widen(c: Call) -> tuple[Launch, ...]:
+    """w as float16 (N, K) in `out`."""
+
+    def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
+        grid = ceil(c.K / UNIT), ceil(rows / (OCTET * WARPS))
+        geometry = Geometry("gguf_widen", grid, (WARP * WARPS,), defines=defines)
+        return launch_at(FILE, geometry, (data, c.out, c.K, begin, rows), "float16", GGUF)
+
+    return tuple(_of_ranges(c.w, of_range))
+
+
+@variant("gguf", FILE, "gguf_row_norms")
+def row_norms(c: Call) -> tuple[Launch, ...]:
+    """Sums of squares of the rows of w times gamma in `squares`."""
+
+    def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
+        geometry = Geometry("gguf_row_norms", (ceil(rows / OCTET),), (WARP,), defines=defines)
+        args = data, c.gamma, c.squares, c.K, begin, rows
+        return launch_at(FILE, geometry, args, "float16", GGUF)
+
+    return tuple(_of_ranges(c.w, of_range))
+
+
+@variant("gguf", FILE, "gguf_encoder_rows")
+def encoder_rows(c: Call) -> Launch:
+    """The rows `ids` of wte, which has one type, as in `encoder_rows`."""
+    if len(c.wte.ranges) != 1:
+        raise Unfit(f"wte: expected one type, got {c.wte.ranges}")
+    defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
+    defines += float_define("GGUF_FACTOR", c.factor, 1.0)
+    grid = ceil(c.N / OCTET), ceil(c.C / UNIT)
+    geometry = Geometry("gguf_encoder_rows", grid, (WARP,), defines=defines)
+    n_ctx = LARGEST_COUNT if c.wpe is None else c.P
+    args = (c.ids, c.positions, c.wte.data, c.wpe, c.out, c.N, c.C, c.V, n_ctx)
+    return launch_at(FILE, geometry, args, "float16", GGUF)

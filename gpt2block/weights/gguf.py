@@ -1,0 +1,342 @@
+"""Weight matrices that stay as a GGUF file has them, in blocks of few bits: `GgufMatrix`.
+
+A block has 32 weights, or 256 in sub-blocks, each an integer code of 4 to 8 bits, with a scale and,
+for some types, a minimum. Kernels read the same bytes in another order, which
+kernels_cu/lib/gguf.cuh draws: eight rows by 128 inputs are a tile in which a lane of a warp finds
+its codes next to each other.
+
+Source of the types: ggml's quantized types, as the package `gguf` describes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.cuda.kernels import GGUF
+from gpt2block.errors import InputError
+from gpt2block.weights.matrix import WeightMatrix, on_host
+
+OCTET, UNIT = 8, 128  # rows and inputs of a tile
+LANES = 4  # of a row of a tile
+AT_ONCE = 2**20  # weights that are decoded together
+SHIFTS = np.arange(8, dtype=np.uint8)
+
+
+class BlockType(NamedTuple):
+    """A type of GGUF. A weight is scale * (code - offset) - minimum."""
+
+    number: int  # in kernels_cu/lib/gguf.cuh
+    size: int  # weights of a block
+    nbytes: int  # of a block
+    bits: int  # of a code
+    offset: int
+    minimum: bool
+    of_scales: int  # bytes of a row of a tile, or of 256 of its weights
+
+    @property
+    def units(self) -> int:
+        """Tiles that share scales."""
+        return 2 if self.size == 2 * UNIT else 1
+
+    @property
+    def tile(self) -> int:
+        """Bytes of the tiles that share scales, with these."""
+        return OCTET * (self.units * UNIT * self.bits // 8 + self.of_scales)
+
+    def row_bytes(self, K: int) -> int:
+        """Bytes of eight rows of K inputs."""
+        return ceil(K / (self.units * UNIT)) * self.tile
+
+
+TYPES: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(1, 32, 18, 4, 8, False, 8),
+    "Q4_1": BlockType(2, 32, 20, 4, 0, True, 16),
+    "Q5_0": BlockType(3, 32, 22, 5, 16, False, 8),
+    "Q5_1": BlockType(4, 32, 24, 5, 0, True, 16),
+    "Q8_0": BlockType(5, 32, 34, 8, 128, False, 8),
+    "Q4_K": BlockType(6, 256, 144, 4, 0, True, 16),
+    "Q5_K": BlockType(7, 256, 176, 5, 0, True, 16),
+    "Q6_K": BlockType(8, 256, 210, 6, 32, False, 18),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GgufMatrix(WeightMatrix):
+    """A weight matrix (K, N) in blocks of GGUF, layout "NK".
+
+    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: the types of the outputs, and
+    the number of outputs that have each. inputs: K. It is read by products as x @ matrix, and by
+    rows as matrix[ids], which decode some rows at a time.
+    """
+
+    __array_ufunc__ = None  # x @ matrix is __rmatmul__
+
+    ranges: tuple[tuple[str, int], ...] = ()
+    inputs: int = 0
+
+    def __post_init__(self) -> None:
+        expected = sum(range_bytes(self.ranges, self.inputs))
+        if self.data.shape != (expected,) or self.data.dtype != np.uint8:
+            raise InputError(
+                f"weights: expected {expected:,} bytes for {self.ranges} of {self.inputs} inputs, "
+                f"got {self.data.dtype} {self.data.shape}"
+            )
+
+    @classmethod
+    def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
+        """The matrix of these outputs: types and bytes of rows, uint8 (N, bytes of a row)."""
+        merged: list[tuple[str, Any]] = []
+        for name, raw in blocks:
+            if merged and merged[-1][0] == name:
+                joined = np.concatenate([merged[-1][1], raw])
+                merged[-1] = name, joined
+            else:
+                merged.append((name, raw))
+        packed = [pack(raw, name, K) for name, raw in merged]
+        data = packed[0] if len(packed) == 1 else np.concatenate(packed)
+        ranges = tuple((name, len(raw)) for name, raw in merged)
+        largest = max(_largest(each, name, K) for each, (name, _) in zip(packed, merged, strict=True))
+        return cls(data, GGUF, None, "NK", largest, ranges, K)
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        return self.inputs
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        return sum(n for _, n in self.ranges)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N), as an array of the weights has it."""
+        return self.K, self.N
+
+    def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """The first output and the weights (n, K) of some outputs at a time."""
+        rows = max(1, AT_ONCE // (OCTET * self.K)) * OCTET
+        begin, n = 0, 0
+        for (name, count), size in zip(
+            self.ranges, range_bytes(self.ranges, self.inputs), strict=True
+        ):
+            each = TYPES[name].row_bytes(self.K) // OCTET
+            for first in range(0, count, rows):
+                some = min(rows, count - first)
+                end = begin + each * (first + ceil(some / OCTET) * OCTET)
+                piece = on_host(self.data[begin + each * first : end])
+                yield n + first, unpack(piece, name, self.K)[:some]
+            begin, n = begin + size, n + count
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """The weights as NumPy float32 (K, N)."""
+        whole = np.empty((self.N, self.K), np.float32)
+        for n, piece in self.pieces():
+            whole[n : n + len(piece)] = piece
+        return whole.T
+
+    def widened(self) -> WeightMatrix:
+        return self
+
+    def __rmatmul__(self, x: NDArray[Any]) -> NDArray[Any]:
+        """x (..., K) @ weights."""
+        out = np.empty((*x.shape[:-1], self.N), np.result_type(x.dtype, np.float32))
+        for n, piece in self.pieces():
+            out[..., n : n + len(piece)] = x @ piece.T
+        return out
+
+    @property
+    def table(self) -> GgufMatrix:
+        return self
+
+    def __len__(self) -> int:
+        return self.N
+
+    def __getitem__(self, ids: NDArray[Any]) -> NDArray[np.float32]:
+        """The weights of these outputs, ids.shape + (K,)."""
+        flat = ids.ravel()
+        out = np.empty((len(flat), self.K), np.float32)
+        begin, n = 0, 0
+        for (name, count), size in zip(
+            self.ranges, range_bytes(self.ranges, self.inputs), strict=True
+        ):
+            octets = self.data[begin : begin + size].reshape(-1, TYPES[name].row_bytes(self.K))
+            here = np.flatnonzero((flat >= n) & (flat < n + count))
+            of_range = flat[here] - n
+            chosen = unpack(on_host(octets[of_range // OCTET]).ravel(), name, self.K)
+            out[here] = chosen.reshape(-1, OCTET, self.K)[np.arange(len(here)), of_range % OCTET]
+            begin, n = begin + size, n + count
+        return out.reshape(*ids.shape, self.K)
+
+    def __repr__(self) -> str:
+        types = ", ".join(f"{name} of {n}" for name, n in self.ranges)
+        return f"GgufMatrix(K={self.K}, N={self.N}, {types}, {self.nbytes:,} bytes)"
+
+
+def range_bytes(ranges: tuple[tuple[str, int], ...], K: int) -> list[int]:
+    """Bytes of each range."""
+    return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
+
+
+def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
+    """An upper bound of the magnitudes of the weights of octets of rows; NaN if a scale is."""
+    kind = TYPES[name]
+    scale, minimum = _scales(data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile), kind)
+    of_codes = np.abs(scale) * np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
+    return float((of_codes + np.abs(minimum) if kind.minimum else of_codes).max())
+
+
+def pack(raw: Any, name: str, K: int) -> Any:
+    """Rows of blocks as a file has them, uint8 (N, bytes of a row), in the order of the kernels."""
+    kind = TYPES[name]
+    O, blocks = ceil(len(raw) / OCTET), K // kind.size  # noqa: E741
+    G = ceil(K / (kind.units * UNIT))
+    whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
+    whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
+    codes, scales = _codes_and_scales(whole, name)
+    # octet, tiles that share scales, tile, row, chunk of 32, lane, its eight codes
+    codes = codes.reshape(O, OCTET, G, kind.units, 4, *((2, 4, 4) if kind.size == 256 else (4, 8)))
+    if kind.size == 256 and kind.bits == 6:
+        codes = codes.transpose(0, 2, 3, 1, 4, 6, 5, 7).reshape(O, G, kind.units, OCTET, 4, 4, 8)
+    elif kind.size == 256:
+        codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, 8).transpose(0, 2, 3, 1, 4, 5, 6)
+    else:
+        codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
+    scales = scales.reshape(O, OCTET, G, -1).transpose(0, 2, 1, 3)
+    if kind.bits == 6:
+        parts = [scales[..., :16].reshape(O, G, -1), scales[..., 16:].reshape(O, G, -1)]
+    else:
+        parts = [scales.reshape(O, G, -1)]
+    planes = [plane.reshape(O, G, -1) for plane in _planes(codes, kind)]
+    return np.concatenate([*planes, *parts], axis=-1).ravel()
+
+
+def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
+    """Codes (N, blocks, size) of blocks (N, blocks, bytes), and the bytes of their scales."""
+    kind = TYPES[name]
+    shifts = SHIFTS
+    if name == "Q8_0":
+        return b[..., 2:] ^ 128, b[..., :2]
+    if kind.size == 32:
+        own = 4 if kind.minimum else 2
+        high = 4 * (kind.bits == 5)
+        low = b[..., own + high :]
+        codes = np.concatenate([low & 15, low >> 4], axis=-1)
+        if high:
+            bits = b[..., own : own + 4, None] >> shifts & 1
+            codes |= bits.reshape(codes.shape) << 4
+        return codes, b[..., :own]
+    if name == "Q6_K":
+        low = b[..., :128].reshape(*b.shape[:2], 2, 2, 32)
+        high = b[..., 128:192].reshape(*b.shape[:2], 2, 1, 32)
+        four = np.concatenate([low & 15, low >> 4], axis=-2)
+        codes = four | (high >> shifts[:4, None] * 2 & 3) << 4
+        return codes.reshape(*b.shape[:2], 256), b[..., 192:]
+    of_high = 32 * (kind.bits == 5)
+    low = b[..., 16 + of_high :].reshape(*b.shape[:2], 4, 1, 32)
+    codes = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*b.shape[:2], 8, 32)
+    if of_high:
+        codes |= (b[..., None, 16:48] >> shifts[:, None] & 1) << 4
+    s, m = b[..., 4:8], b[..., 8:12]
+    both = b[..., 12:16]
+    scale = np.concatenate([s & 63, both & 15 | s >> 6 << 4], axis=-1)
+    least = np.concatenate([m & 63, both >> 4 | m >> 6 << 4], axis=-1)
+    parts = [b[..., :4]]
+    parts += [each[..., ::2] & 15 | (each[..., 1::2] & 15) << 4 for each in (scale, least)]
+    for each in (scale >> 4, least >> 4):
+        fours = each.reshape(*each.shape[:-1], 2, 4) << shifts[:4] * 2
+        parts.append(fours[..., 0] | fours[..., 1] | fours[..., 2] | fours[..., 3])
+    return codes.reshape(*b.shape[:2], 256), np.concatenate(parts, axis=-1)
+
+
+def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
+    """The bytes of codes (O, G, units, 8, chunk, lane, 8): the low bits of all, then the high ones.
+
+    Pairs of codes 2j and 2j + 1 are 16 bits apart in a word, their low bits at 4j.
+    """
+    lanes = codes.swapaxes(-3, -2)  # O, G, units, row, lane, chunk, 8
+    if kind.bits == 8:
+        halves = lanes.reshape(*lanes.shape[:-2], 2, 2, 8)  # vectors of two chunks
+        yield halves.transpose(0, 1, 2, 5, 3, 4, 6, 7)
+        return
+    first, second = [0, 4, 1, 5], [2, 6, 3, 7]
+    yield lanes[..., first] & 15 | (lanes[..., second] & 15) << 4
+    high = lanes >> 4
+    if kind.bits == 5:  # bit c of each four is that of chunk c
+        bits = high << SHIFTS[:4, None]
+        bits = bits[..., 0, :] | bits[..., 1, :] | bits[..., 2, :] | bits[..., 3, :]
+        yield bits[..., first] | bits[..., second] << 4
+    if kind.bits == 6:
+        twos = high.reshape(*high.shape[:-2], 2, 2, 8)
+        bits = twos[..., 0, :] | twos[..., 1, :] << 2
+        yield bits[..., first] | bits[..., second] << 4
+
+
+def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
+    """The weights (rows, K) of whole octets of rows, from their bytes."""
+    kind = TYPES[name]
+    G = ceil(K / (kind.units * UNIT))
+    tiles = data.reshape(-1, G, kind.tile)
+    O = len(tiles)  # noqa: E741
+    low = kind.units * OCTET * UNIT * min(kind.bits, 4) // 8
+    codes = _codes(tiles, kind, low * (1 + (kind.bits == 8)))
+    scale, minimum = _scales(tiles, kind)  # O, G, row, sub-blocks
+    by = scale.shape[-1]
+    values = codes.reshape(O, G, OCTET, by, -1).astype(np.float32) - np.float32(kind.offset)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= scale[..., None]
+        if kind.minimum:
+            values -= minimum[..., None]
+    return values.transpose(0, 2, 1, 3, 4).reshape(O * OCTET, -1)[:, :K]
+
+
+def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> NDArray[np.uint8]:
+    """Codes (O, G, row, inputs)."""
+    O, G = tiles.shape[:2]  # noqa: E741
+    shape = O, G, kind.units, OCTET, LANES
+    if kind.bits == 8:
+        lanes = tiles[..., :low].reshape(O, G, 1, 2, OCTET, LANES, 2, 8)
+        lanes = lanes.transpose(0, 1, 2, 4, 5, 3, 6, 7).reshape(*shape, 4, 8)
+    else:
+        words = tiles[..., :low].reshape(*shape, 4, 4)
+        lanes = np.empty((*shape, 4, 8), np.uint8)
+        lanes[..., [0, 4, 1, 5]], lanes[..., [2, 6, 3, 7]] = words & 15, words >> 4
+    if kind.bits in (5, 6):
+        size = OCTET * UNIT * (kind.bits - 4) // 8 * kind.units
+        bits = tiles[..., low : low + size].reshape(*shape, -1, 4)
+        high = np.empty((*bits.shape[:-1], 8), np.uint8)
+        high[..., [0, 4, 1, 5]], high[..., [2, 6, 3, 7]] = bits & 15, bits >> 4
+        each = kind.bits - 4
+        shifts = each * SHIFTS[: 4 // each, None]
+        high = high[..., None, :] >> shifts & (1 << each) - 1
+        lanes |= high.reshape(lanes.shape) << 4
+    chunks = lanes.swapaxes(-3, -2)  # O, G, units, row, chunk, lane, 8
+    if kind.bits == 6:
+        chunks = chunks.reshape(*chunks.shape[:-1], 2, 4).swapaxes(-3, -2)
+    return chunks.reshape(O, G, kind.units, OCTET, UNIT).swapaxes(2, 3)
+
+
+def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
+    """Scales and minimums (O, G, row, sub-blocks) in float32."""
+    O, G = tiles.shape[:2]  # noqa: E741
+    rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
+    if kind.bits == 6:
+        s = rest[..., :128].view(np.int8).reshape(O, G, OCTET, 16).astype(np.float32)
+        d = np.ascontiguousarray(rest[..., 128:]).view(np.float16).astype(np.float32)
+        return s * d[..., None], None
+    if kind.size == 32:
+        halves = rest.view(np.float16).reshape(O, G, OCTET, 4, -1).astype(np.float32)
+        return halves[..., 0], -halves[..., -1]
+    words = rest.reshape(O, G, OCTET, 16)
+    d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
+    found = []
+    for at in (0, 1):
+        nibbles = words[..., 4 + 4 * at : 8 + 4 * at, None] >> SHIFTS[[0, 4]] & 15
+        twos = words[..., 12 + 2 * at : 14 + 2 * at, None] >> SHIFTS[:4] * 2 & 3
+        six = nibbles.reshape(O, G, OCTET, 8) | twos.reshape(O, G, OCTET, 8) << 4
+        found.append(d[..., at, None] * six.astype(np.float32))
+    return found[0], found[1]
