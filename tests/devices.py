@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ from gpt2block import cuda, emulator
 from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import kernels, requests
 from gpt2block.emulator import ShimError, Source, loader
+from gpt2block.ops.log_likelihood import choose_geometry as of_likelihood
+from gpt2block.ops.sample_token import choose_geometry as of_token
+from gpt2block.ops.top_logprobs import choose_geometry as of_top
+from gpt2block.run import recording
+from gpt2block.weights import conversions
 
 Array = NDArray[Any]
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
@@ -36,6 +42,7 @@ on_one_order = pytest.mark.parametrize("where", [ORDERS[-1], GPU])
 on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
 on_one_of_each = pytest.mark.parametrize("where", ["numpy", ORDERS[-1], GPU])
 H200 = 132  # multiprocessors
+FEW_THREADS = 64
 
 
 def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
@@ -69,23 +76,38 @@ def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorat
 
 
 @contextmanager
-def running_on(name: str, multiprocessors: int = 4) -> Iterator[Any]:
+def quick(small_blocks: bool) -> Iterator[None]:
+    """What takes the emulator long and changes no bit: see `running_on`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "RUNS", 1)
+        if small_blocks:
+            patch.setattr(conversions, "ABSMAX_BLOCK", FEW_THREADS)
+            for choose in (of_likelihood, of_token, of_top):
+                few = partial(choose, threads=FEW_THREADS)
+                patch.setitem(choose.__globals__, "choose_geometry", few)
+        yield
+
+
+@contextmanager
+def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True) -> Iterator[Any]:
     """CuPy, or its stand-in with a thread order by name; skips where g++ is missing.
 
-    multiprocessors: of the emulated device.
+    multiprocessors: of the emulated device. small_blocks: of kernels of one row, which have 512 or
+    1024 threads for the rows of large models; tests of the operations show that their bits do not
+    depend on it. The emulator runs a step that is timed alone once.
     """
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
     context: AbstractContextManager[Any] = (
         nullcontext() if name == "gpu" else emulator.emulated(name, multiprocessors)  # type: ignore[arg-type]
     )
-    with context:
+    with context, nullcontext() if name == "gpu" else quick(small_blocks):
         yield cuda.cupy
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with running_on(request.param) as cupy:
+    with running_on(request.param, small_blocks=False) as cupy:
         yield cupy
 
 
@@ -115,7 +137,7 @@ def outputs(
     operation runs twice and must give the same bits.
     """
     runs = []
-    with running_on(where, multiprocessors) as cupy:
+    with running_on(where, multiprocessors, small_blocks=False) as cupy:
         for _ in range(2 if where == "gpu" else 1):
             arrays: list[Any] = [a if a is None else cupy.asarray(a) for a in inputs]
             to = arrays[0] if out is None else cupy.asarray(out)

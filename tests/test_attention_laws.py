@@ -109,7 +109,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         return
     for part in filter(lambda part: part.stop > part.start, parts(lengths)):
         T = part.stop - part.start
-        if where != "gpu" and T not in (1, 16, 17, 70, 135):
+        if where != "gpu" and T not in (1, 16, 17, 70):
             continue
         alone = kernel(cp, qkv[part], [T], heads, causal)
         assert_same_bits(alone, got[part])
@@ -277,7 +277,7 @@ def test_scores_of_any_size(
     """In the hundreds and thousands, where exp of anything but score - max is inf; largest ones
     that grow and fall from tile to tile, or are far below the zero of others.
     """
-    T = 600 if where == "gpu" and kernel.dtype == np.float32 else 200
+    T = (600 if kernel.dtype == np.float32 else 200) if where == "gpu" else 140
     alone = (1, 1, heads[2])
     for ramp in (np.linspace(0.1, 40, T), np.linspace(40, 0.1, T), np.linspace(-24, 24, T), 30):
         qkv = kernel.made(T, alone)

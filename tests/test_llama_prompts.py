@@ -72,7 +72,11 @@ def rms(error: Array) -> float:
     return float(np.sqrt(np.square(error).mean()))
 
 
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(
+    ("device", "head"),
+    [("emulator", 128), *(pytest.param("gpu", head, marks=GPU.marks) for head in (64, 128))],
+    indirect=["device"],
+)
 def test_two_parts_are_as_near_to_float64(
     device: None, head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from gpt2block.cuda import requests
 from gpt2block.generation.batching import Batch
 from gpt2block.run.cuda_start_up import PROMPTS, TOGETHER
 from gpt2block.run.model import Start
-from tests.devices import SOMEWHERE, running_on
+from tests.devices import GPU, running_on
 from tests.generating import Run
 from tests.test_decoding import TINY, model, random_prompts
 
@@ -55,8 +55,11 @@ def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
         assert set(requests._kernels) == known
 
 
-@pytest.mark.parametrize("where", ["cpu", *SOMEWHERE])
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(
+    ("where", "reuse"),
+    [("cpu", False), ("cpu", True), ("shuffled", True)]
+    + [pytest.param("gpu", reuse, marks=GPU.marks) for reuse in (False, True)],
+)
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
     """With NumPy there is nothing to prepare. Where prefixes are reused, the batch also guesses."""
     with nullcontext() if where == "cpu" else running_on(where):

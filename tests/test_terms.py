@@ -40,7 +40,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import devices, plain
 from tests.command_line import gpt2block
-from tests.devices import assert_same_bits, one_order
+from tests.devices import GPU, assert_same_bits, one_order
 from tests.outlines import decode, decode_sums
 
 Array = NDArray[Any]
@@ -110,8 +110,14 @@ def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
     return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
-@one_order
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *(("shuffled", dtype) for dtype in ("bfloat16", "float8_e4m3fn")),
+        *(pytest.param("gpu", d, marks=GPU.marks) for d in (*DTYPES, "float8_e4m3fn")),
+    ],
+    indirect=["device"],
+)
 def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
     (kind,) = terms_of(dtype, 19, {"w": (272, 50)})["w"]
@@ -147,9 +153,7 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
         assert_terms(made.run().get(), expected, kind)
 
 
-@pytest.mark.parametrize("K", [96, 264])
-@pytest.mark.parametrize("M", [17, 33, 64, 65, 200])
-@one_order
+@devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
 def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
     """The bits of the floats they are made of, of whichever kernel and in any batch."""
     N = 50
@@ -239,12 +243,14 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
         assert_terms(OPERAND.bind(inputs[:1], to_terms=order).run().get(), inputs[0].get(), order)
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
-@pytest.mark.parametrize(
-    ("n_head", "HS", "width"), [(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16)]
+@devices.combinations(
+    times=1,
+    shape=[(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16)],
+    kind=[*DTYPES, TWO_PART],
 )
-@one_order
-def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> None:
+def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
+    """Of heads, their channels, and the width of terms in the order of wgmma."""
+    n_head, HS, width = shape
     C, dtype = n_head * HS, DTYPES.get(kind, np.float32)
     k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(dtype)) for n in (1, 2))
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
@@ -291,8 +297,12 @@ def test_a_product_without_terms_gives_none(device: Any) -> None:
     assert_same_bits(got[:1], alone)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
-@one_order
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("shuffled", "float8_e4m3fn")]
+    + [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in ("float16", "float8_e4m3fn")],
+    indirect=["device"],
+)
 def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other bits than with two terms, the same ones alone, in any batch and of floats."""
     monkeypatch.setattr(cuda_model, "can_round", lambda dtype, inputs: False)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
+from gpt2block.cuda.kernels import FP8, GGUF, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode_mma.cu"
@@ -26,8 +26,8 @@ ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for an
 MOST_UNITS = 8  # of a split, with which that holds
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
+BLOCK_ROWS, BLOCK_COLUMNS = 8, 16  # of a block, with weights in blocks of GGUF
 BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with others
-CHUNK = 32  # of K, of which blocks with minimums need a sum
 TERMS = 2  # of x, of 16 bits
 
 
@@ -70,6 +70,8 @@ def layout(
 
     columns: of a block, those that are possible, the last one always.
     """
+    if dtype == GGUF:
+        return _of_blocks(M, N, K, sms, columns)
     if N >= MANY_COLUMNS:
         return _loop(M, N, K, dtype, sms)
     return _block(M, N, K, dtype, sms, columns)
@@ -112,6 +114,17 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     return MmaLayout(columns, flight, False, parts, 1 + room, rows)
 
 
+def _of_blocks(M: int, N: int, K: int, sms: int, possible: Sequence[int]) -> MmaLayout:
+    """A layout for weights in blocks of GGUF, which are unpacked for all rows of a block."""
+    rows, units = power_of_two(min(M, BLOCK_ROWS)), ceil(K / UNIT)
+    if N >= MANY_COLUMNS and len(possible) == len(COLUMNS):
+        return MmaLayout(OCTET, 2 - units % 2, True, 16, 1, rows)
+    parts, each = splits(K)
+    fitting = [n for n in possible if n <= BLOCK_COLUMNS]
+    columns = next((n for n in fitting if ceil(N / n) >= sms // 2), fitting[-1])
+    return MmaLayout(columns, min(each, 2 + (each > 4)), False, parts, 2, rows)
+
+
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
     """Whether an SM has registers for two blocks of 4 bytes a weight, one of the next kernel.
 
@@ -146,17 +159,17 @@ def geometry(
     most_shared: int = 232_448,
     terms: bool = False,
     columns: Sequence[int] = COLUMNS,
-    block_sums: bool = False,
+    block_terms: int = 0,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
     dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. columns: as for `layout`. block_sums: whether x has sums for blocks of GGUF.
-    cut: a layout instead of the one that `layout` chooses.
+    place of floats. columns: as for `layout`. block_terms: with blocks of GGUF the terms of
+    x. cut: a layout instead of the one of `layout`.
     """
     cut = cut or layout(M, N, K, dtype, sms, columns)
-    while (shared := shared_bytes(cut, K, dtype, norm, block_sums)) > most_shared:
+    while (shared := shared_bytes(cut, K, dtype, norm, block_terms)) > most_shared:
         if cut.rows == 1:
             return None
         cut = cut._replace(rows=cut.rows // 2)
@@ -177,14 +190,18 @@ def geometry(
 
 
 def shared_bytes(
-    cut: MmaLayout, K: int, dtype: str, norm: int, block_sums: bool = False
+    cut: MmaLayout,
+    K: int,
+    dtype: str,
+    norm: int,
+    block_terms: int = 0,
 ) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding
-    split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
-    split += 2 * FLOAT * each * UNIT // CHUNK if block_sums else 0
+    floats = dtype == "float32" or (norm == 1 and block_terms == 1)
+    split = FLOAT * each * UNIT if floats else (block_terms or TERMS) * term
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + (0, 8, FLOAT * parts)[norm]) + sums

@@ -16,6 +16,7 @@ from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
 
 FILE = "gguf/rows.cu"
 WARPS = 8  # of a block of gguf_widen
+CLUSTER_CAPABILITY = 90  # of the oldest GPU that has clusters
 
 
 def range_defines(w: GgufMatrix) -> Defines:
@@ -27,12 +28,7 @@ def range_defines(w: GgufMatrix) -> Defines:
         if i:
             found.append((f"GGUF_FROM_{i}", begin))
         begin += n
-    return (*found, ("LM_BLOCK_SUMS", int(has_minimums(w))))
-
-
-def has_minimums(w: GgufMatrix) -> bool:
-    """Whether products need sums of x."""
-    return any(TYPES[name].minimum for name, _ in w.ranges)
+    return tuple(found)
 
 
 def bounds(w: GgufMatrix) -> tuple[int, ...]:

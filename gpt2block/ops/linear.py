@@ -33,6 +33,7 @@ from gpt2block.cuda.kernels import GGUF, TWO_PART, Geometry, cache_dtype, launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
+from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
@@ -50,6 +51,7 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
+FEW_OF_BLOCKS = 8  # rows up to which mma is faster with blocks of GGUF
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
 # From here on variant hopper is faster, measured on an H200: N K for more than MANY_ROWS rows, and
 # for 17 or more; of a layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
@@ -138,11 +140,11 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
         )
     size = c.w.data.itemsize
-    blocks = isinstance(c.w, GgufMatrix)
+    in_blocks = isinstance(c.w, GgufMatrix)
     more: dict[str, Any] = {"terms": True} if c.terms else {}
-    if blocks:
+    if in_blocks:
         fitting = tuple(n for n in mma.COLUMNS if not any(at % n for at in gguf.bounds(c.w)))
-        more |= {"columns": fitting, "block_sums": gguf.has_minimums(c.w)}
+        more |= {"columns": fitting, "block_terms": 1 if c.rounded else mma.TERMS}
         if not fitting:
             raise Unfit(f"w: types from outputs {gguf.bounds(c.w)} on: expected multiples of 8")
     geometry: Geometry | None = module.geometry(
@@ -160,7 +162,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         )
     assert geometry is not None
     geometry = geometry.with_defines(count_define(c.rounded))
-    geometry = geometry.with_defines(gguf.range_defines(c.w) if blocks else ())
+    geometry = geometry.with_defines(gguf.range_defines(c.w) if in_blocks else ())
     if geometry.grid[1] > MAX_BLOCKS:
         raise Unfit(f"{c.M:,} rows: too many for this variant: use variant tiles")
     of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
@@ -198,9 +200,31 @@ def _check_sizes(c: Call) -> None:
         raise Unfit(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
+def _blocks(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
+    """A kernel of matmul/decode_gguf.cu; args: its last arguments."""
+    _check_sizes(c)
+    _on_tensor_cores(c)
+    found = blocks.geometry(
+        kernel,
+        *(c.M, c.N, c.K),
+        terms=1 if c.rounded else mma.TERMS,
+        bounds=gguf.bounds(c.w),
+        capability=compute_capability(),
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=_most_shared(),
+    )
+    if found is None:
+        raise Unfit(f"w: types from outputs {gguf.bounds(c.w)} on: expected multiples of 16")
+    check_address("w", c.w.data)
+    check_address("x", c.x)
+    found = found.with_defines((*count_define(c.rounded), *gguf.range_defines(c.w)))
+    args = (c.x, c.w.data, c.bias, *args)
+    return launch_at(blocks.FILE, found, args, *storage_of(c.w, c.T), c.kv_dtype)
+
+
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
-    if c.gamma is not None:
+    if c.gamma is not None or c.w.dtype == GGUF:
         raise Unfit(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
@@ -261,8 +285,20 @@ def _mma(c: Call) -> Launch:
     return _few_rows(mma, c, "linear_decode_mma", _ends(c))
 
 
+@variant("gguf", blocks.FILE, "linear_decode_gguf")
+def _linear_blocks(c: Call) -> Launch:
+    return _blocks(c, "linear_decode_gguf", (c.residual, c.out, c.M, c.N, int(c.gelu)))
+
+
+@variant("qkv_gguf", blocks.FILE, "qkv_decode_gguf")
+def _qkv_blocks(c: Call) -> Launch:
+    return _blocks(c, "qkv_decode_gguf", _cache_ends(c, c.M))
+
+
 @variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")
-def _mma_tiles(c: Call) -> Launch:
+def _mma_tiles(c: Call) -> Any:
+    if c.w.dtype == GGUF and c.gamma is None:
+        return _linear_blocks.launch(c)
     return _more_rows(c, "linear_decode_tiles", (stored_scale(c.to_terms), *_tile_ends(c)))
 
 
@@ -317,7 +353,9 @@ def _qkv_mma(c: Call) -> Launch:
 
 
 @variant("qkv_mma_tiles", mma_tiles.FILE, "qkv_decode_tiles")
-def _qkv_tiles(c: Call) -> Launch:
+def _qkv_tiles(c: Call) -> Any:
+    if c.w.dtype == GGUF and c.gamma is None:
+        return _qkv_blocks.launch(c)
     return _more_rows(c, "qkv_decode_tiles", _cache_ends(c, c.M, c.K))
 
 
@@ -348,7 +386,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     if c.terms and c.terms.width:
         return (by_wgmma,)
     if c.w.dtype == GGUF:
-        return (on_tensor_cores,)
+        return (*((more_rows,) if c.M > FEW_OF_BLOCKS else ()), on_tensor_cores)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
@@ -465,6 +503,7 @@ LINEAR_QKV = Operation(
     name="linear_qkv",
     variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
     options={"eps": 1e-5, "terms": None, "kv_dtype": None, "x_bound": None, "x_dtype": None},
+    parts=(_qkv_blocks,),
     prepare=_prepare_qkv,
 )
 
@@ -491,6 +530,7 @@ OPERATION = Operation(
         "x_dtype": None,
     },
     prepare=_prepare,
+    parts=(_linear_blocks,),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),

@@ -143,7 +143,7 @@ def described(array: Any) -> tuple[Shape, str]:
     if isinstance(array, TwoPartMatrix):
         return array.shape, TWO_PART
     if isinstance(array, WeightMatrix):
-        return array.data.shape, array.dtype
+        return array.stored_shape, array.dtype
     if isinstance(array, Stored):
         return array.shape, array.dtype
     return array.shape, dtype_name(array.dtype)

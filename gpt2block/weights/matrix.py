@@ -125,6 +125,11 @@ class WeightMatrix(Composite):
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
     @property
+    def stored_shape(self) -> tuple[int, int]:
+        """The axes in memory."""
+        return (self.K, self.N) if self.layout == "KN" else (self.N, self.K)
+
+    @property
     def table(self) -> Any:
         """What rows (N, K) are taken from, as table[ids]."""
         return self.data

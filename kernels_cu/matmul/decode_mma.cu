@@ -31,64 +31,15 @@
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
+#include "matmul/decode_totals.cuh"
 #include "matmul/decode_ends.cuh"
 #include "matmul/decode_turned.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
-struct Column {
-    int n;
-    bool there;
-
-    __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
-        if constexpr (LM_ROPE) {
-            constexpr int D = LM_ROPE ? LM_ROPE : 2;
-            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
-            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
-            there = pair < N / 2;
-        }
-    }
-};
-
 #if defined(WEIGHT_GGUF)
 #include "matmul/decode_gguf.cuh"
 #endif
-
-typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS];  // of column g of each eight, and row t of TILE_ROWS
-
-// The sums of a split of a lane: of both terms of these rows.
-struct Sums {
-    float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
-
-    // Adds the split to the totals.
-    __device__ __forceinline__ void add_to(Totals& totals) const {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-                for (int i = 0; i < order::TILE_OCTETS; ++i) {
-                    totals[tile][r][i] += order::joined(of[tile][r][2 * i], of[tile][r][2 * i + 1]);
-                }
-            }
-        }
-    }
-};
-
-// Calls use(column, row, total) for each of a lane; the columns are those of the warp.
-template <typename Use>
-__device__ __forceinline__ void each(const Totals& totals, Use use) {
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet) {
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-            const int column = 8 * octet + threadIdx.x % 32 / 4, row = order::TILE_ROWS * r + threadIdx.x % 4;
-            const float total = totals[octet / order::TILE_OCTETS][r][octet % order::TILE_OCTETS];
-            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
-        }
-    }
-}
 
 #if !defined(WEIGHT_GGUF)
 // The weights of a lane: LM_FLIGHT units of its columns.

@@ -36,7 +36,7 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_WARPS  // of a block, with LM_LOOP; else one for each split
+#ifndef LM_WARPS  // of a block, with LM_LOOP and LM_ALONE; else one for each split
 #define LM_WARPS 8
 #endif
 #ifndef LM_TERMS  // whether x has terms in the place of floats (lib/terms.cuh); not with LM_NORM
@@ -45,13 +45,13 @@
 #ifndef LM_BLOCKS  // that an SM has room for
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_BLOCK_SUMS  // whether blocks of w have minimums, by which sums of 32 values of x are multiplied
-#define LM_BLOCK_SUMS 0
+#ifndef LM_ALONE  // whether shared memory has one split at a time
+#define LM_ALONE 0
 #endif
 
 constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
 constexpr int LENGTH = order::split_length(LM_K);                              // of a split
-constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
+constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
@@ -60,9 +60,10 @@ constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
-constexpr int SPLIT_BYTES = order::FLOATS ? 4 * LENGTH : order::TERMS * TERM;
-constexpr int CHUNKS = LENGTH / order::CHUNK, CHUNK_BYTES = LM_BLOCK_SUMS ? 8 * SPLITS * CHUNKS : 0;
-constexpr int PITCH = (SPLITS * SPLIT_BYTES + CHUNK_BYTES + 127) / 128 * 128 + PADDING;
+constexpr int SPLIT_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits in shared memory
+constexpr int CHUNKS = LENGTH / order::CHUNK, CHUNK_BYTES = LM_ALONE ? 4 * order::TERMS * CHUNKS : 0;
+constexpr int PITCH = (KEPT * SPLIT_BYTES + CHUNK_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
 // Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
@@ -101,13 +102,15 @@ struct Input {
     static constexpr int BYTES = LM_ROWS * (PITCH + (LM_NORM == 2 ? 4 * SPLITS : LM_NORM ? 8 : 0));
 
     __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
-    __device__ __forceinline__ char* values(int r, int split) const { return shared + r * PITCH + split * SPLIT_BYTES; }
+    __device__ __forceinline__ char* values(int r, int split) const {
+        return shared + r * PITCH + (LM_ALONE ? 0 : split) * SPLIT_BYTES;
+    }
     __device__ __forceinline__ float4* floats(int r, int k) const {
         return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
     }
-    // The sums of both terms of a chunk of a row, by its number in all of K.
-    __device__ __forceinline__ float2* chunk_sum(int r, int chunk) const {
-        return reinterpret_cast<float2*>(values(r, SPLITS)) + chunk;
+    // With LM_ALONE: the sums of the terms of a chunk of a row, by its number in the split.
+    __device__ __forceinline__ float* chunk_sum(int r, int chunk) const {
+        return reinterpret_cast<float*>(shared + r * PITCH + SPLIT_BYTES) + order::TERMS * chunk;
     }
     __device__ __forceinline__ float2* statistics(int r) const {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
@@ -145,6 +148,17 @@ struct Input {
             for (int r = 0; r < LM_ROWS; ++r) put(r, split);
         }
         __syncwarp();
+    }
+
+    // The warps of a block bring a split together; barriers must precede and follow.
+    __device__ __forceinline__ void bring_split(int split) const {
+#pragma unroll 1
+        for (int first = threadIdx.x / 32; first < LM_ROWS; first += WARPS * BROUGHT) {
+#pragma unroll
+            for (int i = 0; i < BROUGHT; ++i) {
+                if (first + i * WARPS < LM_ROWS) put(first + i * WARPS, split);
+            }
+        }
     }
 
     // Four values of a row, with the sums that are added to them.
@@ -266,22 +280,9 @@ struct Input {
                 }
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;
-                *reinterpret_cast<uint2*>(to + TERM) = low;
-                if constexpr (LM_BLOCK_SUMS) {
-                    const float2 sum = {sum_of_chunk(high), sum_of_chunk(low)};
-                    const int chunk = at(split, unit) / order::CHUNK;
-                    if (threadIdx.x % 8 == 0) *chunk_sum(r, chunk) = sum;
-                }
+                if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
             }
         }
-    }
-
-    // The sum of the four values of each of eight lanes.
-    __device__ __forceinline__ static float sum_of_chunk(uint2 four) {
-        float v[2], w[2];
-        unpack2_fp16(four.x, v);
-        unpack2_fp16(four.y, w);
-        return lanes_sum<8>((v[0] + v[1]) + (w[0] + w[1]));
     }
 
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
@@ -300,7 +301,7 @@ struct Input {
 
     // A lane's part of a chunk of tile i of rows; rows after the last are copies. unit: of all of K.
     __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
-        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 8) % LM_ROWS;
+        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 4 / order::TERMS) % LM_ROWS;
         const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         const char* from = values(r, unit / UNITS);
         if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
@@ -309,7 +310,7 @@ struct Input {
 
     // The same where a lane has four values of each half of a chunk.
     __device__ __forceinline__ void get_halves(order::Rows& to, int i, int unit, int chunk) const {
-        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 8) % LM_ROWS;
+        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 4 / order::TERMS) % LM_ROWS;
         const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * 4;
         to.load_halves(values(r, unit / UNITS) + 2 * k, TERM);
     }

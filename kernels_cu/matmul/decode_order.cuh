@@ -23,7 +23,8 @@
 //
 // Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns. As A, w has 16 columns in a
 // tile, or 8 with both of their terms; x has 8 rows with both of theirs. As B, w has 8 columns, and x 4 rows with both
-// terms. Neither that nor the place of an output in its tile changes its bits. Lane 4 g + t has the values at t of rows
+// terms, or with blocks of GGUF and x in one term 8. Neither that nor the place of an output in its tile changes its
+// bits. Lane 4 g + t has the values at t of rows
 // g and g + 8 of A and of column g of B, and the sums
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
@@ -62,8 +63,8 @@ constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values of a column that a
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
 constexpr int STEPS = CHUNK / STEP;         // of a chunk
-constexpr int TERMS = 2;                    // of x, in an mma
-static_assert(TERM_COUNT == TERMS || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
+constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // of x, in an mma; the second one can be zero
+static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
 constexpr int UNIT = 128, MOST_SPLITS = 8;  // of K
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
@@ -143,7 +144,7 @@ struct Rows {
     // From the terms, at the lane's first value of the chunk: WIDTH values of 16 bits each, aligned to 16 bytes;
     // `distance` bytes from the high to the low ones.
     __device__ __forceinline__ void load(const char* high, int distance) {
-        const uint4* from = reinterpret_cast<const uint4*>(high + threadIdx.x / 4 % 2 * distance);
+        const uint4* from = reinterpret_cast<const uint4*>(high + threadIdx.x / 4 % TERMS * distance);
 #pragma unroll
         for (int s = 0; s < STEPS; s += 2) {  // 16 bytes are two steps
             const uint4 v = from[s / 2];
@@ -153,7 +154,7 @@ struct Rows {
 
     // The same of blocks with halves, whose lanes have four values of each step.
     __device__ __forceinline__ void load_halves(const char* high, int distance) {
-        const char* from = high + threadIdx.x / 4 % 2 * distance;
+        const char* from = high + threadIdx.x / 4 % TERMS * distance;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const uint2 v = *reinterpret_cast<const uint2*>(from + 32 * s);

@@ -1,0 +1,58 @@
+// The columns of a warp of matmul/decode_mma.cu and matmul/decode_gguf.cu, and their sums.
+#pragma once
+#include "matmul/decode_mma.cuh"
+
+// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
+struct Column {
+    int n;
+    bool there;
+
+    __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
+        if constexpr (LM_ROPE) {
+            constexpr int D = LM_ROPE ? LM_ROPE : 2;
+            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
+            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
+            there = pair < N / 2;
+        }
+    }
+};
+
+constexpr int LANE_ROWS = 2 / order::TERMS;  // rows of a tile of which a lane has sums: LANE_ROWS * t and the next ones
+
+typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // of column g of each eight
+
+// The sums of a split of a lane: of both terms of these rows.
+struct Sums {
+    float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
+
+    // Adds the split to the totals.
+    __device__ __forceinline__ void add_to(Totals& totals) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int i = 0; i < order::TILE_OCTETS * LANE_ROWS; ++i) {
+                    const float(&sum)[2 * order::TILE_OCTETS] = of[tile][r];
+                    totals[tile][r][i] += LANE_ROWS == 2 ? sum[i] : order::joined(sum[2 * i], sum[2 * i + 1]);
+                }
+            }
+        }
+    }
+};
+
+// Calls use(column, row, total) for each of a lane; the columns are those of the warp.
+template <typename Use>
+__device__ __forceinline__ void each(const Totals& totals, Use use) {
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+            const int r = i / LANE_ROWS, column = 8 * octet + threadIdx.x % 32 / 4;
+            const int row = order::TILE_ROWS * r + threadIdx.x % 4 * LANE_ROWS + i % LANE_ROWS;
+            const int at = octet % order::TILE_OCTETS * LANE_ROWS + i % LANE_ROWS;
+            const float total = totals[octet / order::TILE_OCTETS][r][at];
+            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
+        }
+    }
+}

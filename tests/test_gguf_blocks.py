@@ -1,0 +1,248 @@
+"""Weights that stay in the blocks of a GGUF file: their layout, products, rows and whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from fuzzing.gguf_writer import metadata_of, tensors_of, write
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+
+from gpt2block import (
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    LlamaConfig,
+    LlamaWeights,
+    from_pretrained,
+    ops,
+)
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.cuda import cupy
+from gpt2block.ops.gemm import WIDEN
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.to_fp8 import ROW_NORMS
+from gpt2block.weights.gguf import TYPES, GgufMatrix
+from gpt2block.weights.matrix import WeightMatrix
+from tests.devices import GPU, running_on
+
+LLAMA = LlamaConfig(
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_ff=512, n_ctx=96, vocab_size=101
+)
+GPT = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=96, vocab_size=101)
+SCALES = {  # bytes of a block that are float16 numbers
+    name: [(208, 210)] if name == "Q6_K" else [(0, 2), (2, 4)] if kind.minimum or kind.size == 256
+    else [(0, 2)]
+    for name, kind in TYPES.items()
+}  # fmt: skip
+MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
+K_OF = {32: 160, 256: 512}
+
+
+def random_blocks(
+    name: str, N: int, K: int, seed: int = 0, size: float = 0.01
+) -> NDArray[np.uint8]:
+    """Rows of valid blocks: random codes, scales of about this size."""
+    kind, rng = TYPES[name], np.random.default_rng(seed)
+    rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
+    for begin, end in SCALES[name]:
+        scale = rng.standard_normal(rows.shape[:2]) * size
+        rows[..., begin:end] = scale.astype(np.float16)[..., None].view(np.uint8)
+    return rows.reshape(N, -1)
+
+
+def matrix(*ranges: tuple[str, int], K: int, seed: int = 0) -> GgufMatrix:
+    return GgufMatrix.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("N", [1, 8, 13])
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_weights_are_those_that_the_package_decodes(name: str, N: int, blocks: int) -> None:
+    K = blocks * TYPES[name].size
+    raw = random_blocks(name, N, K)
+    packed = GgufMatrix.pack([(name, raw)], K)
+    expected = dequantize(raw, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(packed.dequantized(), expected.T)
+    ids = np.array([[0, N - 1], [N // 2, 0]])
+    np.testing.assert_array_equal(packed[ids], expected[ids])
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
+    np.testing.assert_allclose(x @ packed, x @ expected.T, rtol=1e-4, atol=1e-4)
+    assert packed.largest is not None
+    assert np.abs(expected).max() <= packed.largest <= 9 * np.abs(expected).max() + 1e-6
+
+
+def test_bytes_stay_those_of_the_file() -> None:
+    for name, kind in TYPES.items():
+        assert matrix((name, 64), K=1024).nbytes == 64 * 1024 // kind.size * kind.nbytes
+    assert matrix(*MIXED, K=512).ranges == MIXED
+
+
+ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
+
+
+@pytest.mark.parametrize(
+    ("where", "ranges", "rows"),
+    [
+        ("shuffled", MIXED, [1, 9]),
+        ("reverse", (("Q8_0", 19),), [1, 9]),
+        ("shuffled", (("Q5_1", 19),), [2]),
+        *(pytest.param("gpu", ((name, n),), ROWS, marks=GPU.marks)
+          for name in TYPES for n in (19, 1000, 20_000)),
+        pytest.param("gpu", MIXED, ROWS, marks=GPU.marks),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("x_dtype", [None, "float16"])
+def test_products_are_exact_and_the_same_in_any_batch(
+    where: str, ranges: tuple[tuple[str, int], ...], rows: list[int], x_dtype: str | None
+) -> None:
+    """The error against float64 is at most that which float16 weights have."""
+    K = K_OF[TYPES[ranges[0][0]].size]
+    with running_on(where):
+        w = matrix(*ranges, K=K)
+        given = w.mapped(cupy.asarray)
+        rng = np.random.default_rng(2)
+        x = rng.standard_normal((max(rows), K)).astype(x_dtype or np.float32).astype(np.float32)
+        bias = rng.standard_normal(w.N).astype(np.float32)
+        bias_there = cupy.asarray(bias)
+        options: dict[str, Any] = {"decoding": True, "x_dtype": x_dtype}
+
+        def product(matrix: Any, M: int) -> NDArray[Any]:
+            inputs = cupy.asarray(x[:M]), matrix, bias_there
+            found: NDArray[Any] = LINEAR.bind_on_device(inputs, **options).run().get()
+            return found
+
+        exact = x.astype(np.float64) @ w.dequantized() + bias
+        whole = product(given, max(rows))
+        for M in rows:
+            np.testing.assert_array_equal(product(given, M), whole[:M])
+        floats = WeightMatrix(cupy.asarray(w.dequantized().T.astype(np.float16)), "float16", layout="NK")
+        ours, theirs = (np.abs(each - exact).max() for each in (whole, product(floats, max(rows))))
+        assert ours <= theirs
+
+
+@pytest.mark.parametrize(
+    ("where", "ranges"),
+    [
+        ("shuffled", MIXED),
+        ("reverse", (("Q4_1", 19),)),
+        *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
+        pytest.param("gpu", MIXED, marks=GPU.marks),
+    ],
+)
+def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> None:
+    K = K_OF[TYPES[ranges[0][0]].size]
+    with running_on(where):
+        w = matrix(*ranges, K=K)
+        given, exact = w.mapped(cupy.asarray), w.dequantized().T
+        wide = WIDEN.bind_on_device((given, None)).run().get()
+        np.testing.assert_array_equal(wide, exact.astype(np.float16))
+        gamma = np.random.default_rng(3).standard_normal(K).astype(np.float32)
+        factors = cupy.asarray(gamma)
+        squares = ROW_NORMS.bind_on_device((given, factors)).run().get()
+        np.testing.assert_allclose(squares, ((exact * gamma) ** 2).sum(axis=1), rtol=1e-5)
+        ids = cupy.asarray(np.array([3, 0, w.N, 18, -1, 3, 5, 6, 7], np.int32))
+        positions = cupy.asarray(np.zeros(9, np.int32))
+        if len(ranges) > 1:
+            with pytest.raises(InputError, match="expected one type"):
+                ops.encoder_rows(ids, positions, given)
+            return
+        got = ops.encoder_rows(ids, positions, given, factor=2.0).get()
+        expected = np.full((9, K), np.nan, np.float32)
+        known = [0, 1, 3, 5, 6, 7, 8]
+        expected[known] = 2 * exact[ids.get()[known]]
+        np.testing.assert_array_equal(got, expected)
+
+
+def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
+    """A random model as GGUF; types: of matrices by a part of their names, "" for the others."""
+    kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
+    random: Any = kind_of.random(1, config)  # type: ignore[arg-type]
+    checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
+    tensors, kinds = tensors_of(checkpoint), {}
+    for at, (name, array) in enumerate(tensors.items()):
+        if array.ndim == 1 or "position" in name:
+            continue
+        kind = next((kind for part, kind in types.items() if part in name), types[""])
+        kinds[name] = kind
+        if kind in TYPES and TYPES[kind].size == 256:
+            tensors[name] = random_blocks(kind, *array.shape, at, 5e-5)
+        elif kind in TYPES:
+            tensors[name] = quantize(array, gguf.GGMLQuantizationType[kind])
+    return write(
+        folder / "m.gguf", metadata_of(checkpoint), tensors, lambda name: kinds.get(name, "F32")
+    )
+
+
+Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}
+MODELS: dict[str, tuple[Any, dict[str, str]]] = {
+    "Q4_K_M": (LLAMA, Q4_K_M),
+    "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "": "Q5_K"}),
+    "GPT-2 of Q5_0": (GPT, {"token_embd": "Q8_0", "": "Q5_0"}),
+    "Q4_1": (LLAMA, {"": "Q4_1"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numpy_computes_with_the_numbers_of_the_file(name: str, tmp_path: Path) -> None:
+    file = written(tmp_path, *MODELS[name])
+    ids = np.arange(40) * 7 % 101
+    kept, wide = (from_pretrained(file, "cpu", dtype) for dtype in ("file", "float32"))
+    assert kept.engine.nbytes < 0.45 * wide.engine.nbytes
+    np.testing.assert_allclose(kept(ids), wide(ids), rtol=0, atol=2e-3 * np.abs(wide(ids)).max())
+    for (_, array, _), (_, expected, _) in zip(kept.tensors(), wide.tensors(), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "kv_dtype"),
+    [
+        ("shuffled", "Q4_K_M", None),
+        ("shuffled", "GPT-2 of Q5_0", None),
+        *(pytest.param("gpu", name, kv, marks=GPU.marks)
+          for name in MODELS for kv in (None, "float8_e5m2")),
+    ],
+)  # fmt: skip
+def test_models_compute_with_the_numbers_of_the_file(
+    where: str, name: str, kv_dtype: str | None, tmp_path: Path
+) -> None:
+    """Prompts and decoding, alone and in a batch; next to float16 weights of the same numbers."""
+    file = written(tmp_path, *MODELS[name])
+    lengths = [5, 20] if where != "gpu" else [5, 33, 60, 1, 17]
+    prompts = [(np.arange(n) * 7 + n) % 101 for n in lengths]
+    given: dict[str, Any] = {"max_new_tokens": 4 if where != "gpu" else 20, "stop_ids": ()}
+    exact = from_pretrained(file, "cpu", "float32")
+    with running_on(where):
+        model = from_pretrained(file, "cuda", "file", kv_dtype=kv_dtype)
+        logits, expected = model(prompts[1]), exact(prompts[1])
+        bound = 6e-3 if kv_dtype is None else 0.15
+        assert np.abs(logits - expected).max() <= bound * np.abs(expected).max()
+        texts = model.generate(prompts, seed=3, top_logprobs=1, **given)
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert model.generate(prompt, seed=3, top_logprobs=1, **given).tokens == text.tokens
+        again = model.generate(prompts, seed=3, top_logprobs=1, rows_at_once=2, **given)
+        assert again == texts
+
+
+def test_a_file_without_blocks_is_refused(tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "other", GPT2Weights.random(0, GPT))
+    with pytest.raises(InputError, match="expected a GGUF file"):
+        from_pretrained(folder, "cpu", "file")
+    with pytest.raises(InputError, match="expected a GGUF file"):
+        from_pretrained(written(tmp_path, GPT, {"": "F16"}), "cpu", "file")
+
+
+def test_damaged_scales_are_refused_or_are_values(tmp_path: Path) -> None:
+    file = written(tmp_path, LLAMA, {"": "Q8_0"})
+    data = bytearray(file.read_bytes())
+    tensor = gguf.GGUFReader(file).tensors[-1]
+    data[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.nan).tobytes()
+    file.write_bytes(bytes(data))
+    with pytest.raises(InputError, match="blocks of magnitudes up to nan"):
+        from_pretrained(file, "cpu", "file")
+    model = from_pretrained(file, "cpu", "file", allow_nonfinite=True)
+    assert np.isnan(model(np.arange(3))).any()
