@@ -125,7 +125,9 @@ class Model(Generic[Weights]):
             )
         model = kind.__new__(kind)
         model._checkpoint = checkpoint
-        model._set_up(checkpoint.config, progress(checkpoint.tensors(formats.dtype == FILE)), device, formats)
+        model._set_up(
+            checkpoint.config, progress(checkpoint.tensors(formats.dtype == FILE)), device, formats
+        )
         return model
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.devices import device  # noqa: F401  (a fixture of every test)
+from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import context_problem
 
 PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"

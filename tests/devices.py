@@ -79,7 +79,7 @@ def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorat
 def quick(small_blocks: bool) -> Iterator[None]:
     """What takes the emulator long and changes no bit: see `running_on`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "RUNS", 1)
+        patch.setattr(recording, "RUNS", 2)
         if small_blocks:
             patch.setattr(conversions, "ABSMAX_BLOCK", FEW_THREADS)
             for choose in (of_likelihood, of_token, of_top):
@@ -94,7 +94,7 @@ def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True
 
     multiprocessors: of the emulated device. small_blocks: of kernels of one row, which have 512 or
     1024 threads for the rows of large models; tests of the operations show that their bits do not
-    depend on it. The emulator runs a step that is timed alone once.
+    depend on it. The emulator runs a step that is timed alone twice, the least.
     """
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
@@ -109,6 +109,13 @@ def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     with running_on(request.param, small_blocks=False) as cupy:
         yield cupy
+
+
+@pytest.fixture
+def small_blocks(device: Any) -> Iterator[None]:
+    """For tests of models on `device`: as in `running_on`."""
+    with quick(True) if cuda.replaced() else nullcontext():
+        yield
 
 
 def moved(host: NDArray[Any], offset: int) -> Any:

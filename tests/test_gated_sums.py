@@ -333,6 +333,7 @@ MODELS += [
 ]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("device", "config", "dtype"), MODELS, indirect=["device"])
 def test_a_model_has_the_bits_of_the_other_plan(
     device: Any, possible: None, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch

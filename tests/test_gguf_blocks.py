@@ -120,7 +120,9 @@ def test_products_are_exact_and_the_same_in_any_batch(
         whole = product(given, max(rows))
         for M in rows:
             np.testing.assert_array_equal(product(given, M), whole[:M])
-        floats = WeightMatrix(cupy.asarray(w.dequantized().T.astype(np.float16)), "float16", layout="NK")
+        floats = WeightMatrix(
+            cupy.asarray(w.dequantized().T.astype(np.float16)), "float16", layout="NK"
+        )
         ours, theirs = (np.abs(each - exact).max() for each in (whole, product(floats, max(rows))))
         assert ours <= theirs
 
@@ -161,7 +163,7 @@ def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> Non
 def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
     """A random model as GGUF; types: of matrices by a part of their names, "" for the others."""
     kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
-    random: Any = kind_of.random(1, config)  # type: ignore[arg-type]
+    random: Any = kind_of.random(1, config)
     checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
     tensors, kinds = tensors_of(checkpoint), {}
     for at, (name, array) in enumerate(tensors.items()):
@@ -170,7 +172,7 @@ def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
         kind = next((kind for part, kind in types.items() if part in name), types[""])
         kinds[name] = kind
         if kind in TYPES and TYPES[kind].size == 256:
-            tensors[name] = random_blocks(kind, *array.shape, at, 5e-5)
+            tensors[name] = random_blocks(kind, len(array), array.shape[1], at, 5e-5)
         elif kind in TYPES:
             tensors[name] = quantize(array, gguf.GGMLQuantizationType[kind])
     return write(

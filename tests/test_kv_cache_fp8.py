@@ -227,6 +227,7 @@ def off(got: Any, expected: Any) -> float:
     return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
 
 
+@pytest.mark.usefixtures("small_blocks")
 @on_devices(0, 4)
 def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: str) -> None:
     """A prompt at once, continued, and decoded token by token, alone and in a batch.
@@ -275,6 +276,7 @@ def test_numpy_in_one_call_and_in_several(name: str, dtype: str, kv_dtype: str) 
             np.testing.assert_array_equal(once_more, half)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @on_devices(3, of="llama")
 def test_tensor_cores_attend_to_rounded_rows(
     device: Any, name: str, dtype: str, kv_dtype: str
@@ -301,6 +303,7 @@ def test_tensor_cores_attend_to_rounded_rows(
                 np.testing.assert_array_equal(kept, rows[:, n * KV : (n + 1) * KV])
 
 
+@pytest.mark.usefixtures("small_blocks")
 @on_devices(0)
 def test_generation_and_score(device: Any, name: str, dtype: str, kv_dtype: str) -> None:
     ours, numpy = (made(name, dtype, kv_dtype, where) for where in ("cuda", "cpu"))
@@ -332,6 +335,7 @@ def test_attention_weights_are_those_of_rounded_keys(kv_dtype: str) -> None:
     assert np.abs(plain - expected).max() > 1e-4
 
 
+@pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_compare_shows_what_rounding_costs(device: Any) -> None:
     """The float64 pass has keys and values that are not rounded, as with a cache of 16 bits."""

@@ -262,6 +262,7 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
         assert_terms(made, floats, order)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_a_step_of_many_rows_in_float32(device: Any) -> None:
     """Terms give the logits of floats, and of a row alone."""
@@ -287,6 +288,7 @@ def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
         return sum("terms" in each.step.attrs for each in recorded), made
 
 
+@pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_a_product_without_terms_gives_none(device: Any) -> None:
     """Where 8 divides the channels of h and not those of x, only the second product takes terms."""
@@ -297,6 +299,7 @@ def test_a_product_without_terms_gives_none(device: Any) -> None:
     assert_same_bits(got[:1], alone)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [("shuffled", "float8_e4m3fn")]

@@ -24,7 +24,7 @@ import numpy as np
 
 from gpt2block import Llama
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.config.formats import DTYPES
+from gpt2block.config.formats import DTYPES, FILE
 from gpt2block.tokenizers import tokenizer
 
 WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens; rows that are computed together
@@ -72,7 +72,10 @@ def ours(ids: Any) -> Iterator[Row]:
     """A row for each dtype of weights, and one with an FP8 kv_cache."""
     rows = [row.tolist() for row in ids.reshape(-1, ROW)]
     starts = [row[:16] for row in rows]
-    for dtype, kv_dtype in (*((dtype, None) for dtype in DTYPES), ("float16", "float8_e4m3fn")):
+    for dtype, kv_dtype in (
+        *((dtype, None) for dtype in (*DTYPES, FILE)),
+        ("float16", "float8_e4m3fn"),
+    ):
         model = Llama.from_pretrained("smollm2", "cuda", dtype, kv_dtype=kv_dtype)
 
         def generate(count: int, new: int, model: Llama = model) -> Any:

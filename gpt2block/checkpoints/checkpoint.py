@@ -137,6 +137,11 @@ class Checkpoint:
         """The size in bytes of all stored tensors of the model."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    @property
+    def nbytes_in_blocks(self) -> int:
+        """Bytes of a model that keeps the blocks of its file; 0 where it has none to keep."""
+        return gguf_types.bytes_in_blocks(self.stored.values())
+
     def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:
         """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.stored import DTYPES, Stored
 from gpt2block.errors import CheckpointError, require
-from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix
+from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix, range_bytes
 
 _DECODED_AT_ONCE = 2**20  # numbers
+FLOAT, NARROW = 4, 2  # bytes of numbers next to blocks: of vectors, and of other matrices
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
                               "BF16": "bfloat16"}  # fmt: skip
 
@@ -92,7 +95,6 @@ class Encoded(Stored):
                     values = pairs.swapaxes(1, 2).reshape(piece.shape)
                 piece[...] = values - self.added if self.added else values
 
-
     def read_blocks(self) -> NDArray[np.uint8]:
         """The bytes of the rows (N, bytes of a row), in the order of a model's. CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
@@ -106,21 +108,39 @@ class Encoded(Stored):
         if not self.heads:
             return rows
         pairs = rows.reshape(self.heads, -1, 2, rows.shape[1])
-        return pairs.swapaxes(1, 2).reshape(rows.shape)
+        ordered: NDArray[np.uint8] = pairs.swapaxes(1, 2).reshape(rows.shape)
+        return ordered
+
+
+def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
+    """The types and parts of a matrix that can stay in the blocks of its file, else none."""
+    pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
+    if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
+        return []
+    types = [piece.types[0] for piece in pieces]
+    ends = accumulate(piece.shape[0] for piece in pieces)
+    borders = [end for end, *two in zip(ends, types, types[1:], strict=False) if two[0] != two[1]]
+    if not all(name in TYPES for name in types) or any(end % OCTET for end in borders):
+        return []
+    return list(zip(types, pieces, strict=True))
 
 
 def in_blocks(tensor: Stored) -> GgufMatrix | None:
     """The matrix in the blocks of its file, or None where kernels do not read it."""
-    pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
-    if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
-        return None
-    types = [piece.types[0] for piece in pieces]
-    ends = [sum(piece.shape[0] for piece in pieces[: i + 1]) for i in range(len(pieces) - 1)]
-    borders = [end for end, *two in zip(ends, types, types[1:], strict=False) if two[0] != two[1]]
-    if not all(name in TYPES for name in types) or any(end % OCTET for end in borders):
-        return None
-    blocks = [(name, piece.read_blocks()) for name, piece in zip(types, pieces, strict=True)]
-    return GgufMatrix.pack(blocks, tensor.shape[1])
+    blocks = [(name, piece.read_blocks()) for name, piece in kept(tensor)]
+    return GgufMatrix.pack(blocks, tensor.shape[1]) if blocks else None
+
+
+def bytes_in_blocks(stored: Iterable[Stored]) -> int:
+    """Bytes of the tensors of a model whose matrices stay in blocks; 0 where none can."""
+    total, found = 0, False
+    for tensor in stored:
+        parts = kept(tensor)
+        rows = [(name, piece.shape[0]) for name, piece in parts]
+        width = FLOAT if tensor.layout is None else NARROW
+        total += sum(range_bytes(rows, tensor.shape[-1])) or width * math.prod(tensor.shape)
+        found = found or bool(parts)
+    return total * found
 
 
 def _decoded(data: bytes, kind: int) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
 from gpt2block.cli.model import json_option, revision_option
 from gpt2block.cli.options import argument, option_of
-from gpt2block.config.formats import Formats, itemsize, with_cache
+from gpt2block.config.formats import CACHE_WITH_FP8, FILE, Formats, itemsize, with_cache
 
 
 def info(
@@ -36,6 +36,8 @@ def info(
         }
         for formats in with_cache(kv_dtype)
     }
+    if in_blocks := checkpoint.nbytes_in_blocks:
+        memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     facts = {
         "name": checkpoint.name,
         "file": str(checkpoint.file),
@@ -85,7 +87,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
         table.add_row(dtype, _megabytes(sizes["weights"]), cache)
     out.print()
     print_table(out, table)
-    out.print("On the CPU every dtype takes the memory of float32.")
+    out.print("On the CPU every dtype but file takes the memory of float32.")
     table = new_table(("tensor", "shape", "stored as", "in the file"))
     for tensor in _without_repetition(facts["tensors"], c.n_layer):
         shape = "x".join(map(str, tensor["shape"]))

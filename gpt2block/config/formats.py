@@ -27,18 +27,19 @@ def own_cache_dtype(dtype: str) -> str:
     return CACHE_WITH_FP8 if dtype in (*FP8, FILE, "gguf") else dtype
 
 
-def told(default: Any, text: str) -> Any:
+def told(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
     """A field that is an option of the command line, too, with this help; its values are dtypes."""
-    return field(default=default, metadata={"help": text, "values": DTYPES})
+    return field(default=default, metadata={"help": text, "values": values})
 
 
 @dataclass(frozen=True)
 class Formats:
     """How the numbers of a model are stored.
 
-    dtype: of the matrices of the weights, or "file": those of a GGUF file stay in its blocks of 4 to
-    8 bits where kernels read them, and others become float16. kv_dtype: of keys and values, or None for what follows
-    from dtype. allow_nonfinite: whether weights may be infinite or NaN. Raises InputError.
+    dtype: of the matrices of the weights, or "file": those of a GGUF file stay in its blocks of 4
+    to 8 bits where kernels read them, and others become float16. kv_dtype: of keys and values, or
+    None for what follows from dtype. allow_nonfinite: whether weights may be infinite or NaN.
+    Raises InputError.
 
     cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
     """
@@ -47,6 +48,7 @@ class Formats:
         "float32",
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
         "the blocks of a GGUF file as they are, with activations of float16.",
+        (*DTYPES, FILE),
     )
     kv_dtype: str | None = told(
         None,

@@ -159,6 +159,15 @@ inline unsigned add2_fp16(unsigned a, unsigned b) {
     return pack2_fp16(v[0] + w[0], v[1] + w[1]);
 }
 
+// Of products that a float holds, as all are that kernels here have.
+inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
+    float v[2], w[2], more[2];
+    unpack2_fp16(a, v);
+    unpack2_fp16(b, w);
+    unpack2_fp16(c, more);
+    return pack2_fp16(v[0] * w[0] + more[0], v[1] * w[1] + more[1]);
+}
+
 inline unsigned add2(unsigned a, unsigned b) {
     float v[2], w[2];
     unpack2(a, v);

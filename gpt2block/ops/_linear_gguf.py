@@ -7,16 +7,15 @@ from math import ceil
 
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._linear_mma import FLOAT, UNIT, splits
+from gpt2block.ops._products import room
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.gguf import CLUSTER_CAPABILITY
 
 FILE = "matmul/decode_gguf.cu"
 COLUMNS = 16  # of a warp
-CHUNK = 32  # of K, of which blocks with minimums need the sum of x
-CUT: list[tuple[int, int, int, int]] = []
 WARPS = (8, 4, 2, 1)  # of a block
-MOST_ROWS = 64  # of a block
-MOST_FLIGHT = 2  # units of K in flight
+MOST_ROWS = 32  # of a block: 64 need so many registers that an SM has one block
+FLIGHT, BLOCKS = 2, 2  # units of K in flight, and blocks of an SM, measured on an H100
 
 
 @lru_cache(maxsize=1024)
@@ -52,31 +51,23 @@ def geometry(
         return cluster * ceil(N / (COLUMNS * warps)) * ceil(M / rows)
 
     warps = next((n for n in fitting if blocks(n) >= sms), fitting[-1])
-    flight, of_sm = min(each, MOST_FLIGHT), 1
-    if CUT:
-        r, flight, w, of_sm = CUT[0]
-        flight = min(each, flight)
-        rows = min(rows, r)
-        warps = next(n for n in fitting if n <= w)
-        while of_sm > 1 and (shared_bytes(rows, warps, K, terms, cluster) + 1024) * of_sm > most_shared + 1024:
-            of_sm -= 1
+    shared = shared_bytes(rows, warps, K, terms, cluster)
     defines = (
         ("LM_K", K),
         ("LM_ROWS", rows),
         ("LM_WARPS", warps),
-        ("LM_FLIGHT", flight),
-        ("LM_BLOCKS", of_sm),
+        ("LM_FLIGHT", min(each, FLIGHT)),
+        ("LM_BLOCKS", BLOCKS if shared <= room(most_shared, BLOCKS) else 1),
         ("GGUF_CLUSTER", cluster),
     )
     grid = cluster * ceil(N / (COLUMNS * warps)), ceil(M / rows)
-    shared = shared_bytes(rows, warps, K, terms, cluster)
     return Geometry(kernel, grid, (WARP * warps,), shared, defines)
 
 
 def shared_bytes(rows: int, warps: int, K: int, terms: int, cluster: int) -> int:
-    """Bytes of shared memory: a split of rows of x, sums of its chunks, sums of the outputs."""
+    """Bytes of shared memory: a split of rows of x, sums of the outputs."""
     length, padding = splits(K)[1] * UNIT, 64
-    split = terms * (2 * length + padding + FLOAT * length // CHUNK)
+    split = terms * (2 * length + padding)
     row = ceil(split / 128) * 128 + padding
     plane = FLOAT * (COLUMNS * warps + 8) if cluster > 1 else 0
     return rows * (row + plane)

@@ -64,7 +64,7 @@ def _warps(c: Call) -> Launch:
 
 
 @variant("rows", ROWS, "encoder_rows")
-def _rows(c: Call) -> Launch:
+def _rows(c: Call) -> Any:
     """ids and positions are not read back: one that is outside its table makes its row NaN."""
     if isinstance(c.wte, GgufMatrix):
         return gguf.encoder_rows.launch(c)

@@ -14,7 +14,6 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.config.formats import FILE
 from gpt2block.cuda.arrays import (
     CudaArray,
     check,
@@ -126,8 +125,7 @@ def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
     without norms of the results of its halves.
     """
     others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
-    possible = compute_capability() == HOPPER_CAPABILITY and dtype != FILE
-    if not possible or others or "w_gate" not in shapes:
+    if compute_capability() != HOPPER_CAPABILITY or others or "w_gate" not in shapes:
         return 0
     if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
         return 0

@@ -95,7 +95,6 @@ def _check_memory(c: Call) -> None:
 WIDEN = Operation(
     name="widen",
     variants=(_widen,),
-    parts=(gguf.widen,),
     prepare=_prepare_widen,
     line="w rows K N; memory? f16 ... -> out? f16 N K",
 )
@@ -369,7 +368,7 @@ OPERATION = Operation(
         "bound": None,
     },
     prepare=_prepare,
-    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8),
+    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, gguf.widen),
     steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),

@@ -32,13 +32,13 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import GGUF, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops import gguf
 from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
+from gpt2block.ops import gguf
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, Parts, storage_of
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Asked, Call
@@ -503,7 +503,6 @@ LINEAR_QKV = Operation(
     name="linear_qkv",
     variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
     options={"eps": 1e-5, "terms": None, "kv_dtype": None, "x_bound": None, "x_dtype": None},
-    parts=(_qkv_blocks,),
     prepare=_prepare_qkv,
 )
 
@@ -530,7 +529,7 @@ OPERATION = Operation(
         "x_dtype": None,
     },
     prepare=_prepare,
-    parts=(_linear_blocks,),
+    parts=(_linear_blocks, _qkv_blocks),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),

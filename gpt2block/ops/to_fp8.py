@@ -74,7 +74,6 @@ def _row_norms(c: Call) -> Any:
 ROW_NORMS = Operation(
     name="row_norms",
     variants=(_row_norms,),
-    parts=(gguf.row_norms,),
     line="w rows K N; gamma f32 K -> squares f32 N",
 )
 
@@ -99,7 +98,7 @@ OPERATION = Operation(
         "block": None,
     },
     prepare=_prepare,
-    parts=(_absmax,),
+    parts=(_absmax, gguf.row_norms),
     steps=(ROW_NORMS,),
     dtypes=("float32", "float16", "bfloat16"),
 )

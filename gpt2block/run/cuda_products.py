@@ -133,7 +133,8 @@ def divided_weights(
 def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
     """Upper bounds of the norms of w's rows (N, K), with each column multiplied by gamma (K,).
 
-    w: FP8 or of GGUF on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with their scales.
+    w: FP8 or of GGUF on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with
+    their scales.
     """
     squares = ROW_NORMS.bind((w, gamma)).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))

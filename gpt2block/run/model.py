@@ -101,7 +101,8 @@ class StoredModel(ABC):
         if self.formats.dtype == FILE and all(m.dtype != GGUF for m in self._matrices.values()):
             raise InputError(
                 Argument("dtype"),
-                f" {FILE!r}: expected a GGUF file with matrices of {', '.join(TYPES)}, got none: use ",
+                f" {FILE!r}: expected a GGUF file with matrices of {', '.join(TYPES)}, got none: ",
+                "use ",
                 Argument("dtype", "float16"),
             )
         if not self.formats.allow_nonfinite:
@@ -110,11 +111,12 @@ class StoredModel(ABC):
         return largest
 
     def _check_blocks(self, name: str, largest: float) -> None:
-        """Raise InputError for blocks that float16 cannot hold, which NaN in their scales is, too."""
+        """Raise InputError for blocks that float16 cannot hold, as infinity and NaN in scales."""
         if not largest <= FLOAT16 and not self.formats.allow_nonfinite:
             raise InputError(
-                f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most {FLOAT16:.0f}, "
-                "as products have float16 weights (allow_nonfinite=True permits others)"
+                f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most "
+                f"{FLOAT16:.0f}, as products of prompts round them to float16 "
+                "(allow_nonfinite=True permits others)"
             )
 
     @abstractmethod

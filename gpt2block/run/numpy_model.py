@@ -79,7 +79,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
         super().__init__(config, formats, "cpu")
         self._store(tensors)
-        matrices = {
+        matrices: dict[str, Any] = {
             name: matrix if isinstance(matrix, GgufMatrix) else matrix.dequantized()
             for name, matrix in self._matrices.items()
         }

@@ -10,7 +10,7 @@ Source of the types: ggml's quantized types, as the package `gguf` describes the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -101,7 +101,9 @@ class GgufMatrix(WeightMatrix):
         packed = [pack(raw, name, K) for name, raw in merged]
         data = packed[0] if len(packed) == 1 else np.concatenate(packed)
         ranges = tuple((name, len(raw)) for name, raw in merged)
-        largest = max(_largest(each, name, K) for each, (name, _) in zip(packed, merged, strict=True))
+        largest = max(
+            _largest(each, name, K) for each, (name, _) in zip(packed, merged, strict=True)
+        )
         return cls(data, GGUF, None, "NK", largest, ranges, K)
 
     @property
@@ -119,25 +121,30 @@ class GgufMatrix(WeightMatrix):
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """The first output and the weights (n, K) of some outputs at a time."""
-        rows = max(1, AT_ONCE // (OCTET * self.K)) * OCTET
-        begin, n = 0, 0
-        for (name, count), size in zip(
-            self.ranges, range_bytes(self.ranges, self.inputs), strict=True
-        ):
-            each = TYPES[name].row_bytes(self.K) // OCTET
-            for first in range(0, count, rows):
-                some = min(rows, count - first)
-                end = begin + each * (first + ceil(some / OCTET) * OCTET)
-                piece = on_host(self.data[begin + each * first : end])
-                yield n + first, unpack(piece, name, self.K)[:some]
-            begin, n = begin + size, n + count
+        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets
+        n = 0
+        for name, count, octets in self._of_ranges():
+            for first in range(0, len(octets), at_once):
+                piece = unpack(on_host(octets[first : first + at_once]).ravel(), name, self.K)
+                begin = OCTET * first
+                yield n + begin, piece[: count - begin]
+            n += count
+
+    def _of_ranges(self) -> Iterator[tuple[str, int, Any]]:
+        """The type, the outputs and the octets of rows, (n, bytes), of each range."""
+        begin = 0
+        for (name, count), size in zip(self.ranges, range_bytes(self.ranges, self.K), strict=True):
+            data = self.data[begin : begin + size]
+            yield name, count, data.reshape(-1, TYPES[name].row_bytes(self.K))
+            begin += size
 
     def dequantized(self) -> NDArray[np.float32]:
         """The weights as NumPy float32 (K, N)."""
         whole = np.empty((self.N, self.K), np.float32)
         for n, piece in self.pieces():
             whole[n : n + len(piece)] = piece
-        return whole.T
+        values: NDArray[np.float32] = whole.T
+        return values
 
     def widened(self) -> WeightMatrix:
         return self
@@ -160,16 +167,13 @@ class GgufMatrix(WeightMatrix):
         """The weights of these outputs, ids.shape + (K,)."""
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)
-        begin, n = 0, 0
-        for (name, count), size in zip(
-            self.ranges, range_bytes(self.ranges, self.inputs), strict=True
-        ):
-            octets = self.data[begin : begin + size].reshape(-1, TYPES[name].row_bytes(self.K))
+        n = 0
+        for name, count, octets in self._of_ranges():
             here = np.flatnonzero((flat >= n) & (flat < n + count))
             of_range = flat[here] - n
             chosen = unpack(on_host(octets[of_range // OCTET]).ravel(), name, self.K)
             out[here] = chosen.reshape(-1, OCTET, self.K)[np.arange(len(here)), of_range % OCTET]
-            begin, n = begin + size, n + count
+            n += count
         return out.reshape(*ids.shape, self.K)
 
     def __repr__(self) -> str:
@@ -177,7 +181,7 @@ class GgufMatrix(WeightMatrix):
         return f"GgufMatrix(K={self.K}, N={self.N}, {types}, {self.nbytes:,} bytes)"
 
 
-def range_bytes(ranges: tuple[tuple[str, int], ...], K: int) -> list[int]:
+def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
     """Bytes of each range."""
     return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
 
@@ -282,8 +286,8 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     G = ceil(K / (kind.units * UNIT))
     tiles = data.reshape(-1, G, kind.tile)
     O = len(tiles)  # noqa: E741
-    low = kind.units * OCTET * UNIT * min(kind.bits, 4) // 8
-    codes = _codes(tiles, kind, low * (1 + (kind.bits == 8)))
+    low = kind.units * OCTET * UNIT * (8 if kind.bits == 8 else 4) // 8
+    codes = _codes(tiles, kind, low)
     scale, minimum = _scales(tiles, kind)  # O, G, row, sub-blocks
     by = scale.shape[-1]
     values = codes.reshape(O, G, OCTET, by, -1).astype(np.float32) - np.float32(kind.offset)
@@ -291,11 +295,12 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
         values *= scale[..., None]
         if kind.minimum:
             values -= minimum[..., None]
-    return values.transpose(0, 2, 1, 3, 4).reshape(O * OCTET, -1)[:, :K]
+    rows: NDArray[np.float32] = values.transpose(0, 2, 1, 3, 4).reshape(O * OCTET, -1)[:, :K]
+    return rows
 
 
-def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> NDArray[np.uint8]:
-    """Codes (O, G, row, inputs)."""
+def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
+    """Codes (O, G, row, inputs), uint8. low: bytes of their low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -311,9 +316,8 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> NDArray[np.ui
         high = np.empty((*bits.shape[:-1], 8), np.uint8)
         high[..., [0, 4, 1, 5]], high[..., [2, 6, 3, 7]] = bits & 15, bits >> 4
         each = kind.bits - 4
-        shifts = each * SHIFTS[: 4 // each, None]
-        high = high[..., None, :] >> shifts & (1 << each) - 1
-        lanes |= high.reshape(lanes.shape) << 4
+        of_chunks: Any = high[..., None, :] >> each * SHIFTS[: 4 // each, None] & (1 << each) - 1
+        lanes |= of_chunks.reshape(lanes.shape) << 4
     chunks = lanes.swapaxes(-3, -2)  # O, G, units, row, chunk, lane, 8
     if kind.bits == 6:
         chunks = chunks.reshape(*chunks.shape[:-1], 2, 4).swapaxes(-3, -2)

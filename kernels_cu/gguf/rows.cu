@@ -36,7 +36,7 @@ template <typename Use>
 __device__ __forceinline__ void each_eight(const W* w, int K, int row, int unit, Use use) {
     Part part;
     part.load(w, K, row, unit);
-    const float2 own = part.scales(unit);
+    const Part::Own own = part.own(unit);
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {
         float v[8];

@@ -141,6 +141,12 @@ __device__ __forceinline__ unsigned add2_fp16(unsigned a, unsigned b) {
     return sum;
 }
 
+__device__ __forceinline__ unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
 #if defined(STORAGE_BF16)
     unsigned sum;

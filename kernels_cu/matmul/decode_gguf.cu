@@ -1,7 +1,7 @@
-// The products of decoding with weights in blocks of GGUF, for more rows than matmul/decode_mma.cu has at a time. The bits
-// are the same: those of matmul/decode_order.cuh.
+// The products of decoding with weights in blocks of GGUF, for more rows than matmul/decode_mma.cu has at a time. The
+// bits are the same: those of matmul/decode_order.cuh.
 //
-//   linear_decode_gguf: weights in blocks, unpacked once for up to 64 rows. out = [residual +] [gelu] (x W^T + bias)
+//   linear_decode_gguf: weights in blocks, unpacked once for up to 32 rows. out = [residual +] [gelu] (x W^T + bias)
 //   qkv_decode_gguf: linear_decode_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
 //
 // Unpacking bounds such products: matmul/decode_mma.cu does it for each 16 rows or fewer. A row of x is long, so that a
@@ -32,9 +32,9 @@
 #include "matmul/decode_gguf.cuh"
 #include "matmul/decode_ends.cuh"
 
+constexpr int ACROSS = LM_COLUMNS * LM_WARPS;  // columns of a block
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
-
-constexpr int ACROSS = LM_COLUMNS * LM_WARPS, PLANE_PITCH = ACROSS + 8;  // columns of a block; floats of a row of sums
+static_assert(GGUF_FROM_1 % ACROSS == 0 && GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
 
 // One value of a row, added to what End needs.
 template <typename End>
@@ -50,6 +50,7 @@ __device__ __forceinline__ void add_splits(float* plane, int rank, const End& en
                                            int M, int start, int N) {
     release_to_cluster();
     acquire_from_cluster();
+    constexpr int PLANE_PITCH = ACROSS + 8;
     constexpr int OWN = (LM_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * ACROSS;
 #pragma unroll 1
     for (int i = threadIdx.x; i < OWN; i += THREADS) {
@@ -64,23 +65,6 @@ __device__ __forceinline__ void add_splits(float* plane, int rank, const End& en
         finish(end, m, n, total, bias);
     }
     sync_cluster();  // the others have read this block's sums
-}
-
-// The sums of all chunks of the rows in shared memory, which is complete; a barrier must follow.
-__device__ __forceinline__ void sum_chunks(const Input& input, int split) {
-#pragma unroll 1
-    for (int i = threadIdx.x / 32; i < ROW_TILES * CHUNKS; i += LM_WARPS) {
-        const int r = i % ROW_TILES, chunk = i / ROW_TILES;
-        order::Rows x;
-        float sum[2];
-        input.get(x, r, split * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
-        sum_chunk(sum, x);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int row = lane_row(r, j);
-            if (threadIdx.x % 32 < 4 && row < LM_ROWS) input.chunk_sum(row, chunk)[j % order::TERMS] = sum[j];
-        }
-    }
 }
 
 template <typename Weights, typename End>
@@ -101,10 +85,6 @@ __device__ __forceinline__ void multiply(const W* w, const float* bias, const In
         if (i > 0) __syncthreads();
         input.bring_split(split);
         __syncthreads();
-        if constexpr (Weights::Part::MINIMUM) {
-            sum_chunks(input, split);
-            __syncthreads();
-        }
         Sums sums = {};
 #pragma unroll 1
         for (int first = 0; first < UNITS; first += LM_FLIGHT) {
@@ -128,6 +108,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* bias, const In
             if (n < N && m < input.M) finish(end, m, n, sum, bias);
         });
     } else {
+        constexpr int PLANE_PITCH = ACROSS + 8;  // as in add_splits
         float* plane = reinterpret_cast<float*>(input.shared + Input::BYTES);
         each(totals, [&](int column, int row, float sum) {
             plane[row * PLANE_PITCH + start - block + column] = sum;
@@ -151,7 +132,7 @@ __device__ __forceinline__ void run(const float* x, int M, const W* w, const flo
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_gguf(
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_gguf(
     const float* x,                  // (M, K)
     const W* __restrict__ w,         // (N, K) in blocks
     const float* __restrict__ bias,  // (N) or null
@@ -162,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER, 1, 1) __launch_bounds_
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
     const float* x,                  // (M, K)
     const W* __restrict__ w,         // (3C, K) in blocks
     const float* __restrict__ bias,  // (3C) or null

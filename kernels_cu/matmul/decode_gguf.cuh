@@ -3,10 +3,11 @@
 //   lib/gguf.cuh             the blocks
 //   matmul/decode_order.cuh  the order of the additions
 //
-// A tile of an mma has two octets of columns, as for 16-bit weights. Sub-blocks do not share sums, so a chunk of 32 of K
-// costs a lane, besides its two mmas, the codes of 16 weights (18 instructions for 4 bits), and for each tile of x rows
-// four multiplications with scales and four with minimums. Scales are unpacked once a unit, those of a chunk by one of
-// the four lanes that have a row. The sums of x in a chunk are products with ones, in the order of all other ones.
+// A tile of an mma has two octets of columns, as for 16-bit weights. Of a chunk of 32 of K a lane unpacks 16 weights,
+// in 18 instructions for 4 bits. Of Q4_K and Q5_K it multiplies them by s and adds a unit in the tensor cores, then
+// multiplies by d. Of others, sub-blocks have sums of their own, multiplied by their scales. Minimums m are multiplied
+// by x in the tensor cores, too, as weights that are all alike. Scales are unpacked once a unit, those of a chunk by
+// one of the four lanes that have a row.
 #pragma once
 #include "lib/gguf.cuh"
 #include "matmul/decode_totals.cuh"
@@ -29,20 +30,6 @@
 #ifndef GGUF_FROM_2
 #define GGUF_FROM_2 0
 #endif
-
-// The row of sum i of a lane, 0 or 1, of tile r of rows.
-__device__ __forceinline__ int lane_row(int r, int i) {
-    return order::TILE_ROWS * r + threadIdx.x % 4 * LANE_ROWS + i % LANE_ROWS;
-}
-
-// The sums of a chunk of a tile of rows of x, as a lane has those of their products.
-__device__ __forceinline__ void sum_chunk(float (&sum)[2], const order::Rows& x) {
-    const unsigned ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-    float c[4] = {};
-    mma_fp16(c, ones, x.value[0]);
-    mma_fp16(c, ones, x.value[1]);
-    sum[0] = c[0], sum[1] = c[1];
-}
 
 template <int RANGE>
 struct Blocks {
@@ -70,54 +57,65 @@ struct Blocks {
 
     // Adds a unit to the sums of its split.
     __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
-        float2 own[2 * TILES] = {};
 #pragma unroll
-        for (int octet = 0; octet < OCTETS; ++octet) own[octet] = parts[slot][octet].scales(unit);
+        for (int tile = 0; tile < TILES; ++tile) use_tile(parts[slot] + 2 * tile, tile, unit, input, sums);
+    }
+
+   private:
+    // octets: those of the tile, of which the second one may be missing.
+    __device__ __forceinline__ void use_tile(const Part* octets, int tile, int unit, const Input& input,
+                                             Sums& sums) const {
+        typename Part::Own own[2] = {};
+        order::Columns columns[UNIT_CHUNKS];
+        unsigned least[UNIT_CHUNKS][4];  // m in all places of a step
+        float by[UNIT_CHUNKS][2][2];     // of columns g and g + 8: first and second
 #pragma unroll
-        for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
-            order::Columns columns[TILES];
-            float by[TILES][2][2];  // of columns g and g + 8 of a tile: what own has
+        for (int i = 0; i < 2; ++i) {
+            const bool there = 2 * tile + i < OCTETS;
+            if (there) own[i] = octets[i].own(unit);
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; ++i) {
-                unsigned pairs[4] = {};
-                if (i < OCTETS) parts[slot][i < OCTETS ? i : 0].codes(chunk, pairs);
-                unsigned(&to)[2][4] = columns[i / 2].value;
-                to[0][i % 2] = pairs[0], to[0][i % 2 + 2] = pairs[1];
-                to[1][i % 2] = pairs[2], to[1][i % 2 + 2] = pairs[3];
-                by[i / 2][i % 2][0] = gguf::of_lane(own[i].x, chunk);
-                if (Part::HALVES || Part::MINIMUM) by[i / 2][i % 2][1] = gguf::of_lane(own[i].y, chunk);
+            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+                unsigned pairs[4] = {}, halves = 0;
+                if (Part::MINIMUM) halves = gguf::of_lane(own[i].halves, chunk);
+                if (there) octets[i].codes(chunk, halves, pairs);
+                unsigned(&to)[2][4] = columns[chunk].value;
+                to[0][i] = pairs[0], to[0][i + 2] = pairs[1], to[1][i] = pairs[2], to[1][i + 2] = pairs[3];
+                if (Part::MINIMUM) least[chunk][i] = least[chunk][i + 2] = Part::twice(halves, 1);
+                if (!Part::INTEGERS) by[chunk][i][0] = gguf::of_lane(own[i].first, chunk);
+                if (Part::HALVES) by[chunk][i][1] = gguf::of_lane(own[i].second, chunk);
             }
+        }
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-                if (LM_ALONE && r % 2 == 0) __syncwarp();  // else all tiles wait in registers
+        for (int r = 0; r < ROW_TILES; ++r) {
+            if (ROW_TILES > 2) __syncwarp();  // else x of all tiles waits in registers
+            float (&to)[4] = sums.of[tile][r];
+            float whole[4] = {}, minimum[4] = {};
+#pragma unroll
+            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 order::Rows x;
                 if (Part::HALVES) input.get_halves(x, r, unit, chunk);
                 else input.get(x, r, unit, chunk);
-                float sum[2];  // of x, for sums 0 and 1 of a lane
-                if (Part::MINIMUM && !LM_ALONE) sum_chunk(sum, x);
+                float part[2][4] = {};
+                float (&first)[4] = Part::INTEGERS ? whole : part[0];
+                float (&second)[4] = Part::INTEGERS ? whole : part[Part::HALVES];
+                mma_fp16(first, columns[chunk].value[0], x.value[0]);
+                mma_fp16(second, columns[chunk].value[1], x.value[1]);
+                if (Part::MINIMUM) mma_fp16(minimum, least[chunk], x.value[0]);
+                if (Part::MINIMUM) mma_fp16(minimum, least[chunk], x.value[1]);
 #pragma unroll
-                for (int i = 0; i < 2 && Part::MINIMUM && LM_ALONE; ++i) {
-                    const int in_split = unit % UNITS * UNIT_CHUNKS + chunk;
-                    sum[i] = input.chunk_sum(lane_row(r, i) % LM_ROWS, in_split)[i % order::TERMS];
+                for (int i = 0; i < 4; ++i) {
+                    if (!Part::INTEGERS) to[i] = fmaf(by[chunk][i / 2][0], part[0][i], to[i]);
+                    if (Part::HALVES) to[i] = fmaf(by[chunk][i / 2][1], part[1][i], to[i]);
                 }
+            }
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    float (&to)[4] = sums.of[tile][r];
-                    float part[2][4] = {};
-                    mma_fp16(part[0], columns[tile].value[0], x.value[0]);
-                    mma_fp16(part[Part::HALVES], columns[tile].value[1], x.value[1]);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        to[i] = fmaf(by[tile][i / 2][0], part[0][i], to[i]);
-                        if (Part::HALVES) to[i] = fmaf(by[tile][i / 2][1], part[1][i], to[i]);
-                        if (Part::MINIMUM) to[i] = fmaf(by[tile][i / 2][1], sum[i % 2], to[i]);
-                    }
-                }
+            for (int i = 0; i < 4; ++i) {
+                if (Part::INTEGERS) to[i] = fmaf(own[i / 2].d, whole[i], to[i]);
+                if (Part::MINIMUM) to[i] = fmaf(own[i / 2].least, minimum[i], to[i]);
             }
         }
     }
 
-   private:
     // Bytes before the range.
     __device__ __forceinline__ static long long begin() {
         long long bytes = 0;

@@ -236,22 +236,12 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
     }
 }
 
-template <typename Type>
-struct Kind {
-    typedef Type type;
-};
-
-// Calls use(kind) with the Kind of what reads the weights of a block's outputs.
-template <typename Use>
-__device__ __forceinline__ void with_weights(int N, Use use) {
-#if defined(WEIGHT_GGUF)
-    const int n = LM_LOOP ? 0 : Column(blockIdx.x * LM_COLUMNS, N).n;
-    if (GGUF_RANGES > 2 && n >= GGUF_FROM_2) use(Kind<Blocks<2>>{});
-    else if (GGUF_RANGES > 1 && n >= GGUF_FROM_1) use(Kind<Blocks<1>>{});
-    else use(Kind<Blocks<0>>{});
-#else
-    use(Kind<Weights>{});
-#endif
+template <typename Weights, typename End>
+__device__ __forceinline__ void run_with(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
+                                         const End& end, int N) {
+    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
+    if constexpr (LM_LOOP) multiply_all<Weights>(w, scale, bias, x_scale, input, end, N);
+    else multiply<Weights>(w, scale, bias, x_scale, input, end, totals, N);
 }
 
 template <typename End>
@@ -262,12 +252,14 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
-    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    with_weights(N, [&](auto kind) {
-        typedef typename decltype(kind)::type Weights;
-        if constexpr (LM_LOOP) multiply_all<Weights>(w, scale, bias, x_scale, input, end, N);
-        else multiply<Weights>(w, scale, bias, x_scale, input, end, totals, N);
-    });
+#if defined(WEIGHT_GGUF)
+    const int n = LM_LOOP ? 0 : Column(blockIdx.x * LM_COLUMNS, N).n;
+    if (GGUF_RANGES > 2 && n >= GGUF_FROM_2) run_with<Blocks<2>>(w, scale, bias, x_scale, input, end, N);
+    else if (GGUF_RANGES > 1 && n >= GGUF_FROM_1) run_with<Blocks<1>>(w, scale, bias, x_scale, input, end, N);
+    else run_with<Blocks<0>>(w, scale, bias, x_scale, input, end, N);
+#else
+    run_with<Weights>(w, scale, bias, x_scale, input, end, N);
+#endif
 #else
     asm("trap;");
 #endif

@@ -62,8 +62,7 @@ constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int SPLIT_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
 constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits in shared memory
-constexpr int CHUNKS = LENGTH / order::CHUNK, CHUNK_BYTES = LM_ALONE ? 4 * order::TERMS * CHUNKS : 0;
-constexpr int PITCH = (KEPT * SPLIT_BYTES + CHUNK_BYTES + 127) / 128 * 128 + PADDING;
+constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
 // Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
@@ -107,10 +106,6 @@ struct Input {
     }
     __device__ __forceinline__ float4* floats(int r, int k) const {
         return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
-    }
-    // With LM_ALONE: the sums of the terms of a chunk of a row, by its number in the split.
-    __device__ __forceinline__ float* chunk_sum(int r, int chunk) const {
-        return reinterpret_cast<float*>(shared + r * PITCH + SPLIT_BYTES) + order::TERMS * chunk;
     }
     __device__ __forceinline__ float2* statistics(int r) const {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
