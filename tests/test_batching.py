@@ -70,7 +70,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
     rng = np.random.default_rng(4)
     with on(device):
         m = model(device)
-        count = 200 if device in ("cpu", "gpu") else 6
+        count = 200 if device in ("cpu", "gpu") else 8
         asked = [
             (rng.integers(37, size=rng.integers(1, 25)).tolist(), random_options(rng))
             for _ in range(count)

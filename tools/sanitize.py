@@ -52,6 +52,7 @@ from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
 from gpt2block.run.guessing import Pace
 from gpt2block.run.model import Ids, start_all
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}
@@ -165,6 +166,27 @@ def fp8_gemm() -> None:
         options = {"gelu": gelu, "dtype": kind}
         limit = measure.tolerance("float16")
         checked(label, truth, limit, bound_and_run, OPERATIONS["gemm"], arrays, residual, **options)
+
+
+def blocks() -> None:
+    """Weights in blocks of a GGUF file: few and many rows of decoding, prompts, an embedding."""
+    rng = np.random.default_rng(0)
+    for ranges in (*(((name, 64),) for name in TYPES), (("Q4_K", 128), ("Q6_K", 128))):
+        w = GgufMatrix.random(ranges, 512)
+        exact, given, label = w.dequantized().astype(np.float64), w.mapped(cupy.asarray), str(w)
+        for M, x_dtype in product((1, 6, 40), (None, "float16")):
+            x = rng.standard_normal((M, w.K)).astype(np.float16).astype(np.float32)
+            arrays, limit = (cupy.asarray(x), given), measure.tolerance("float32")
+            options: dict[str, Any] = {"decoding": True, "x_dtype": x_dtype}
+            found = OPERATIONS["linear"]
+            checked(f"{label} {M}", x @ exact, limit, bound_and_run, found, arrays, **options)
+        narrow = cupy.asarray(x.astype(np.float16)), given
+        limit = measure.tolerance("float16")
+        checked(f"{label} prompt", x @ exact, limit, bound_and_run, OPERATIONS["gemm"], narrow)
+        if len(ranges) == 1:
+            ids = cupy.arange(0, w.N, 5, dtype="int32")
+            rows = ops.encoder_rows(ids, cupy.zeros_like(ids), given).get()
+            np.testing.assert_array_equal(rows, w[ids.get()])
 
 
 def attention() -> None:
@@ -387,7 +409,16 @@ def main() -> None:
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }
     models = model, fp8_caches, large_matrices, few_rows
-    for part in (block, attention, continued_attention, fused_block, *models, gemm, fp8_gemm):
+    for part in (
+        block,
+        attention,
+        continued_attention,
+        fused_block,
+        *models,
+        gemm,
+        fp8_gemm,
+        blocks,
+    ):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]
     for name in names or parts:

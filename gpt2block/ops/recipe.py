@@ -15,6 +15,7 @@ import numpy as np
 from gpt2block.cuda.arrays import arrays_of
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import TensorMap
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -85,7 +86,8 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
         return None
     if isinstance(value, WeightMatrix):
         parts = _described(value.data, addresses), _described(value.scale, addresses)
-        return value.dtype, value.layout, parts
+        types = value.ranges if isinstance(value, GgufMatrix) else value.layout
+        return value.dtype, types, parts
     if isinstance(value, TwoPartMatrix):
         parts = _described(value.parts, addresses), _described(value.scale, addresses)
         return value.shape, value.one_scale, parts

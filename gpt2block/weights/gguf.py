@@ -106,6 +106,11 @@ class GgufMatrix(WeightMatrix):
         )
         return cls(data, GGUF, None, "NK", largest, ranges, K)
 
+    @classmethod
+    def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
+        """A matrix of these types and numbers of outputs, as `random_blocks` gives them."""
+        return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
+
     @property
     def K(self) -> int:  # noqa: N802
         return self.inputs
@@ -179,6 +184,17 @@ class GgufMatrix(WeightMatrix):
     def __repr__(self) -> str:
         types = ", ".join(f"{name} of {n}" for name, n in self.ranges)
         return f"GgufMatrix(K={self.K}, N={self.N}, {types}, {self.nbytes:,} bytes)"
+
+
+def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -> NDArray[np.uint8]:
+    """Rows of blocks as a file has them, of random codes; the largest weights are about `size`."""
+    kind, rng = TYPES[name], np.random.default_rng(seed)
+    rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
+    largest = 2**kind.bits * (1 if kind.size == 32 else 64)
+    for begin in (208,) if name == "Q6_K" else (0, 2) if kind.minimum else (0,):
+        scale = rng.standard_normal(rows.shape[:2]) * (size / largest)
+        rows[..., begin : begin + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
+    return rows.reshape(N, -1)
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
