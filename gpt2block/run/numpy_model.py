@@ -98,8 +98,9 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
-            dtype = self.formats.matrix_dtype if layout else "float32"
-            stored = FLOATS.get(dtype, np.float32)  # of FP8 the values
+            of_blocks = isinstance(self._matrices.get(name), GgufMatrix)
+            dtype = self.formats.matrix_dtype if layout and not of_blocks else "float32"
+            stored = FLOATS.get(dtype, np.float32)  # of FP8 and of blocks the values
             read = array.astype(stored, copy=False).view()
             read.flags.writeable = False  # the model computes with these
             yield name, read, layout

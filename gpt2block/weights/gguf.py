@@ -10,7 +10,9 @@ Source of the types: ggml's quantized types, as the package `gguf` describes the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -210,8 +212,23 @@ def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
     return float((of_codes + np.abs(minimum) if kind.minimum else of_codes).max())
 
 
-def pack(raw: Any, name: str, K: int) -> Any:
+def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     """Rows of blocks as a file has them, uint8 (N, bytes of a row), in the order of the kernels."""
+    rows, of_octet = max(1, AT_ONCE // (OCTET * K)) * OCTET, TYPES[name].row_bytes(K)
+    packed = np.empty(ceil(len(raw) / OCTET) * of_octet, np.uint8)
+
+    def some(first: int) -> None:  # NumPy lets other threads run
+        piece = _packed(raw[first : first + rows], name, K)
+        begin = first // OCTET * of_octet
+        packed[begin : begin + len(piece)] = piece
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(some, range(0, len(raw), rows)):
+            pass
+    return packed
+
+
+def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     kind = TYPES[name]
     O, blocks = ceil(len(raw) / OCTET), K // kind.size  # noqa: E741
     G = ceil(K / (kind.units * UNIT))
@@ -232,7 +249,8 @@ def pack(raw: Any, name: str, K: int) -> Any:
     else:
         parts = [scales.reshape(O, G, -1)]
     planes = [plane.reshape(O, G, -1) for plane in _planes(codes, kind)]
-    return np.concatenate([*planes, *parts], axis=-1).ravel()
+    whole = np.concatenate([*planes, *parts], axis=-1)
+    return whole.ravel()
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
