@@ -60,6 +60,8 @@ def test_bytes_stay_those_of_the_file() -> None:
     for name, kind in TYPES.items():
         assert GgufMatrix.random([(name, 64)], 1024).nbytes == 64 * 1024 // kind.size * kind.nbytes
     assert GgufMatrix.random(MIXED, 512).ranges == MIXED
+    with pytest.raises(InputError, match="expected 1 to 3 types"):
+        GgufMatrix.random([("Q4_0", 8), ("Q8_0", 8), ("Q4_0", 8), ("Q8_0", 8)], 32)
 
 
 ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]

@@ -26,6 +26,7 @@ from gpt2block.weights.matrix import WeightMatrix, on_host
 
 OCTET, UNIT = 8, 128  # rows and inputs of a tile
 LANES = 4  # of a row of a tile
+MOST_RANGES = 3  # of outputs with types of their own: q, k and v
 AT_ONCE = 2**20  # weights that are decoded together
 SHIFTS = np.arange(8, dtype=np.uint8)
 
@@ -83,6 +84,8 @@ class GgufMatrix(WeightMatrix):
     inputs: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 < len(self.ranges) <= MOST_RANGES:
+            raise InputError(f"weights: expected 1 to {MOST_RANGES} types, got {self.ranges}")
         expected = sum(range_bytes(self.ranges, self.inputs))
         if self.data.shape != (expected,) or self.data.dtype != np.uint8:
             raise InputError(

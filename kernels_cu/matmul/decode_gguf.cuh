@@ -8,6 +8,11 @@
 // multiplies by d. Of others, sub-blocks have sums of their own, multiplied by their scales. Minimums m are multiplied
 // by x in the tensor cores, too, as weights that are all alike. Scales are unpacked once a unit, those of a chunk by
 // one of the four lanes that have a row.
+//
+// NVIDIA H100, 12,288 x 4,096 in Q4_K. Predicted for a row: 45 instructions of a warp for 32 of K of 16 columns, which
+// hides behind DRAM at 2 of 4 instructions a cycle. Measured: 48, and 375 in each warp before and after its four units;
+// 18.7 us by itself, DRAM at 46 % of its rate, 0.46 instructions a cycle of each scheduler with 3.7 of 16 warps, which
+// wait for shared memory and shuffles. 64 rows by matmul/decode_gguf.cu: 76 us, 0.41 instructions a cycle.
 #pragma once
 #include "lib/gguf.cuh"
 #include "matmul/decode_totals.cuh"
