@@ -204,6 +204,8 @@ def test_the_registry_names_the_kernels() -> None:
     assert OPERATION.variant("mma").kernels == ("linear_decode_mma",)
     auxiliary = [kernel for v in OPERATION.auxiliary for kernel in v.kernels]
     assert auxiliary == [
+        "linear_decode_gguf",
+        "qkv_decode_gguf",
         "qkv_matvec",
         "qkv_decode_mma",
         "qkv_decode_tiles",

@@ -188,7 +188,8 @@ def _on_tensor_cores(c: Call) -> None:
 def _on_cuda_cores(c: Call) -> None:
     """Raise Unfit where a product needs tensor cores."""
     if c.w.dtype in (TWO_PART, GGUF):
-        raise Unfit(f"takes no {type(c.w).__name__}: use variant mma, or a WeightMatrix")
+        kind = "TwoPartMatrix" if c.w.dtype == TWO_PART else "GgufMatrix"
+        raise Unfit(f"takes no {kind}: use variant mma, or a WeightMatrix")
     if c.rounded:
         raise Unfit("does not round x: use variant mma")
 
