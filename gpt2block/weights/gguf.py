@@ -29,6 +29,7 @@ LANES = 4  # of a row of a tile
 MOST_RANGES = 3  # of outputs with types of their own: q, k and v
 AT_ONCE = 2**20  # weights that are decoded together
 SHIFTS = np.arange(8, dtype=np.uint8)
+QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # as scales can be infinity or NaN
 
 
 class BlockType(NamedTuple):
@@ -210,9 +211,12 @@ def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
 def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
     """An upper bound of the magnitudes of the weights of octets of rows; NaN if a scale is."""
     kind = TYPES[name]
-    scale, minimum = _scales(data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile), kind)
-    of_codes = np.abs(scale) * np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
-    return float((of_codes + np.abs(minimum) if kind.minimum else of_codes).max())
+    of_code = np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
+    tiles = data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile)
+    with np.errstate(**QUIET):
+        scale, minimum = _scales(tiles, kind)
+        largest = np.abs(scale) * of_code
+        return float((largest + np.abs(minimum) if kind.minimum else largest).max())
 
 
 def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
@@ -238,28 +242,20 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
     whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
     codes, scales = _codes_and_scales(whole, name)
-    # octet, tiles that share scales, tile, row, chunk of 32, lane, its eight codes
-    codes = codes.reshape(O, OCTET, G, kind.units, 4, *((2, 4, 4) if kind.size == 256 else (4, 8)))
-    if kind.size == 256 and kind.bits == 6:
-        codes = codes.transpose(0, 2, 3, 1, 4, 6, 5, 7).reshape(O, G, kind.units, OCTET, 4, 4, 8)
-    elif kind.size == 256:
-        codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, 8).transpose(0, 2, 3, 1, 4, 5, 6)
-    else:
-        codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
-    scales = scales.reshape(O, OCTET, G, -1).transpose(0, 2, 1, 3)
-    if kind.bits == 6:
-        parts = [scales[..., :16].reshape(O, G, -1), scales[..., 16:].reshape(O, G, -1)]
-    else:
-        parts = [scales.reshape(O, G, -1)]
-    planes = [plane.reshape(O, G, -1) for plane in _planes(codes, kind)]
-    whole = np.concatenate([*planes, *parts], axis=-1)
-    return whole.ravel()
+    shape = O, OCTET, G, kind.units, 4, LANES
+    if kind.bits == 6:  # a lane has four codes of either half of a chunk
+        codes = codes.reshape(*shape[:-1], 2, LANES, 4).swapaxes(-3, -2)
+    codes = codes.reshape(*shape, 8).transpose(0, 2, 3, 1, 4, 5, 6)
+    scales = scales.reshape(O, OCTET, G, -1).swapaxes(1, 2)
+    parts = (scales[..., :16], scales[..., 16:]) if kind.bits == 6 else (scales,)
+    planes = [plane.reshape(O, G, -1) for plane in (*_planes(codes, kind), *parts)]
+    tiles: NDArray[np.uint8] = np.concatenate(planes, axis=-1)
+    return tiles.ravel()
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
     """Codes (N, blocks, size) of blocks (N, blocks, bytes), and the bytes of their scales."""
     kind = TYPES[name]
-    shifts = SHIFTS
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
     if kind.size == 32:
@@ -268,20 +264,20 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
         low = b[..., own + high :]
         codes = np.concatenate([low & 15, low >> 4], axis=-1)
         if high:
-            bits = b[..., own : own + 4, None] >> shifts & 1
+            bits = b[..., own : own + 4, None] >> SHIFTS & 1
             codes |= bits.reshape(codes.shape) << 4
         return codes, b[..., :own]
     if name == "Q6_K":
         low = b[..., :128].reshape(*b.shape[:2], 2, 2, 32)
         high = b[..., 128:192].reshape(*b.shape[:2], 2, 1, 32)
         four = np.concatenate([low & 15, low >> 4], axis=-2)
-        codes = four | (high >> shifts[:4, None] * 2 & 3) << 4
+        codes = four | (high >> SHIFTS[:4, None] * 2 & 3) << 4
         return codes.reshape(*b.shape[:2], 256), b[..., 192:]
     of_high = 32 * (kind.bits == 5)
     low = b[..., 16 + of_high :].reshape(*b.shape[:2], 4, 1, 32)
     codes = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*b.shape[:2], 8, 32)
     if of_high:
-        codes |= (b[..., None, 16:48] >> shifts[:, None] & 1) << 4
+        codes |= (b[..., None, 16:48] >> SHIFTS[:, None] & 1) << 4
     s, m = b[..., 4:8], b[..., 8:12]
     both = b[..., 12:16]
     scale = np.concatenate([s & 63, both & 15 | s >> 6 << 4], axis=-1)
@@ -289,7 +285,7 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
     parts = [b[..., :4]]
     parts += [each[..., ::2] & 15 | (each[..., 1::2] & 15) << 4 for each in (scale, least)]
     for each in (scale >> 4, least >> 4):
-        fours = each.reshape(*each.shape[:-1], 2, 4) << shifts[:4] * 2
+        fours = each.reshape(*each.shape[:-1], 2, 4) << SHIFTS[:4] * 2
         parts.append(fours[..., 0] | fours[..., 1] | fours[..., 2] | fours[..., 3])
     return codes.reshape(*b.shape[:2], 256), np.concatenate(parts, axis=-1)
 
@@ -325,10 +321,10 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     O = len(tiles)  # noqa: E741
     low = kind.units * OCTET * UNIT * (8 if kind.bits == 8 else 4) // 8
     codes = _codes(tiles, kind, low)
-    scale, minimum = _scales(tiles, kind)  # O, G, row, sub-blocks
-    by = scale.shape[-1]
-    values = codes.reshape(O, G, OCTET, by, -1).astype(np.float32) - np.float32(kind.offset)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(**QUIET):
+        scale, minimum = _scales(tiles, kind)  # O, G, row, sub-blocks
+        of_scale = codes.reshape(*scale.shape, -1)
+        values = of_scale.astype(np.float32) - np.float32(kind.offset)
         values *= scale[..., None]
         if kind.minimum:
             values -= minimum[..., None]
