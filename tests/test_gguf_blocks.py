@@ -24,6 +24,7 @@ from gpt2block import (
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.cuda import cupy
 from gpt2block.emulator import Checks, emulated
+from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.to_fp8 import ROW_NORMS
@@ -61,7 +62,9 @@ def test_bytes_stay_those_of_the_file() -> None:
         assert GgufMatrix.random([(name, 64)], 1024).nbytes == 64 * 1024 // kind.size * kind.nbytes
     assert GgufMatrix.random(MIXED, 512).ranges == MIXED
     with pytest.raises(InputError, match="expected 1 to 3 types"):
-        GgufMatrix.random([("Q4_0", 8), ("Q8_0", 8), ("Q4_0", 8), ("Q8_0", 8)], 32)
+        GgufMatrix.random([("Q4_0", 16), ("Q8_0", 16)] * 2, 32)
+    with pytest.raises(InputError, match="expected multiples of 16"):
+        GgufMatrix.random([("Q4_0", 8), ("Q8_0", 16)], 32)
 
 
 ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
@@ -107,6 +110,21 @@ def test_products_are_exact_and_the_same_in_any_batch(
         )
         ours, theirs = (np.abs(each - exact).max() for each in (whole, product(floats, max(rows))))
         assert ours <= theirs
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("ranges", [(("Q4_K", 192),), (("Q4_K", 96), ("Q6_K", 96))])
+def test_many_columns(
+    where: str, ranges: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps that go from columns to columns have those of one type."""
+    monkeypatch.setattr(mma, "MANY_COLUMNS", 64)
+    w = GgufMatrix.random(ranges, 256)
+    x = np.random.default_rng(5).standard_normal((3, 256)).astype(np.float32)
+    with running_on(where):
+        arrays = cupy.asarray(x), w.mapped(cupy.asarray)
+        got = LINEAR.bind_on_device(arrays, decoding=True).run().get()
+    np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("M", [2, 9])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.stored import DTYPES, Stored
 from gpt2block.errors import CheckpointError, require
-from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix, range_bytes
+from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 
 _DECODED_AT_ONCE = 2**20  # numbers
 FLOAT, NARROW = 4, 2  # bytes of numbers next to blocks: of vectors, and of other matrices
@@ -120,7 +120,7 @@ def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
     types = [piece.types[0] for piece in pieces]
     ends = accumulate(piece.shape[0] for piece in pieces)
     borders = [end for end, *two in zip(ends, types, types[1:], strict=False) if two[0] != two[1]]
-    if not all(name in TYPES for name in types) or any(end % OCTET for end in borders):
+    if not all(name in TYPES for name in types) or any(end % BORDER for end in borders):
         return []
     return list(zip(types, pieces, strict=True))
 

@@ -7,12 +7,13 @@ from math import ceil
 
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._linear_mma import FLOAT, UNIT, splits
+from gpt2block.ops._linear_mma_tiles import CLUSTER_CAPABILITY
 from gpt2block.ops._products import room
 from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops.gguf import CLUSTER_CAPABILITY
+from gpt2block.weights.gguf import BORDER
 
 FILE = "matmul/decode_gguf.cu"
-COLUMNS = 16  # of a warp
+COLUMNS = BORDER  # of a warp
 WARPS = (8, 4, 2, 1)  # of a block
 MOST_ROWS = 32  # of a block: 64 need so many registers that an SM has one block
 FLIGHT, BLOCKS = 2, 2  # units of K in flight, and blocks of an SM, measured on an H100
@@ -26,21 +27,19 @@ def geometry(
     K: int,
     *,
     terms: int,
-    bounds: tuple[int, ...],
+    begins: tuple[int, ...],
     capability: int,
     sms: int,
     most_shared: int,
 ) -> Geometry | None:
-    """The launch for x (M, K) and weights (N, K); None where types begin at other columns.
+    """The launch for x (M, K) and weights (N, K); None where a row does not fit.
 
-    terms: of x. bounds: the first outputs of all types but the first one. most_shared: bytes of
-    shared memory that a block can have.
+    terms: of x. begins: the first outputs of all types, multiples of COLUMNS. most_shared: bytes
+    of shared memory that a block can have.
     """
     parts, each = splits(K)
     cluster = parts if capability >= CLUSTER_CAPABILITY else 1
-    fitting = [n for n in WARPS if not any(at % (COLUMNS * n) for at in bounds)]
-    if not fitting:
-        return None
+    fitting = [n for n in WARPS if not any(at % (COLUMNS * n) for at in begins)]
     rows = min(MOST_ROWS, power_of_two(M))
     while shared_bytes(rows, fitting[0], K, terms, cluster) > most_shared:
         rows //= 2

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, GGUF, TWO_PART, Geometry
+from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode_mma.cu"
@@ -26,7 +26,8 @@ ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for an
 MOST_UNITS = 8  # of a split, with which that holds
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
-BLOCK_ROWS, BLOCK_COLUMNS = 8, 16  # of a block, with weights in blocks of GGUF
+BLOCK_ROWS, BLOCK_COLUMNS = 8, (16, 8)  # of a block, with weights in blocks of GGUF
+BLOCK_LOOP_WARPS = 16
 BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with others
 TERMS = 2  # of x, of 16 bits
 
@@ -70,8 +71,6 @@ def layout(
 
     columns: of a block, those that are possible, the last one always.
     """
-    if dtype == GGUF:
-        return _of_blocks(M, N, K, sms, columns)
     if N >= MANY_COLUMNS:
         return _loop(M, N, K, dtype, sms)
     return _block(M, N, K, dtype, sms, columns)
@@ -114,14 +113,17 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     return MmaLayout(columns, flight, False, parts, 1 + room, rows)
 
 
-def _of_blocks(M: int, N: int, K: int, sms: int, possible: Sequence[int]) -> MmaLayout:
-    """A layout for weights in blocks of GGUF, which are unpacked for all rows of a block."""
+def block_layout(M: int, N: int, K: int, sms: int, types: int) -> MmaLayout:
+    """A layout for weights in blocks of GGUF, which are unpacked for all rows of a block.
+
+    types: of the columns. Warps that loop over columns have those of one.
+    """
     rows, units = power_of_two(min(M, BLOCK_ROWS)), ceil(K / UNIT)
-    if N >= MANY_COLUMNS and len(possible) == len(COLUMNS):
-        return MmaLayout(OCTET, 2 - units % 2, True, 16, 1, rows)
+    if N >= MANY_COLUMNS and types == 1:
+        return MmaLayout(OCTET, 2 - units % 2, True, BLOCK_LOOP_WARPS, 1, rows)
     parts, each = splits(K)
-    fitting = [n for n in possible if n <= BLOCK_COLUMNS]
-    columns = next((n for n in fitting if ceil(N / n) >= sms // 2), fitting[-1])
+    enough = (n for n in BLOCK_COLUMNS if ceil(N / n) >= sms // 2)
+    columns = next(enough, BLOCK_COLUMNS[-1])
     return MmaLayout(columns, min(each, 2 + (each > 4)), False, parts, 2, rows)
 
 
@@ -189,13 +191,7 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
-def shared_bytes(
-    cut: MmaLayout,
-    K: int,
-    dtype: str,
-    norm: int,
-    block_terms: int = 0,
-) -> int:
+def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int, block_terms: int = 0) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -12,39 +12,27 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Unfit, variant
-from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
+from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
 WARPS = 8  # of a block of gguf_widen
-CLUSTER_CAPABILITY = 90  # of the oldest GPU that has clusters
 
 
 def range_defines(w: GgufMatrix) -> Defines:
     """The constants of matmul/decode_gguf.cuh."""
-    found: list[tuple[str, int]] = [("GGUF_RANGES", len(w.ranges))]
-    begin = 0
-    for i, (name, n) in enumerate(w.ranges):
-        found.append((f"GGUF_TYPE_{i}", TYPES[name].number))
-        if i:
-            found.append((f"GGUF_FROM_{i}", begin))
-        begin += n
-    return tuple(found)
-
-
-def bounds(w: GgufMatrix) -> tuple[int, ...]:
-    """The first outputs of all ranges but the first one."""
-    return tuple(sum(n for _, n in w.ranges[:i]) for i in range(1, len(w.ranges)))
+    types = [(f"GGUF_TYPE_{i}", TYPES[name].number) for i, (name, _) in enumerate(w.ranges)]
+    begins = [(f"GGUF_FROM_{i}", begin) for i, begin in enumerate(w.begins) if i]
+    return (("GGUF_RANGES", len(w.ranges)), *types, *begins)
 
 
 def _of_ranges(
     w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
-) -> Iterator[Launch]:
+) -> tuple[Launch, ...]:
     """Launches for each range, of its bytes, its constants, its first row and its rows."""
-    begin, row = 0, 0
-    for (name, n), size in zip(w.ranges, range_bytes(w.ranges, w.K), strict=True):
-        defines = (("GGUF_TYPE", TYPES[name].number),)
-        yield launch(w.data[begin : begin + size], defines, row, n)
-        begin, row = begin + size, row + n
+    return tuple(
+        launch(data, (("GGUF_TYPE", TYPES[name].number),), begin, rows)
+        for name, begin, rows, data in w.of_ranges()
+    )
 
 
 @variant("gguf", FILE, "gguf_widen")
@@ -56,7 +44,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
         geometry = Geometry("gguf_widen", grid, (WARP * WARPS,), defines=defines)
         return launch_at(FILE, geometry, (data, c.out, c.K, begin, rows), "float16", GGUF)
 
-    return tuple(_of_ranges(c.w, of_range))
+    return _of_ranges(c.w, of_range)
 
 
 @variant("gguf", FILE, "gguf_row_norms")
@@ -68,7 +56,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
         args = data, c.gamma, c.squares, c.K, begin, rows
         return launch_at(FILE, geometry, args, "float16", GGUF)
 
-    return tuple(_of_ranges(c.w, of_range))
+    return _of_ranges(c.w, of_range)
 
 
 @variant("gguf", FILE, "gguf_encoder_rows")

@@ -140,18 +140,17 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
         )
     size = c.w.data.itemsize
-    in_blocks = isinstance(c.w, GgufMatrix)
+    sms, defines = device_attribute("MultiProcessorCount"), count_define(c.rounded)
     more: dict[str, Any] = {"terms": True} if c.terms else {}
-    if in_blocks:
-        fitting = tuple(n for n in mma.COLUMNS if not any(at % n for at in gguf.bounds(c.w)))
-        more |= {"columns": fitting, "block_terms": 1 if c.rounded else mma.TERMS}
-        if not fitting:
-            raise Unfit(f"w: types from outputs {gguf.bounds(c.w)} on: expected multiples of 8")
+    if isinstance(c.w, GgufMatrix):
+        more["block_terms"] = 1 if c.rounded else mma.TERMS
+        more["cut"] = mma.block_layout(c.M, c.N, c.K, sms, len(c.w.ranges))
+        defines += gguf.range_defines(c.w)
     geometry: Geometry | None = module.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
         norm=c.gamma is not None,
-        sms=device_attribute("MultiProcessorCount"),
+        sms=sms,
         most_shared=_most_shared(),
         **more,
     )
@@ -161,8 +160,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
             "shared memory: variant tiles has no such limit"
         )
     assert geometry is not None
-    geometry = geometry.with_defines(count_define(c.rounded))
-    geometry = geometry.with_defines(gguf.range_defines(c.w) if in_blocks else ())
+    geometry = geometry.with_defines(defines)
     if geometry.grid[1] > MAX_BLOCKS:
         raise Unfit(f"{c.M:,} rows: too many for this variant: use variant tiles")
     of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
@@ -209,13 +207,13 @@ def _blocks(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
         kernel,
         *(c.M, c.N, c.K),
         terms=1 if c.rounded else mma.TERMS,
-        bounds=gguf.bounds(c.w),
+        begins=c.w.begins,
         capability=compute_capability(),
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
     if found is None:
-        raise Unfit(f"w: types from outputs {gguf.bounds(c.w)} on: expected multiples of 16")
+        raise Unfit(f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory")
     check_address("w", c.w.data)
     check_address("x", c.x)
     found = found.with_defines((*count_define(c.rounded), *gguf.range_defines(c.w)))
@@ -387,7 +385,8 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     if c.terms and c.terms.width:
         return (by_wgmma,)
     if c.w.dtype == GGUF:
-        return (*((more_rows,) if c.M > FEW_OF_BLOCKS else ()), on_tensor_cores)
+        both = more_rows, on_tensor_cores
+        return both if c.M > FEW_OF_BLOCKS else both[::-1]
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)

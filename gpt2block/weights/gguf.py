@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from gpt2block.weights.matrix import WeightMatrix, on_host
 OCTET, UNIT = 8, 128  # rows and inputs of a tile
 LANES = 4  # of a row of a tile
 MOST_RANGES = 3  # of outputs with types of their own: q, k and v
+BORDER = 16  # outputs at whose multiples types begin: a warp multiplies by those of one type
 AT_ONCE = 2**20  # weights that are decoded together
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # as scales can be infinity or NaN
@@ -87,6 +89,10 @@ class GgufMatrix(WeightMatrix):
     def __post_init__(self) -> None:
         if not 0 < len(self.ranges) <= MOST_RANGES:
             raise InputError(f"weights: expected 1 to {MOST_RANGES} types, got {self.ranges}")
+        if any(begin % BORDER for begin in self.begins):
+            raise InputError(
+                f"weights: types from outputs {self.begins} on: expected multiples of {BORDER}"
+            )
         expected = sum(range_bytes(self.ranges, self.inputs))
         if self.data.shape != (expected,) or self.data.dtype != np.uint8:
             raise InputError(
@@ -126,6 +132,11 @@ class GgufMatrix(WeightMatrix):
         return sum(n for _, n in self.ranges)
 
     @property
+    def begins(self) -> tuple[int, ...]:
+        """The first output of each range."""
+        return (0, *accumulate(n for _, n in self.ranges[:-1]))
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(K, N), as an array of the weights has it."""
         return self.K, self.N
@@ -133,21 +144,20 @@ class GgufMatrix(WeightMatrix):
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """The first output and the weights (n, K) of some outputs at a time."""
         at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets
-        n = 0
-        for name, count, octets in self._of_ranges():
+        for name, n, count, data in self.of_ranges():
+            octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
             for first in range(0, len(octets), at_once):
                 piece = unpack(on_host(octets[first : first + at_once]).ravel(), name, self.K)
                 begin = OCTET * first
                 yield n + begin, piece[: count - begin]
-            n += count
 
-    def _of_ranges(self) -> Iterator[tuple[str, int, Any]]:
-        """The type, the outputs and the octets of rows, (n, bytes), of each range."""
-        begin = 0
-        for (name, count), size in zip(self.ranges, range_bytes(self.ranges, self.K), strict=True):
-            data = self.data[begin : begin + size]
-            yield name, count, data.reshape(-1, TYPES[name].row_bytes(self.K))
-            begin += size
+    def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
+        """The type, the first output, the outputs and the bytes of each range."""
+        at = 0
+        sizes = range_bytes(self.ranges, self.K)
+        for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
+            yield name, begin, count, self.data[at : at + size]
+            at += size
 
     def dequantized(self) -> NDArray[np.float32]:
         """The weights as NumPy float32 (K, N)."""
@@ -178,13 +188,12 @@ class GgufMatrix(WeightMatrix):
         """The weights of these outputs, ids.shape + (K,)."""
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)
-        n = 0
-        for name, count, octets in self._of_ranges():
+        for name, n, count, data in self.of_ranges():
+            octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
             here = np.flatnonzero((flat >= n) & (flat < n + count))
             of_range = flat[here] - n
             chosen = unpack(on_host(octets[of_range // OCTET]).ravel(), name, self.K)
             out[here] = chosen.reshape(-1, OCTET, self.K)[np.arange(len(here)), of_range % OCTET]
-            n += count
         return out.reshape(*ids.shape, self.K)
 
     def __repr__(self) -> str:

@@ -36,6 +36,8 @@
 #define GGUF_FROM_2 0
 #endif
 
+static_assert(!LM_LOOP || GGUF_RANGES == 1, "warps that loop over columns have those of one type");
+
 template <int RANGE>
 struct Blocks {
     static constexpr int TYPE = RANGE == 0 ? GGUF_TYPE_0 : RANGE == 1 ? GGUF_TYPE_1 : GGUF_TYPE_2;
