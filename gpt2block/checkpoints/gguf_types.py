@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,32 +83,32 @@ class Encoded(Stored):
             stream.seek(self.offset or 0)
             for first in range(0, self.shape[0], rows):
                 piece = flat[first : first + rows]
-                data = stream.read(len(piece) * row_bytes)
-                if len(data) != len(piece) * row_bytes:
-                    raise CheckpointError(
-                        f"{self.file}: {self.label}: the file has become shorter since it was "
-                        "opened"
-                    )
-                values = _decoded(data, self.kind).reshape(piece.shape)
-                if self.heads:
-                    pairs = values.reshape(-1, unit // 2, 2, piece.shape[1])
-                    values = pairs.swapaxes(1, 2).reshape(piece.shape)
+                data = self._taken(stream, len(piece) * row_bytes)
+                values = self._ordered(_decoded(data, self.kind).reshape(piece.shape))
                 piece[...] = values - self.added if self.added else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
         """The bytes of the rows (N, bytes of a row), in the order of a model's. CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
             stream.seek(self.offset or 0)
-            data = np.fromfile(stream, np.uint8, self.length)
-        if len(data) != self.length:
+            data = np.frombuffer(self._taken(stream, self.length), np.uint8)
+        return self._ordered(data.reshape(self.shape[0], -1))
+
+    def _taken(self, stream: BinaryIO, length: int) -> bytes:
+        """The next bytes of the file. Raises CheckpointError if there are fewer."""
+        data = stream.read(length)
+        if len(data) != length:
             raise CheckpointError(
                 f"{self.file}: {self.label}: the file has become shorter since it was opened"
             )
-        rows = data.reshape(self.shape[0], -1)
+        return data
+
+    def _ordered(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows of whole heads in the order of a model's; those of a part of Q and K change it."""
         if not self.heads:
             return rows
-        pairs = rows.reshape(self.heads, -1, 2, rows.shape[1])
-        ordered: NDArray[np.uint8] = pairs.swapaxes(1, 2).reshape(rows.shape)
+        pairs = rows.reshape(-1, self.shape[0] // self.heads // 2, 2, rows.shape[1])
+        ordered: NDArray[Any] = pairs.swapaxes(1, 2).reshape(rows.shape)
         return ordered
 
 

@@ -14,6 +14,7 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
 FILE = "file"  # in place of a dtype of weights: that of each matrix in its GGUF file
+GGUF = "gguf"  # in place of the dtype of such a matrix
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 REMOVED = {  # name of an option that there was → why there is none
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
@@ -24,7 +25,7 @@ REMOVED = {  # name of an option that there was → why there is none
 
 def own_cache_dtype(dtype: str) -> str:
     """The dtype of a KV cache that has none of its own, for weights of this dtype."""
-    return CACHE_WITH_FP8 if dtype in (*FP8, FILE, "gguf") else dtype
+    return CACHE_WITH_FP8 if dtype in (*FP8, FILE, GGUF) else dtype
 
 
 def told(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:

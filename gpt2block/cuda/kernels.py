@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kernels_cu
-from gpt2block.config.formats import own_cache_dtype
+from gpt2block.config.formats import GGUF, own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.requests import Function, Launch, Scalar
 from gpt2block.cuda.tensor_maps import TensorMap
@@ -75,7 +75,7 @@ FP8_CACHE: Mapping[str, Defines] = {
 }
 _LARGE_CLUSTERS = 14  # CUfunction_attribute: whether clusters may have more than 8 blocks
 TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
-GGUF = "gguf"  # weights in blocks of a GGUF file, in arrays of uint8
+IN_BYTES = (*FP8, GGUF)  # weights in arrays of uint8
 WEIGHTS: Mapping[str, Defines] = {  # that are not T
     **FP8,
     TWO_PART: (("WEIGHT_TWO_PART", 1),),
@@ -330,7 +330,7 @@ def element(
     types = {"T": None, "W": weights, "KV": cache}
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
-        dtype = "uint8" if types[name] in (*FP8, GGUF) else storage
+        dtype = "uint8" if types[name] in IN_BYTES else storage
         if types[name] == TWO_PART:
             dtype = "float16"
         return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, GGUF, TWO_PART, Defines
+from gpt2block.config.formats import GGUF
+from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh

@@ -12,7 +12,7 @@ from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
-from gpt2block.cuda.kernels import FP8, GGUF, STORAGE, dtype_name
+from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -231,7 +231,7 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
             f"{name}: expected layout 'NK', (N, K) in memory, got {w.layout!r}: "
             f"use WeightMatrix.quantize(w, {w.dtype!r}, 'NK')"
         )
-    data = Expected(name, w.data, "uint8" if w.dtype in (*FP8, GGUF) else w.dtype)
+    data = Expected(name, w.data, "uint8" if w.dtype in IN_BYTES else w.dtype)
     return (data,) if w.scale is None else (data, Expected(f"{name}.scale", w.scale, "float32"))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -24,7 +25,7 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import FP8, GGUF, Geometry, launch_at
+from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
@@ -287,7 +288,7 @@ def _check_16_bits(c: Call) -> None:
             f"a: expected {' or '.join(OPERATION.dtypes)}, got {c.storage}: use a TwoPartMatrix as "
             "w, or ops.linear"
         )
-    if c.w.dtype != c.storage and not (c.w.dtype in (*FP8, GGUF) and c.storage == "float16"):
+    if c.w.dtype != c.storage and not (c.w.dtype in IN_BYTES and c.storage == "float16"):
         raise InputError(
             f"w: expected {c.storage}, as a has, got {c.w.dtype}: "
             f"use WeightMatrix.quantize(w, {c.storage!r}, 'NK')"
@@ -307,7 +308,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
-    if c.w.dtype not in (*FP8, GGUF):
+    if c.w.dtype not in IN_BYTES:
         return ()
     if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
@@ -336,7 +337,7 @@ def _check_up(c: Call) -> None:
     others = {
         "two-part matrices": c.two_part,
         "a result of another dtype": c.other_out,
-        "FP8 weights": not c.two_part and c.w.dtype in (*FP8, GGUF),
+        "FP8 weights": not c.two_part and c.w.dtype in IN_BYTES,
         "bias": c.bias is not None,
         "residual": c.residual is not None,
     }

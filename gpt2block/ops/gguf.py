@@ -7,7 +7,8 @@ from math import ceil
 from typing import Any
 
 from gpt2block.checks import LARGEST_COUNT
-from gpt2block.cuda.kernels import GGUF, Defines, Geometry, float_define, launch_at
+from gpt2block.config.formats import GGUF
+from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call

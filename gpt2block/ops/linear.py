@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.config.formats import FILE
+from gpt2block.config.formats import FILE, GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -29,7 +29,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     row_alignment,
 )
-from gpt2block.cuda.kernels import GGUF, TWO_PART, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.kernels import TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_gguf as blocks
@@ -308,7 +308,9 @@ def _hopper(c: Call) -> Launch:
 
 
 @variant("tiles", tiles.FILE, tiles.KERNEL)
-def _tiles(c: Call) -> Launch:
+def _tiles(c: Call) -> Any:
+    if c.w.dtype == GGUF and c.gamma is None:
+        return _linear_blocks.launch(c)
     _on_cuda_cores(c)
     if c.gamma is not None:
         raise Unfit("takes no gamma and beta: use variant matvec")

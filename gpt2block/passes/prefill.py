@@ -38,8 +38,7 @@ class Prefill:
     of the kv_cache, or None; attention over the new tokens only then reads keys and values that
     have been rounded to it, too. gated: whether products of 16 bits can have two matrices, so
     that a gated feed-forward has one product in place of gate, up and ff. appends: whether
-    attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype. blocks:
-    whether weights are in blocks of GGUF, whose float32 products are those of decoding.
+    attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype.
     """
 
     products: Products
@@ -52,7 +51,6 @@ class Prefill:
     kv_dtype: str | None = None
     gated: bool = False
     appends: bool = False
-    blocks: bool = False
 
     @property
     def tensor_cores(self) -> bool:
@@ -84,7 +82,6 @@ class PrefillPass(Pass):
     def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
         self.kv: dict[str, Any] = {} if shape.kv_dtype is None else {"kv_dtype": shape.kv_dtype}
-        self.linear: dict[str, Any] = {"decoding": True} if shape.blocks else {"variant": "tiles"}
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
@@ -94,7 +91,7 @@ class PrefillPass(Pass):
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
-        return self.do(p.result, "linear", inputs, into=p.residual, **self.linear, **p.options)
+        return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         to = ("rope" if rope else "attention",)
@@ -140,7 +137,7 @@ class PrefillPass(Pass):
         return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
-        return self.do(name, "linear", (hidden, "head"), **self.linear)
+        return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         """The pass that goes on with the last row of each sequence, those rows, and attention."""

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import FILE, Formats
+from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
-from gpt2block.cuda.kernels import TWO_PART, WEIGHTS
+from gpt2block.cuda.kernels import IN_BYTES, TWO_PART
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
@@ -437,7 +437,6 @@ class CudaModel(StoredModel):
             kv_dtype=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
             appends=appends and self.formats.fp8_cache is None,
-            blocks=self.formats.dtype == FILE,
         )
 
     def given(self) -> dict[str, Any]:
@@ -455,7 +454,8 @@ class CudaModel(StoredModel):
         if self.products == "fp8":
             used = [m for name, m in self._matrices.items() if name.startswith("h.")]
             used += [given["head"]] if head else []
-            size = max((m.N * m.K for m in used if m.dtype in WEIGHTS and not widens(m)), default=0)
+            before = (m for m in used if m.dtype in IN_BYTES and not widens(m))
+            size = max((m.N * m.K for m in before), default=0)
             if size and (self._wide is None or self._wide.size < size):
                 self._wide = cupy.empty(size, "float16")
             if size:
@@ -478,8 +478,7 @@ class CudaModel(StoredModel):
 
         hidden: apart from the memory of recordings.
         """
-        blocks = self.formats.dtype == FILE
-        shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False, blocks=blocks)
+        shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
         def run(do: Machine, first: int, end: int) -> Any:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import FILE, FP8, Formats, own_cache_dtype
+from gpt2block.config.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
-from gpt2block.cuda.kernels import GGUF
+from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.ops import registry
 from gpt2block.ops._products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
@@ -23,10 +23,10 @@ from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_caches import free_bytes
+from gpt2block.run.model import FLOAT16
 from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 
-FLOAT16 = float(np.finfo(np.float16).max)
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
 
@@ -85,7 +85,7 @@ def choose_products(
         return "float32", {}
 
     def norms(w: str, gamma: str) -> NDArray[Any]:
-        if matrices[w].dtype in (*FP8, GGUF):  # float16 activations need near bounds
+        if matrices[w].dtype in IN_BYTES:  # float16 activations need near bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             return row_norms(matrices[w], vectors[gamma] if gamma else ones)
         factor = largest[gamma] if gamma else 1.0

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.formats import FILE, FP8, Formats, itemsize
-from gpt2block.cuda.kernels import GGUF
+from gpt2block.config.formats import FILE, GGUF, Formats, itemsize
+from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.errors import Argument, InputError
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
@@ -55,7 +55,7 @@ def stored_tensors(
         matrix = matrices.get(name)
         if matrix is None:
             yield name, on_host(vectors[name]), None
-        elif matrix.dtype in (*FP8, GGUF):
+        elif matrix.dtype in IN_BYTES:
             layout = matrix.layout
             values = matrix.dequantized()
             yield name, values if layout == "KN" else values.T, layout

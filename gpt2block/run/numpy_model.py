@@ -79,10 +79,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
         super().__init__(config, formats, "cpu")
         self._store(tensors)
-        matrices: dict[str, Any] = {
-            name: matrix if isinstance(matrix, GgufMatrix) else matrix.dequantized()
-            for name, matrix in self._matrices.items()
-        }
+        matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.cuda.kernels import GGUF
+from gpt2block.config.formats import GGUF
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix, on_host
 
@@ -176,6 +176,10 @@ class GgufMatrix(WeightMatrix):
         for n, piece in self.pieces():
             out[..., n : n + len(piece)] = x @ piece.T
         return out
+
+    @property
+    def operand(self) -> GgufMatrix:
+        return self
 
     @property
     def table(self) -> GgufMatrix:

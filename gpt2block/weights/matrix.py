@@ -130,6 +130,11 @@ class WeightMatrix(Composite):
         return (self.K, self.N) if self.layout == "KN" else (self.N, self.K)
 
     @property
+    def operand(self) -> Any:
+        """What rows are multiplied by with NumPy, as x @ operand."""
+        return self.dequantized()
+
+    @property
     def table(self) -> Any:
         """What rows (N, K) are taken from, as table[ids]."""
         return self.data
