@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.block import resolve_device
-from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
+from gpt2block.checkpoints import BUNDLED, Checkpoint, save_gguf, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.formats import FILE, REMOVED, Formats
@@ -313,6 +313,13 @@ class Model(Generic[Weights]):
         See `checkpoints.save_pretrained`.
         """
         return save_pretrained(directory, self, dtype, self._checkpoint, overwrite)
+
+    def save_gguf(self, path: str | Path, type: str, overwrite: bool = False) -> Path:
+        """Write a GGUF file, with the tokenizer of the checkpoint.
+
+        type: of matrices, such as "q8_0" or "f16". See `checkpoints.save_gguf`.
+        """
+        return save_gguf(path, self, type, self._checkpoint, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
         """An empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's)."""

@@ -264,6 +264,7 @@ def test_the_version() -> None:
         ("score --model gpt2-", ["gpt2-medium", "gpt2-large", "gpt2-xl"]),
         ("generate --dtype bf", ["bfloat16"]),
         ("convert a b --dtype f", ["float32", "float16"]),
+        ("convert a b --type q5", ["q5_1", "q5_0"]),
         ("kernels --dtype float8_e5", ["float8_e5m2"]),
         ("generate --device ", ["cpu", "cuda"]),
         ("kernels lay", ["layernorm", "layernorm_gelu"]),

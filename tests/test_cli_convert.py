@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_float64_out_of_range_is_not_loaded(tmp_path: Path) -> None:
         GPT2.from_pretrained(source, device="cpu")
 
 
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes of what it lacks are on stderr; itself it is not replaced."""
+    out = tmp_path / "m.gguf"
+    arguments = "convert", FIXTURES / "nanogpt.pt", out, "--type", "q8_0"
+    ended = gpt2block(*arguments)
+    assert f"note: {out}: 4 matrices are F16, as their rows are no multiples of 32" in ended.err
+    assert f"note: {out} has no tokenizer: its source has none: give one with --tok" in ended.err
+    size = f"{out.stat().st_size / 1e6:,.1f} MB"
+    assert ended.out == f"wrote 1 layers of width 8 in F16, F32, Q8_0 to {out}: {size}\n"
+    said = gpt2block(*arguments).error
+    assert said == f"{out}: already exists: give another file or --overwrite"
+    assert gpt2block(*arguments[:-1], "f32", "--overwrite").code == 0
+    ids, models = np.array([[1, 2, 3]]), (FIXTURES / "expected-float32.safetensors", out)
+    logits, found = (GPT2.from_pretrained(each, device="cpu")(ids) for each in models)
+    np.testing.assert_array_equal(found, logits)
+    said = gpt2block("convert", out, out, "--type", "f16", "--overwrite").error
+    assert said == f"{out}: it is the checkpoint: give another file as OUT"
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "a GGUF file needs gguf, of the extra" in gpt2block(*arguments, "--overwrite").error
+
+
 def test_what_is_there_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     said = gpt2block("convert", FIXTURES / "nanogpt.pt", tmp_path).error
@@ -91,7 +113,15 @@ def test_the_checkpoint_itself_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nanogpt.pt", ""], "OUT: expected a directory, got an empty string"),
+        (["nanogpt.pt", ""], "OUT: expected a directory or a .gguf, got an empty string"),
+        (["nanogpt.pt", "m.gguf"], "--type: expected one of f32, f16, bf16, q8_0, q5_1, q5_0, q4_"),
+        (["nanogpt.pt", "m.gguf", "--type", "q4_k"], "--type: expected one of f32, f16, bf16, "),
+        (["nanogpt.pt", "out", "--type", "q4_0"], "--type: expected an OUT that ends in .gguf"),
+        (
+            ["nanogpt.pt", "m.gguf", "--type", "f16", "--dtype", "float16"],
+            "--dtype: expected none for a .gguf, got 'float16': give --type only",
+        ),
+        (["nanogpt.pt", "no/m.gguf", "--type", "f16"], "no: create it first"),
         (["nanogpt.pt", "out", "--dtype", "int8"], "--dtype: expected one of float32, float16"),
         (["scattered.bin", "out"], "1 tensors not contiguous"),
         (["none.pt", "out"], "none.pt: no such file or directory"),

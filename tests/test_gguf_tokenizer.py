@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -21,11 +21,14 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 import gpt2block
 from gpt2block import CheckpointError
-from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
+from gpt2block.checkpoints.chat_files import chat_template
+from gpt2block.checkpoints.gguf_header import read_header
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, TokenizersEncoding
 from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 from tests.refusals import refused
+from tests.tokenizer_files import pair
 
 CORPUS = Path(__file__).parent.parent / "kernels_cu"
 NORMAL, UNKNOWN, CONTROL = TokenType.NORMAL, TokenType.UNKNOWN, TokenType.CONTROL
@@ -451,6 +454,107 @@ def test_sentence_piece_that_is_not_supported(tmp_path: Path) -> None:
     tokens[tokens.index("<user>")] = "▁<user>"
     with pytest.raises(CheckpointError, match="token_type: '▁<user>' is not supported"):
         loaded(tmp_path, keys | {"tokenizer.ggml.tokens": tokens})
+
+
+def llama_2(prefix: bool, longest_first: bool) -> Any:
+    """The tokenizer that transformers makes of a SentencePiece model for Llama 2."""
+    model, merges = sentence_piece(), []
+    ids = {model.id_to_piece(id_): id_ for id_ in range(model.vocab_size())}
+    for token, id_ in ids.items():
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(model.get_score(id_), len(pair[0]) * longest_first, pair) for pair in pairs]
+    merges.sort(key=lambda each: each[:2], reverse=True)
+    found = tokenizers.Tokenizer(
+        models.BPE(ids, [pair for *_, pair in merges], unk_token="<unk>", byte_fallback=True)
+    )
+    first = [normalizers.Prepend("▁")] * prefix
+    found.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    found.decoder = spaces(*[decoders.Strip(" ", 1, 0)] * prefix)
+    return found
+
+
+def spaces(*more: Any) -> Any:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    return decoders.Sequence(steps)
+
+
+def gemma_with_runs() -> Any:
+    runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "<h1>"]
+    found = gemma(trained(add_dummy_prefix=False, user_defined_symbols=runs), runs)
+    found.decoder = spaces()
+    return found
+
+
+# deepseek-v3 above has a class of characters that is written in another way
+SAVED: dict[str, Any] = {
+    **{pre: partial(byte_level, pre) for pre in MODELS if pre != "deepseek-v3"},
+    "llama 2": partial(llama_2, True, False), "llama 2, newer": partial(llama_2, False, True),
+    "gemma": gemma_with_runs,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_tokenizer_gives_the_ids_of_its_files(name: str, tmp_path: Path) -> None:
+    source = tokenizers.Tokenizer.from_str(SAVED[name]().to_str())
+    start, end, *unknown = ("<|start|>", "<|end|>") if name in MODELS else ("<s>", "</s>", "<unk>")
+    source.add_special_tokens([start, end, *unknown])
+    if name in ("llama-bpe", "llama 2"):
+        first = [(start, source.token_to_id(start))]
+        with_start = processors.TemplateProcessing(f"{start} $A", None, first)
+        source.post_processor = processors.Sequence([processors.ByteLevel(), with_start])
+    source.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": {"content": end}, "bos_token": start, "chat_template": "{{ x }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    file = saved(tmp_path)
+    found, expected = (tokenizer.from_path(each, 10**6) for each in (file, tmp_path))
+    assert Checkpoint.open(file).config.eos_token_ids == (tokenizer.end_of_text(expected),)
+    for text in [f"{start}a{end} <added>b", " " * 33 + "a", *mixtures()[:500]]:
+        for named in (False, True):
+            ids = tokenizer.encode(found, text, special=named)
+            assert ids == tokenizer.encode(expected, text, special=named), text
+            assert found.decode(ids) == expected.decode(ids)
+    template, names = chat_template(Checkpoint.open(file)) or ("", {})
+    assert (template, names["bos_token"], names["eos_token"]) == ("{{ x }}", start, end)
+
+
+def saved(tokens: Path) -> Path:
+    """A GGUF file with a tokenizer of Hugging Face's files."""
+    config = gpt2block.LlamaConfig(1, 2, 8, 64, SIZE + 10, n_ff=16)
+    weights = gpt2block.LlamaWeights.random(1, config)
+    return save_gguf(tokens / "m.gguf", weights, "f32", tokens)
+
+
+AFTER = [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "<|end|>"}}]
+UNSAID: dict[str, tuple[dict[str, Any], str]] = {
+    "words": ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "llama.cpp has no nam"),
+    "normalizer": ({"normalizer": {"type": "Lowercase"}}, "llama.cpp has no name for its pre_tok"),
+    "after": ({"post_processor": {"type": "TemplateProcessing", "single": AFTER}}, "its post_pro"),
+    "unigram": ({"model": {"type": "Unigram", "vocab": {}, "merges": ["a b"]}}, "for its model"),
+    "merges": ({"model": {"type": "BPE", "vocab": {"a": 9}, "merges": []}}, "for its empty merges"),
+    "ids": ({"added_tokens": [{"id": 10**6, "content": "x"}]}, "cannot be read: list assignment"),
+    "damaged": ({"model": None}, "cannot be read: TypeError"),
+    "white space": ({"added_tokens": [{"id": 1, "content": "<|end|>", "rstrip": True}]},
+                    r"GGUF does not say that <\|end\|> are whole words or take the white space"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_a_file_does_not_say_of_a_tokenizer(name: str, tmp_path: Path) -> None:
+    changes, message = UNSAID[name]
+    spec = json.loads(byte_level("gpt-2").to_str()) | changes
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.warns(UserWarning, match=message):
+        file = saved(tmp_path)
+    model = read_header(file).metadata["tokenizer.ggml.model"]
+    assert model == ("gpt2" if name == "white space" else "none")
+
+
+def test_a_pair_of_files_is_saved(tmp_path: Path) -> None:
+    pair(tmp_path, ["a b", "ab c"])
+    found = tokenizer.from_path(saved(tmp_path), 10**6)
+    assert found.encode_ordinary("abcab") == [257, 256]
 
 
 def test_convert_writes_the_tokenizer_and_the_chat_template(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.checkpoints.patterns import SPLITS
+from gpt2block.checkpoints.tokenizer_specs import BYTE_LEVEL
 from gpt2block.generation.rows import Text
 from gpt2block.run.inputs import as_sequences
 from gpt2block.tokenizers import tokenizer
@@ -37,7 +38,7 @@ from gpt2block.tokenizers.encoding import (
     bytes_of_ids,
     token_sizes,
 )
-from gpt2block.tokenizers.tokenizer_json import BYTE_LEVEL, SPLIT_WORDS
+from gpt2block.tokenizers.tokenizer_json import SPLIT_WORDS
 from tests import refusals
 from tests.command_line import gpt2block
 from tests.tokenizer_files import (

@@ -37,7 +37,8 @@ _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3,
 )  # fmt: skip
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # by that of config.json
-GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF}  # by general.architecture
+# By general.architecture; a file of a Mistral says that it is a Llama
+GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each is not mistral}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

@@ -39,7 +39,7 @@ class Architecture(Protocol):
     CONFIG: type[ModelConfig]
     NAMES: Mapping[str, tuple[str, str]]
     FILES: Files
-    GGUF: str  # general.architecture of its GGUF files; "" if it has none of its own
+    GGUF: str  # general.architecture of its GGUF files; "" if there are none
     TURNED: bool  # whether these have rows of q and k in the order of Meta's RoPE
 
     NORM: str  # the name of its norms, for messages

@@ -34,7 +34,7 @@ class MistralConfig(WindowedConfig):
 CONFIG: type[ModelConfig] = MistralConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: Files = llama.FILES
-GGUF, TURNED = "", False
+GGUF, TURNED = llama.GGUF, llama.TURNED
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants

@@ -33,7 +33,7 @@ def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
         with about(file, (UnicodeDecodeError,), "expected UTF-8: {}"):
             source = file.read_text(encoding="utf-8")
     if isinstance(source, list):
-        source = _default(source)
+        source = default_template(source)
     if source is None:
         return None
     if not isinstance(source, str):
@@ -75,7 +75,7 @@ def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_object(folder / SPECIAL) | read_object(folder / SETTINGS)
 
 
-def _default(templates: list[Any]) -> Any:
+def default_template(templates: list[Any]) -> Any:
     """The template called "default", or the only one."""
     named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
     return named.get(DEFAULT, next(iter(named.values()), None) if len(named) == 1 else None)

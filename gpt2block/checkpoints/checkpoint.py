@@ -154,7 +154,7 @@ class Checkpoint:
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
         array before the next holds one at a time. Raises CheckpointError when the file has changed.
 
-        in_blocks: matrices of a GGUF file whose types kernels read are a GgufMatrix.
+        in_blocks: matrices of a GGUF file whose types kernels read are `InBlocks`, not yet read.
         """
         for name, tensor in self.stored.items():
             matrix = gguf_types.in_blocks(tensor) if in_blocks else None

@@ -23,14 +23,23 @@ from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
 
-# Keys of an architecture that do not change the result, or that are read here
+# Keys of an architecture → fields of its config, and their values in a file without the key
+_SIZES: Mapping[str, tuple[str, Any]] = {
+    "block_count": ("n_layer", None), "attention.head_count": ("n_head", None),
+    "embedding_length": ("n_embd", None), "context_length": ("n_ctx", 2048),
+}  # fmt: skip
+_OF_GPT2 = {**_SIZES, "attention.layer_norm_epsilon": ("eps", 1e-5)}
+_OF_LLAMA = {
+    **_SIZES, "feed_forward_length": ("n_ff", None), "attention.head_count_kv": ("n_kv_head", 0),
+    "attention.key_length": ("head_size", 0), "attention.layer_norm_rms_epsilon": ("eps", 1e-6),
+    "rope.freq_base": ("theta", 10000.0),
+}  # fmt: skip
+# Others that do not change the result, or that are read here
 _READ = {
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.value_length", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
-    "rope.scaling.attn_factor", "tensor_data_layout",
+    *_OF_GPT2, *_OF_LLAMA, "vocab_size", "attention.value_length", "rope.dimension_count",
+    "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # Other keys are accepted only with the value for which they change nothing
@@ -58,15 +67,38 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     found: dict[str, Stored] = {}
     for name, tensor in header.tensors.items():
         tensor.check_type()
-        heads = 0
-        if architecture_of(config).TURNED:
-            n_kv_head = config.kv_width // config.head_size
-            heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
-        added = config.ADDED_TO_NORMS * name.endswith("_norm.weight")
+        heads, added = differences(config, name)
         found[name] = replace(tensor, heads=heads, added=added)
     # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)
     return config, naming.model_tensors(file, "block_count is", config, found, mixed="float32")
+
+
+def differences(config: ModelConfig, name: str) -> tuple[int, float]:
+    """In what a tensor of a file differs from the model's: `heads` and `added` of `Encoded`."""
+    heads = 0
+    if architecture_of(config).TURNED:
+        n_kv_head = config.kv_width // config.head_size
+        heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
+    return heads, config.ADDED_TO_NORMS * name.endswith("_norm.weight")
+
+
+def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
+    """Keys of an architecture → fields of its config, and their values in a file without a key."""
+    return _OF_LLAMA if issubclass(kind, LlamaConfig) else _OF_GPT2
+
+
+def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Keys whose values follow from the config: in words, and as numbers."""
+    if isinstance(config, LlamaConfig):
+        return {
+            "attention.value_length": ("the head size", config.head_size),
+            "rope.dimension_count": ("the head size", config.rotary_size),
+        }
+    return {
+        "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
+        "attention.head_count_kv": ("n_head", config.n_head),
+    }
 
 
 @lru_cache(maxsize=1)  # that of the weights is also that of the tokenizer
@@ -115,28 +147,19 @@ def _config(header: Header) -> ModelConfig:
             f"{prefix}vocab_size is {shown(settings['vocab_size'])}, token_embd.weight has {rows} "
             "rows"
         )
-    sizes: dict[str, Any] = {
-        "n_layer": settings["block_count"],
-        "n_head": settings["attention.head_count"],
-        "n_embd": settings["embedding_length"],
-        "n_ctx": settings.get("context_length", 2048),
+    keys = fields_of(known.CONFIG).items()
+    fields: dict[str, Any] = {
+        **{field: settings.get(key, absent) for key, (field, absent) in keys},
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_ids": tuple(dict.fromkeys(token for token in tokens if token is not None)),
     }
     config: ModelConfig
     if issubclass(known.CONFIG, LlamaConfig):
-        config = _llama_config(known.CONFIG, prefix, sizes, settings, header)
-        fixed = {"attention.value_length": ("the head size", config.head_size)}
+        config = _llama_config(known.CONFIG, prefix, fields, settings, header)
     else:
-        config = GPT2Config(**sizes, eps=settings.get("attention.layer_norm_epsilon", 1e-5))
-        fixed = {
-            "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
-            "attention.head_count_kv": ("n_head", config.n_head),
-        }
-    turned = getattr(config, "rotary_size", config.head_size)  # unused in GPT-2
-    fixed["rope.dimension_count"] = ("the head size", turned)
-    for key, (words, expected) in fixed.items():
+        config = GPT2Config(**fields)
+    for key, (words, expected) in following(config).items():
         if settings.get(key, expected) != expected:
             got = shown(settings[key])
             raise CheckpointError(f"{prefix}{key}: expected {words}, {expected}, got {got}")
@@ -146,21 +169,13 @@ def _config(header: Header) -> ModelConfig:
 def _llama_config(
     kind: type[LlamaConfig],
     prefix: str,
-    sizes: dict[str, Any],
+    fields: dict[str, Any],
     settings: Mapping[str, Any],
     header: Header,
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    sizes |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
-    config = kind(
-        **sizes,
-        n_ff=settings["feed_forward_length"],
-        n_kv_head=settings.get("attention.head_count_kv", 0),
-        head_size=settings.get("attention.key_length", 0),
-        eps=settings.get("attention.layer_norm_rms_epsilon", 1e-6),
-        theta=settings.get("rope.freq_base", 10000.0),
-        bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
-    )
+    fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
+    config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
     # Of others 1; 0 stands for it, too.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
@@ -201,5 +216,7 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
     if not long:
         return RopeScaling("longrope", 1.0, factors=factors[0])
     original = settings.get("rope.scaling.original_context_length", settings.get("context_length"))
-    return RopeScaling("longrope", 1.0, original_context=original, factors=factors[0],
-                       long_factors=factors[1], attention_factor=attention)  # fmt: skip
+    short, long_factors = factors
+    return RopeScaling("longrope", 1.0, original_context=original, factors=short,
+                       long_factors=() if long_factors == short else long_factors,
+                       attention_factor=attention)  # fmt: skip

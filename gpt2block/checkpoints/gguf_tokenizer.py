@@ -21,10 +21,10 @@ from gpt2block.checkpoints.gguf import header_of
 from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from gpt2block.errors import CheckpointError, shown
 
-_PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"  # SentencePiece's character for a space
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_space_prefix",
     "token_type_count",
@@ -62,7 +62,7 @@ def _splits(*expressions: str) -> list[Mapping[str, Any]]:
 # exaone, dbrx, deepseek-r1-qwen and megrez, llama.cpp. It differs from the models: it never
 # normalizes, its classes of letters for tekken and gpt-4o have no marks and only the cases of
 # ASCII, and falcon3 has Llama 3's words.
-_PRE: Mapping[str, _Pre] = {
+PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
     "olmo": _Pre([_WORDS], nfc=True),
     **dict.fromkeys(
@@ -91,7 +91,7 @@ def files_of(file: Path) -> dict[str, Any]:
     """
     header = header_of(file)
     with about(file):
-        return _files(header.under(_PREFIX), header.metadata)
+        return files_from(header.metadata)
 
 
 def as_files(file: Path) -> dict[str, bytes]:
@@ -99,7 +99,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
     Raises CheckpointError as `files_of` does.
     """
-    if not header_of(file).under(_PREFIX):
+    if f"{PREFIX}tokens" not in header_of(file).metadata:
         return {}
     return {
         name: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
@@ -107,7 +107,10 @@ def as_files(file: Path) -> dict[str, bytes]:
     }
 
 
-def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What `files_of` returns of a file with this metadata. Raises CheckpointError."""
+    keys = (key for key in metadata if key.startswith(PREFIX))
+    found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
     for key, value in found.items():
         known = key in _READ or key.endswith("_token_id")
         if not known and (
@@ -115,8 +118,8 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
         ):
             raise _unsupported(key, value)
     tokens = _strings(found, "tokens")
-    kinds = _numbers(found, "token_type", tokens, np.full(len(tokens), _NORMAL))
-    ids = {name: found.get(f"{key}_token_id") for name, key in _NAMED.items()}
+    kinds = _numbers(found, "token_type", tokens, np.full(len(tokens), NORMAL))
+    ids = {name: found.get(f"{key}_token_id") for name, key in NAMED.items()}
     named = {
         name: tokens[id_]
         for name, id_ in ids.items()
@@ -127,7 +130,7 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
     elif model == "llama":
         tokens = [
-            token.replace(" ", _SPACE) if kind == _USER_DEFINED and _is_run(token) else token
+            token.replace(" ", _SPACE) if kind == USER_DEFINED and _is_run(token) else token
             for token, kind in zip(tokens, kinds, strict=True)
         ]
         spec, adds_bos = _sentence_piece(found, tokens, kinds, named.get("unk_token")), True
@@ -152,7 +155,7 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
 
 def _unsupported(key: str, value: Any, known: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{_PREFIX}{key}: {shown(value)} is not supported{known}: give a tokenizer with "
+        f"{PREFIX}{key}: {shown(value)} is not supported{known}: give a tokenizer with "
         "--tokenizer, or token ids"
     )
 
@@ -160,14 +163,14 @@ def _unsupported(key: str, value: Any, known: str = "") -> CheckpointError:
 def _flag(found: Mapping[str, Any], key: str, default: bool) -> bool:
     flag = found.get(key, default)
     if not isinstance(flag, bool):
-        raise CheckpointError(f"{_PREFIX}{key}: expected true or false, got {shown(flag)}")
+        raise CheckpointError(f"{PREFIX}{key}: expected true or false, got {shown(flag)}")
     return flag
 
 
 def _strings(found: Mapping[str, Any], key: str) -> list[str]:
     strings = found.get(key)
     if not isinstance(strings, list):
-        raise CheckpointError(f"{_PREFIX}{key}: expected an array of strings")
+        raise CheckpointError(f"{PREFIX}{key}: expected an array of strings")
     return strings
 
 
@@ -177,7 +180,7 @@ def _numbers(
     numbers = found.get(key, default)
     if not isinstance(numbers, np.ndarray) or len(numbers) != len(tokens):
         raise CheckpointError(
-            f"{_PREFIX}{key}: expected a number for each of {len(tokens):,} tokens"
+            f"{PREFIX}{key}: expected a number for each of {len(tokens):,} tokens"
         )
     return list(numbers.tolist())
 
@@ -186,8 +189,8 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
     """The tokens that are matched in the text before the model is applied."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
-            yield {"id": token_id, "content": token, "special": kind != _USER_DEFINED, **flags}
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token:
+            yield {"id": token_id, "content": token, "special": kind != USER_DEFINED, **flags}
 
 
 def _bpe(
@@ -195,7 +198,7 @@ def _bpe(
 ) -> dict[str, Any]:
     """The model of a tokenizer.json; its vocabulary is without tokens that only fill the file's."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
-    vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != _UNUSED}
+    vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != UNUSED}
     unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix",
                            "end_of_word_suffix"))  # fmt: skip
     flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
@@ -203,21 +206,28 @@ def _bpe(
     return model | {"vocab": vocabulary, "merges": merges}
 
 
+def words_of(pre: _Pre) -> dict[str, Any]:
+    """The parts of the pipeline of a byte-level BPE that make words of a text."""
+    several = {"type": "Sequence", "pretokenizers": pre.steps}
+    return {
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": pre.steps[0] if len(pre.steps) == 1 else several,
+    }
+
+
 def _byte_level(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: Iterable[int], architecture: Any
 ) -> tuple[dict[str, Any], bool]:
     """The pipeline of a byte-level BPE, and whether texts begin with bos by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)
-    known = _PRE.get(pre) if isinstance(pre, str) else None
+    known = PRE.get(pre) if isinstance(pre, str) else None
     if known is None:
-        raise _unsupported("pre", pre, f" (known are {', '.join(sorted(_PRE))})")
+        raise _unsupported("pre", pre, f" (known are {', '.join(sorted(PRE))})")
     if _flag(found, "add_space_prefix", False):
         raise _unsupported("add_space_prefix", True)
-    several = {"type": "Sequence", "pretokenizers": known.steps}
     merges = _strings(found, "merges")
     spec = {
-        "normalizer": {"type": "NFC"} if known.nfc else None,
-        "pre_tokenizer": known.steps[0] if len(known.steps) == 1 else several,
+        **words_of(known),
         "decoder": _WORDS,
         "model": _bpe(tokens, kinds, merges, ignore_merges=known.ignore_merges),
     }
@@ -233,11 +243,11 @@ def _sentence_piece(
     User-defined runs of spaces, as Gemma's, are merged first, as in Gemma's tokenizer.json.
     """
     scores = _numbers(found, "scores", tokens)
-    if kinds.count(_BYTE) != 256 or unknown is None:
+    if kinds.count(BYTE) != 256 or unknown is None:
         raise CheckpointError(
-            f"{_PREFIX}token_type: expected 256 tokens for bytes, and an unknown token"
+            f"{PREFIX}token_type: expected 256 tokens for bytes, and an unknown token"
         )
-    added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED)
+    added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED)
     spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
     if spaced is not None:  # it is matched in the text, where spaces are not replaced yet
         raise _unsupported("token_type", spaced)
@@ -269,15 +279,13 @@ def _merges(
 
     The left part of user-defined runs of spaces is as long as possible.
     """
-    plain = {
-        token: id_ for id_, token in enumerate(tokens) if kinds[id_] in (_NORMAL, _USER_DEFINED)
-    }
+    plain = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] in (NORMAL, USER_DEFINED)}
     found = []
     for token, id_ in plain.items():
         splits = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [pair for pair in splits if pair[0] in plain and pair[1] in plain]
         pairs.sort(key=lambda pair: (plain[pair[0]], plain[pair[1]]))
-        first = kinds[id_] == _USER_DEFINED and _is_run(token)
+        first = kinds[id_] == USER_DEFINED and _is_run(token)
         found += [
             (-inf, -len(pair[0]), pair) if first else (-scores[id_], id_, pair) for pair in pairs
         ]

@@ -16,6 +16,7 @@ from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.stored import DTYPES, Stored
 from gpt2block.errors import CheckpointError, require
 from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
+from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
 _DECODED_AT_ONCE = 2**20  # numbers
 FLOAT, NARROW = 4, 2  # bytes of numbers next to blocks: of vectors, and of other matrices
@@ -89,19 +90,27 @@ class Encoded(Stored):
 
     def read_blocks(self) -> NDArray[np.uint8]:
         """The bytes of the rows (N, bytes of a row), in the order of a model's. CheckpointError."""
+        data = np.empty((self.shape[0], self.length // self.shape[0]), np.uint8)
+        self.read_bytes(0, data.reshape(-1))
+        return self._ordered(data)
+
+    def read_bytes(self, begin: int, array: NDArray[np.uint8]) -> None:
+        """Read the bytes from `begin` on, of rows as the file has them. Raises CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
-            stream.seek(self.offset or 0)
-            data = np.frombuffer(self._taken(stream, self.length), np.uint8)
-        return self._ordered(data.reshape(self.shape[0], -1))
+            stream.seek((self.offset or 0) + begin)
+            self._check_length(stream.readinto(array.data), len(array))
 
     def _taken(self, stream: BinaryIO, length: int) -> bytes:
         """The next bytes of the file. Raises CheckpointError if there are fewer."""
         data = stream.read(length)
-        if len(data) != length:
+        self._check_length(len(data), length)
+        return data
+
+    def _check_length(self, got: int, expected: int) -> None:
+        if got != expected:
             raise CheckpointError(
                 f"{self.file}: {self.label}: the file has become shorter since it was opened"
             )
-        return data
 
     def _ordered(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Rows of whole heads in the order of a model's; those of a part of Q and K change it."""
@@ -125,10 +134,27 @@ def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
     return list(zip(types, pieces, strict=True))
 
 
-def in_blocks(tensor: Stored) -> GgufMatrix | None:
+@dataclass(frozen=True)
+class InBlocks:
+    """A matrix in the blocks of its file, which are read when it is made in either memory."""
+
+    parts: list[tuple[str, Encoded]]
+    K: int
+
+    def on_host(self) -> GgufMatrix:
+        return GgufMatrix.pack([(name, part.read_blocks()) for name, part in self.parts], self.K)
+
+    def on_device(self) -> GgufMatrix:
+        rows = [
+            BlockRows(name, part.shape[0], part.heads, part.read_bytes) for name, part in self.parts
+        ]
+        return packed_on_device(rows, self.K)
+
+
+def in_blocks(tensor: Stored) -> InBlocks | None:
     """The matrix in the blocks of its file, or None where kernels do not read it."""
-    blocks = [(name, piece.read_blocks()) for name, piece in kept(tensor)]
-    return GgufMatrix.pack(blocks, tensor.shape[1]) if blocks else None
+    parts = kept(tensor)
+    return InBlocks(parts, tensor.shape[1]) if parts else None
 
 
 def bytes_in_blocks(stored: Iterable[Stored]) -> int:

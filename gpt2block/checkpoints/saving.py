@@ -69,15 +69,11 @@ def save_pretrained(
     Raises InputError for wrong arguments and for weights outside the dtype's range, CheckpointError
     where files cannot be written or a tokenizer cannot be read.
     """
-    directory = _path("directory", directory)
+    directory = given_path("directory", directory)
     if dtype is not None:
         check_choice("dtype", dtype, SAVED_DTYPES)
-    if not isinstance(getattr(weights, "config", None), ModelConfig):
-        raise InputError(
-            "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
-            f"{shown(weights)}"
-        )
-    copied = _tokenizer_of(weights, tokenizer)
+    check_source(weights)
+    copied = tokenizer_of(weights, tokenizer)
     old = _model_files(directory, bool(copied))
     copied |= _generation_config_of(weights, tokenizer)
     if old and not overwrite:
@@ -94,7 +90,16 @@ def save_pretrained(
     return directory
 
 
-def _path(name: str, given: str | Path) -> Path:
+def check_source(weights: TensorSource) -> None:
+    """Raise InputError for weights without a config."""
+    if not isinstance(getattr(weights, "config", None), ModelConfig):
+        raise InputError(
+            "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
+            f"{shown(weights)}"
+        )
+
+
+def given_path(name: str, given: str | Path) -> Path:
     """Return an argument as a path with `~` expanded. Raises InputError."""
     if not isinstance(given, (str, Path)) or given == "":
         raise InputError(f"{name}: expected a path, got {shown(given)}")
@@ -106,7 +111,7 @@ def _path(name: str, given: str | Path) -> Path:
         raise InputError(f"{name}: expected a path, got {shown(str(given))}: {error}") from error
 
 
-def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, bytes]:
+def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, bytes]:
     """Return the content of the argument's or the weights' tokenizer files, by the names to write.
 
     OpenAI's pair of files is also written with Hugging Face's names, as `transformers` reads no
@@ -117,7 +122,7 @@ def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) 
     if given is None:
         return {}
     if not isinstance(given, Checkpoint):
-        found = tokenizer_files.of_path(_path("tokenizer", given))
+        found = tokenizer_files.of_path(given_path("tokenizer", given))
     elif gguf.is_gguf(given.file):
         return gguf_tokenizer.as_files(given.file)
     else:
@@ -198,19 +203,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
     dtypes: dict[str, str] = {}
     with file.open("wb") as stream:
         stream.seek(8 + room)
-        expected = iter(shapes)
-        for name, array, layout in weights.tensors():
-            awaited = next(expected, "no more tensors")
-            if name != awaited:
-                raise InputError(f"weights: expected {awaited} at this position, got {name}")
-            if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
-                array = array.T  # noqa: PLW2901
-            shape = naming.shape_of(name, shapes[name])
-            narrow = _converted(name, array, shape, dtype)
-            if name.endswith(".w_qkv") and weights.config.head_order:
-                narrow = narrow.copy()
-                heads = weights.config.q_width + weights.config.kv_width
-                reorder(narrow[:heads], np.argsort(weights.config.head_order).tolist())
+        for name, narrow in as_in_files(weights, naming, dtype):
             first = naming.first_of(name)
             if dtypes.setdefault(first, narrow.dtype.name) != narrow.dtype.name:
                 raise InputError(
@@ -218,12 +211,35 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
                     "in the file has both: give a dtype"
                 )
             stream.write(narrow.reshape(-1).view(np.uint8).data)
-        missing = list(expected)
-        if missing:
-            raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
         stream.seek(0)
         stream.write(room.to_bytes(8, "little") + _header(naming, parts, dtypes).ljust(room))
     return dtypes["wte"]
+
+
+def as_in_files(
+    weights: TensorSource, naming: Naming, dtype: str | None
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield gpt2block's name and the rows in a file of every tensor, in order, C-contiguous.
+
+    dtype: as in `save_pretrained`. Raises InputError unless they are all tensors of the model.
+    """
+    config, shapes = weights.config, model_shapes(weights.config)
+    expected = iter(shapes)
+    for name, array, layout in weights.tensors():
+        awaited = next(expected, "no more tensors")
+        if name != awaited:
+            raise InputError(f"weights: expected {awaited} at this position, got {name}")
+        if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
+            array = array.T  # noqa: PLW2901
+        rows = _converted(name, array, naming.shape_of(name, shapes[name]), dtype)
+        if name.endswith(".w_qkv") and config.head_order:
+            rows = rows.copy()
+            heads = config.q_width + config.kv_width
+            reorder(rows[:heads], np.argsort(config.head_order).tolist())
+        yield name, rows
+    missing = list(expected)
+    if missing:
+        raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
 
 
 def _converted(

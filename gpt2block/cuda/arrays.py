@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
+Read = Callable[[int, NDArray[np.uint8]], None]
 PIECES, PIECE_BYTES = 2, 2**24  # in flight to the host
+READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU, and bytes of a piece
 
 
 class Bound(NamedTuple):
@@ -312,6 +315,40 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
             first += len(piece)
     while waiting:
         take()
+
+
+def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
+    """Fill `out`, bytes, with parts of so many bytes: read(begin, array) gives those from begin on.
+
+    Threads read pieces into pinned memory while the GPU copies those before them.
+    """
+    reading: deque[tuple[Future[None], NDArray[Any]]] = deque()
+    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # ends of copies, which keep their memory
+    at = 0
+
+    def copy() -> None:
+        nonlocal at
+        done, piece = reading.popleft()
+        done.result()
+        out[at : at + len(piece)].set(piece)
+        at += len(piece)
+        copied = cupy.cuda.Event(disable_timing=True)
+        copied.record()
+        copying.append((copied, piece))
+        if len(copying) > PIECES:
+            copying.popleft()[0].synchronize()
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for read, size in parts:
+            for begin in range(0, size, READ_BYTES):
+                if len(reading) > READERS:
+                    copy()
+                piece = pinned((min(READ_BYTES, size - begin),), "uint8")
+                reading.append((pool.submit(read, begin, piece), piece))
+        while reading:
+            copy()
+    while copying:
+        copying.popleft()[0].synchronize()
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:

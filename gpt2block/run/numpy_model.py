@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
+from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
@@ -89,6 +90,8 @@ class NumpyModel(NumpySteps, StoredModel):
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
         stored = self.formats
         given = stored.matrix_dtype, layout, name, stored.allow_nonfinite
+        if isinstance(array, InBlocks):
+            return array.on_host()
         if isinstance(array, GgufMatrix):
             return array
         return WeightMatrix.quantize(array, *given).widened()

@@ -31,6 +31,7 @@ from gpt2block.checkpoints.tokenizer_files import (
     SPECIAL,
     TOKENIZER,
 )
+from gpt2block.checkpoints.tokenizer_specs import GPT2_CLASSES, spec_of_pair, with_settings
 from gpt2block.checks import check_encodable
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 from gpt2block.errors import CheckpointError, InputError
@@ -52,11 +53,8 @@ END_OF_TEXT = "<|endoftext|>"
 _LLM_C_MAGIC = 20240328
 # Files of tokenizers that are not supported, or not without another file.
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
-_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any kind of tokenizer
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
-_SPECIAL = re.compile(r"<.+>|\[.+\]")
 # White space by Unicode and tiktoken's pattern; Python's \s has four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _IN_LINES = _WHITE_SPACE.replace(r"\t-\r", r"\t\v\f")
@@ -135,7 +133,7 @@ def _in_directory(directory: Path) -> Encoding | None:
         return encoding
     other = next((name for name in _OTHER_FILES if name in files), None)
     kind = _settings(directory).get("tokenizer_class")
-    if other is None and kind not in (None, *_GPT2_CLASSES):
+    if other is None and kind not in (None, *GPT2_CLASSES):
         other = f"{SETTINGS} (tokenizer_class {kind!r})"
     if other is not None:
         raise CheckpointError(
@@ -194,42 +192,8 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     ids, settings = read_json(vocab), _settings(vocab.parent)
     text, added = read_start(merges), read_object(vocab.with_name(ADDED))
     with about(vocab, _DAMAGE, _UNREADABLE):
-        kind = settings.get("tokenizer_class")
-        if kind not in (None, *_GPT2_CLASSES, *_ANY_CLASS):
-            raise ValueError(f"{SETTINGS} has tokenizer_class {kind!r}: expected GPT-2's")
-        lines = text.decode("utf-8").replace("\r\n", "\n").split("\n")
-        pairs = [line for line in lines if line and not line.startswith("#version")]
-        names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
-        names.difference_update([pair.replace(" ", "") for pair in pairs])
-        special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
-        for token, token_id in added.items():
-            special[token] = token_id, _SPECIAL.fullmatch(token)
-        special |= _in_settings(settings)
-        prefix = bool(settings.get("add_prefix_space"))
-        spec = {
-            "added_tokens": _special_tokens(special),
-            "pre_tokenizer": {**tokenizer_json.BYTE_LEVEL, "add_prefix_space": prefix},
-            "model": {"type": "BPE", "vocab": ids, "merges": pairs},
-        }
+        spec = spec_of_pair(ids, text, added, settings)
     return _of_spec(vocab, spec, settings)
-
-
-def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    """Added tokens of tokenizer_config.json: content → (id, whether it is special)."""
-    entries = (settings.get("added_tokens_decoder") or {}).items()
-    return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
-
-
-def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Special tokens in the format of tokenizer.json, by id; ValueError for other tokens."""
-    for token, (_, special) in found.items():
-        if not special:
-            raise ValueError(f"{token!r} is an added token that is not special, and not in "
-                             "added_tokens of a tokenizer.json")  # fmt: skip
-    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False}  # fmt: skip
-    by_id = sorted(found.items(), key=lambda item: item[1][0])
-    return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]
 
 
 def from_llm_c(path: Path) -> Encoding:
@@ -284,10 +248,7 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
     path: the file, for errors.
     """
     with about(path, _DAMAGE, _UNREADABLE):
-        added = spec.get("added_tokens") or []
-        known = {token["content"] for token in added}
-        more = {token: of for token, of in _in_settings(settings).items() if token not in known}
-        spec = spec | {"added_tokens": [*added, *_special_tokens(more)]}
+        spec = with_settings(spec, settings)
         encoding = tokenizer_json.read(path.parent.name, spec)
         space = settings.get("add_prefix_space")
         if space is not None and bool(space) != tokenizer_json.adds_prefix_space(spec):

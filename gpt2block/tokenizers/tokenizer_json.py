@@ -19,6 +19,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints.patterns import SPLITS
+from gpt2block.checkpoints.tokenizer_specs import BYTE_LEVEL
 from gpt2block.errors import require
 from gpt2block.tokenizers.encoding import (
     UTF_8,
@@ -35,8 +36,6 @@ SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 SPLIT_NOTHING = r"(?s:.+)"
 
 _LARGEST_ID = 2**31 - 1  # token ids are int32
-BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
-                                 "trim_offsets": True, "use_regex": True}  # fmt: skip
 _SPLIT: dict[str, Any] = {"type": "Split", "pattern": None, "invert": False}
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip

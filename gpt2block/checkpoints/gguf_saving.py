@@ -1,0 +1,279 @@
+"""`save_gguf`: write a GGUF file, which llama.cpp and `Checkpoint.open` load."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import fields, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
+from gpt2block.checkpoints import gguf
+from gpt2block.checkpoints.checkpoint import Checkpoint
+from gpt2block.checkpoints.files import first_names
+from gpt2block.checkpoints.gguf_tokenizer import PREFIX
+from gpt2block.checkpoints.gguf_tokenizer_keys import keys_of
+from gpt2block.checkpoints.gguf_types import library
+from gpt2block.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, Shape, naming_of
+from gpt2block.checkpoints.saving import (
+    TensorSource,
+    as_in_files,
+    check_source,
+    given_path,
+    tokenizer_of,
+)
+from gpt2block.checks import check_choice
+from gpt2block.config import ModelConfig
+from gpt2block.config.llama import LlamaConfig
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.files import check_file, put_in_place, temporary_folder
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+_ENDS = tuple(f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
+# Fields that a file has in its tensors or in keys of the tokenizer; embedding_dtype it has not
+_ELSEWHERE = {
+    "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
+    "eos_token_ids", "embedding_dtype",
+}  # fmt: skip
+_INSTEAD = "write a Hugging Face directory instead"
+
+
+def save_gguf(
+    path: str | Path,
+    weights: TensorSource,
+    type: str,
+    tokenizer: str | Path | Checkpoint | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a GGUF file, which llama.cpp and `Checkpoint.open` load.
+
+    path: its folder exists. weights, tokenizer: as in `save_pretrained`. type: of matrices, one of
+    `TYPES`, as the package gguf quantizes; norms, biases and GPT-2's positions are float32. A
+    matrix whose rows are no whole blocks of the type is float16. A file that is there is replaced
+    only with `overwrite`, and by a complete one. Returns the path.
+
+    Warns (UserWarning) of matrices in float16, of a tokenizer that GGUF cannot describe, without
+    which the file is written, and of more end tokens than it has keys for.
+
+    Raises InputError for wrong arguments, for a config that GGUF has no keys for, and for weights
+    out of the range of the type, CheckpointError where the file cannot be written, the tokenizer's
+    files cannot be read, or the package gguf is missing.
+    """
+    path = given_path("path", path)
+    check_choice("type", type, TYPES)
+    check_source(weights)
+    check_file(path)
+    if os.path.lexists(path) and not overwrite:
+        raise InputError(f"{path}: already exists: give another file or overwrite=True")
+    _check_config(weights.config)
+    kinds = _kinds(path, weights.config, type.upper())
+    most = "ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"
+    metadata = _described(path, weights, tokenizer) | metadata_of(weights.config)
+    metadata |= {"general.file_type": int(library().LlamaFileType[most]),
+                 "general.quantization_version": library().GGML_QUANT_VERSION}  # fmt: skip
+    data = (encoded(name, rows, kinds[name][0]) for name, rows in tensors_of(weights))
+    try:
+        with temporary_folder(path.parent, "saving") as folder:
+            write(folder / "model.gguf", metadata, kinds, data)
+            put_in_place(folder / "model.gguf", path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be written: {reason}") from error
+    return path
+
+
+def metadata_of(config: ModelConfig) -> dict[str, Any]:
+    """The keys of an architecture, as `gguf.read_model` reads them."""
+    named = architecture_of(config).GGUF
+    keys = {key: getattr(config, field) for key, (field, _) in gguf.fields_of(type(config)).items()}
+    keys |= {key: value for key, (_, value) in gguf.following(config).items()}
+    keys |= {key: getattr(config, field) or 0 for key, field in config.GGUF_KEYS.items()}
+    keys |= {"vocab_size": config.vocab_size, **_scaling(config)[0]}
+    return {"general.architecture": named, **{f"{named}.{key}": keys[key] for key in keys}}
+
+
+def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the name and the numbers of every tensor of a file; matrices (outputs, inputs)."""
+    config, naming = weights.config, naming_of(weights.config, gguf=True)
+    parts = naming.parts(config)
+    yield from _scaling(config)[1].items()
+    rows: list[NDArray[Any]] = []  # of a tensor that has those of several of ours
+    for ours, array in as_in_files(weights, naming, "float32"):
+        rows.append(array)
+        names = parts[naming.first_of(ours)]
+        ends = list(accumulate(shape[0] for shape in names.values()))
+        if sum(map(len, rows)) < ends[-1]:
+            continue
+        whole = array if len(rows) == 1 else np.concatenate(rows)
+        rows = []
+        for name, piece in zip(names, np.split(whole, ends[:-1]), strict=True):
+            yield name, _as_in_file(config, name, piece)
+
+
+def encoded(name: str, rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
+    """The numbers in a type of `gguf`. Raises InputError for numbers out of its range."""
+    package = library()
+    with np.errstate(all="ignore"):
+        if kind not in ("F32", "BF16"):
+            beyond = rows.size - int(np.isfinite(rows.astype(np.float16)).sum())
+            if beyond:
+                raise InputError(f"{name}: {beyond:,} weights are out of the range of float16, "
+                                 f"as are the scales of {kind}: use f32 or bf16")  # fmt: skip
+        found: NDArray[Any] = package.quantize(rows, package.GGMLQuantizationType[kind])
+    return found
+
+
+def write(
+    file: Path,
+    metadata: Mapping[str, Any],
+    kinds: Mapping[str, tuple[str, Shape]],
+    data: Iterable[NDArray[Any]],
+) -> None:
+    """Write a file of tensors of these types and shapes, whose data follow in this order.
+
+    metadata: numbers, bool, str, arrays and lists by key. data: read once, one at a time.
+    """
+    package = library()
+    with closing(package.GGUFWriter(file, metadata["general.architecture"])) as writer:
+        for key, value in metadata.items():
+            if key != "general.architecture":
+                _add(writer, key, value)
+        for name, (kind, shape) in kinds.items():
+            stored = package.GGMLQuantizationType[kind]
+            block, size = package.GGML_QUANT_SIZES[stored]
+            length = math.prod(shape) // block * size
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), length, stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for array in data:
+            writer.write_tensor_data(array)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add a key, with the type that llama.cpp's converter gives such a value."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, np.ndarray):
+        types = library().GGUFValueType
+        kind = types[value.dtype.name.upper()]
+        writer.add_key_value(key, value.tolist(), types.ARRAY, sub_type=kind)
+    else:
+        writer.add_array(key, value)
+
+
+def _check_config(config: ModelConfig) -> None:
+    """Raise InputError for an architecture or a setting that a file cannot have."""
+    if not architecture_of(config).GGUF:
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise InputError(f"{config.MODEL_TYPE}: GGUF has no such architecture, expected one of "
+                         f"{known}: {_INSTEAD}")  # fmt: skip
+    named = {field for field, _ in gguf.fields_of(type(config)).values()}
+    named |= _ELSEWHERE | {*config.GGUF_KEYS.values()}
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    read = type(config)(**{name: value for name, value in given.items() if name in named})
+    lost = {name: value for name, value in given.items() if getattr(read, name) != value}
+    if read.windows == config.windows:
+        lost.pop("window", None)
+    if lost:
+        several = " and ".join(f"{name} {shown(value)}" for name, value in lost.items())
+        raise InputError(f"{config.MODEL_TYPE}: GGUF has no key for {several}: {_INSTEAD}")
+
+
+def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """The keys and the tensors for the scaling of RoPE."""
+    scaling = config.scaling if isinstance(config, LlamaConfig) else None
+    if not isinstance(config, LlamaConfig) or scaling is None:
+        return {}, {}
+    if scaling.kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
+    if "long_factor" in config.HONOURED and scaling.kind == "longrope":
+        keys = {"rope.scaling.attn_factor": scaling.attention_factor,
+                "rope.scaling.original_context_length": scaling.original_context}  # fmt: skip
+        both = (scaling.factors, scaling.long_factors or scaling.factors)
+        factors = [np.array(each, np.float32) for each in both]
+        return keys, dict(zip(LONGROPE_FACTORS, factors, strict=True))
+    pairs = -(-config.rotary_size // 2)
+    plain = replace(config, scaling=None).frequencies()[:pairs]
+    return {}, {ROPE_FACTORS: (plain / config.frequencies()[:pairs]).astype(np.float32)}
+
+
+def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The rows of a tensor with its `gguf.differences`."""
+    heads, added = gguf.differences(config, name)
+    if heads:
+        halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+        rows = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+    return rows + np.float32(added) if added else rows
+
+
+def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, Shape]]:
+    """The types and shapes of the tensors of a file, in order. Warns of matrices in float16."""
+    package, odd = library(), []
+    block, _ = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
+    found = {name: ("F32", array.shape) for name, array in _scaling(config)[1].items()}
+    parts = naming_of(config, gguf=True).parts(config).values()
+    for name, shape in (pair for names in parts for pair in names.items()):
+        stored = kind
+        if len(shape) == 1 or name == "position_embd.weight":
+            stored = "F32"
+        elif shape[-1] % block:
+            stored = "F16"
+            odd.append(name)
+        found[name] = stored, shape
+    if odd:
+        warnings.warn(
+            f"{path}: {len(odd)} matrices are F16, as their rows are no multiples of {block} "
+            f"numbers: {first_names(odd)}",
+            stacklevel=3,
+        )
+    return found
+
+
+def _described(
+    path: Path, weights: TensorSource, tokenizer: str | Path | Checkpoint | None
+) -> dict[str, Any]:
+    """The keys `general.…` and `tokenizer.…`; those of a GGUF file stay. Warns."""
+    config, given = weights.config, weights if tokenizer is None else tokenizer
+    source = next((each for each in (weights, given) if isinstance(each, Checkpoint)), None)
+    found: dict[str, Any] = {"general.type": "model"}
+    if source is not None:
+        found["general.name"] = source.repo or Path(source.name).name
+    reason = "its source has none"
+    if isinstance(given, Checkpoint) and gguf.is_gguf(given.file):
+        metadata = gguf.header_of(given.file).metadata
+        kept = (key for key in metadata if key.startswith(("general.", "tokenizer.")))
+        found |= {key: metadata[key] for key in kept if key != "general.alignment"}
+    elif files := tokenizer_of(weights, tokenizer):
+        try:
+            found |= keys_of(files, config.vocab_size)
+        except CheckpointError as error:
+            reason = str(error)
+    if f"{PREFIX}tokens" not in found:
+        found[f"{PREFIX}model"] = "none"  # with which llama.cpp expects no tokens
+        warnings.warn(
+            f"{path} has no tokenizer: {reason}: give one with --tokenizer, or token ids",
+            stacklevel=3,
+        )
+    named = (found.pop(key, None) for key in _ENDS)
+    ends = dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ is not None)
+    found |= zip(_ENDS, ends, strict=False)
+    if len(ends) > len(_ENDS):
+        warnings.warn(f"{path} has 3 of {len(ends)} end tokens, as GGUF has no keys for more: "
+                      f"{', '.join(map(str, ends))}", stacklevel=3)  # fmt: skip
+    bos = getattr(config, "bos_token_id", None)
+    return ({} if bos is None else {f"{PREFIX}bos_token_id": bos}) | found

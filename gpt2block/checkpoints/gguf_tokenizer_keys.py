@@ -1,0 +1,179 @@
+"""The keys of a GGUF file for a tokenizer of Hugging Face's files: what `gguf_tokenizer` reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
+from gpt2block.checkpoints.chat_files import default_template
+from gpt2block.checkpoints.files import about, first_names
+from gpt2block.checkpoints.gguf_tokenizer import PRE, PREFIX
+from gpt2block.checkpoints.tokenizer_specs import spec_of_pair, with_settings
+from gpt2block.errors import CheckpointError
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_MODEL = ("type", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+          "ignore_merges")  # fmt: skip
+_INNER = ("normalizers", "pretokenizers", "decoders", "processors")
+# Gemma's words, of which there is one: the normalizer has left no spaces
+_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+              "invert": False}  # fmt: skip
+
+
+def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
+    """The metadata for a tokenizer, given the content of its files by name.
+
+    Ids without a token, up to vocab_size, are filled. Warns of added tokens that take the white
+    space next to them, which GGUF does not say. Raises CheckpointError for damaged files, and for a
+    tokenizer that would be another one when it is read back.
+    """
+    with about(tokenizer_files.TOKENIZER, _DAMAGE, "cannot be read: {}"):
+        spec, settings = _read(files)
+        keys = {f"{PREFIX}{key}": each for key, each in _keys(spec, settings, vocab_size).items()}
+        exact = _meaning(spec)
+        again = _meaning(gguf_tokenizer.files_from(keys)[tokenizer_files.TOKENIZER])
+        other = [part for part in exact if exact[part] != again[part]]
+        if other or not exact["merges"]:  # GGUF has no empty lists
+            raise CheckpointError(f"GGUF has no keys for its {', '.join(other) or 'empty merges'}")
+        template = settings.get("chat_template")
+        if tokenizer_files.CHAT_TEMPLATE in files:
+            template = files[tokenizer_files.CHAT_TEMPLATE].decode()
+    template = default_template(template) if isinstance(template, list) else template
+    flags = ("single_word", "lstrip", "rstrip")
+    flagged = [each["content"] for each in spec["added_tokens"] if any(map(each.get, flags))]
+    if flagged:
+        said = "are whole words or take the white space next to them"
+        warnings.warn(f"GGUF does not say that {first_names(flagged)} {said}", stacklevel=2)
+    return keys | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+
+
+def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
+    """The content of tokenizer.json, or what stands for it, and the settings."""
+    named = (tokenizer_files.SPECIAL, tokenizer_files.SETTINGS, tokenizer_files.ADDED)
+    special, settings, added = (json.loads(files.get(name, b"{}")) for name in named)
+    settings = special | settings
+    if tokenizer_files.TOKENIZER in files:
+        return with_settings(json.loads(files[tokenizer_files.TOKENIZER]), settings), settings
+    for vocab, merges in tokenizer_files.PAIRS:
+        if vocab in files and merges in files:
+            return spec_of_pair(json.loads(files[vocab]), files[merges], added, settings), settings
+    raise CheckpointError(f"expected {tokenizer_files.EXPECTED}")
+
+
+def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The keys without their prefix. A score of SentencePiece's is the rank of a token's merges."""
+    model, added = spec["model"], {each["content"]: each for each in spec["added_tokens"]}
+    ids, before, merges = _ids(spec), _before(spec), _merges(model)
+    fallback = bool(model.get("byte_fallback"))
+    unknown = {"unk_token": model.get("unk_token")} if fallback else {}
+    tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
+    kinds = np.full(vocab_size, gguf_tokenizer.UNUSED, np.int32)
+    for token, id_ in ids.items():
+        tokens[id_], kinds[id_] = token, gguf_tokenizer.NORMAL
+        if token in unknown.values():
+            kinds[id_] = gguf_tokenizer.UNKNOWN
+        elif token in added:
+            special = added[token].get("special", True)
+            kinds[id_] = gguf_tokenizer.CONTROL if special else gguf_tokenizer.USER_DEFINED
+        elif fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            kinds[id_] = gguf_tokenizer.BYTE
+    found = {"tokens": tokens, "token_type": kinds, "merges": [" ".join(pair) for pair in merges]}
+    for name, key in gguf_tokenizer.NAMED.items():
+        given = {**settings, **unknown}.get(name)
+        content = given["content"] if isinstance(given, dict) else given
+        found |= {f"{key}_token_id": ids[content]} if content in ids else {}
+    found |= {"add_bos_token": bool(before)} | ({"bos_token_id": before[0]} if before else {})
+    if not fallback:
+        return found | {"model": "gpt2", "pre": _pre(spec)}
+    scores = np.full(vocab_size, -len(merges), np.float32)
+    for rank, pair in reversed([*enumerate(merges)]):
+        scores[ids["".join(pair)]] = -rank
+    prefix = any(step["type"] == "Prepend" for step in _steps(spec, "normalizer"))
+    return found | {"model": "llama", "scores": scores, "add_space_prefix": prefix}
+
+
+def _pre(spec: Any) -> str:
+    """llama.cpp's name for what a byte-level BPE does before its merges."""
+
+    def words(spec: Any, ignores: bool | None) -> Any:
+        return _steps(spec, "normalizer"), _steps(spec, "pre_tokenizer"), bool(ignores)
+
+    meant = words(spec, spec["model"].get("ignore_merges"))
+    for name, pre in PRE.items():
+        if words(gguf_tokenizer.words_of(pre), pre.ignore_merges) == meant:
+            return name
+    raise CheckpointError(f"llama.cpp has no name for its pre_tokenizer: known are "
+                          f"{', '.join(sorted(PRE))}")  # fmt: skip
+
+
+def _meaning(spec: Any) -> dict[str, Any]:
+    """What decides the ids of texts, and texts of ids, by the name of the part.
+
+    Of SentencePiece's merges, the order of neighbours that make one token does not: the first of
+    them in a text is merged. Nor do those of user-defined tokens, at which a text is split before,
+    except runs of spaces: their merges come first, in the order that `gguf_tokenizer` gives them.
+    """
+    model, merges, words = spec["model"], _merges(spec["model"]), _steps(spec, "pre_tokenizer")
+    fallback = bool(model.get("byte_fallback"))
+    if fallback:
+        words = [] if words == [_AT_SPACES] else words
+        users = {each["content"] for each in spec["added_tokens"] if not each.get("special", True)}
+        runs = {user for user in users if not user.strip("▁")}
+        applied = [pair for pair in merges if "".join(pair) not in users - runs]
+        n = sum("".join(pair) in runs for pair in applied)  # which are the first
+        same = groupby(applied[n:], "".join)
+        merges = sorted(applied[:n]) + [pair for _, each in same for pair in sorted(each)]
+    return {
+        "normalizer": _steps(spec, "normalizer"), "pre_tokenizer": words, "merges": merges,
+        "decoder": _steps(spec, "decoder") if fallback else [], "post_processor": _before(spec),
+        "model": [model.get(name) or None for name in (*_MODEL, *["unk_token"] * fallback)],
+        "vocabulary": _ids(spec),
+        "added_tokens": {(each["id"], each.get("special", True)) for each in spec["added_tokens"]},
+    }  # fmt: skip
+
+
+def _ids(spec: Any) -> dict[str, int]:
+    """Token → id, of added tokens too."""
+    added = {each["content"]: each["id"] for each in spec["added_tokens"]}
+    return {**spec["model"]["vocab"], **added}
+
+
+def _merges(model: Any) -> list[tuple[str, ...]]:
+    """The two tokens of each merge; old files write a merge as "left right"."""
+    pairs = (each.split(" ") if isinstance(each, str) else each for each in model["merges"])
+    return [tuple(pair) for pair in pairs]
+
+
+def _before(spec: Any) -> list[Any]:
+    """The ids that a post-processor adds before a text; a step that does anything else."""
+    found: list[Any] = []
+    for step in _steps(spec, "post_processor"):
+        single = step.get("single", ())
+        if [*map(list, single)][-1:] == [["Sequence"]]:
+            firsts = [each.get("SpecialToken", {}).get("id") for each in single[:-1]]
+            found += [id_ for name in firsts for id_ in step["special_tokens"][name]["ids"]]
+        elif step["type"] != "ByteLevel":
+            found.append(step)
+    return found
+
+
+def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
+    """The steps of a part of the pipeline, equal where they do the same to a text."""
+    step = spec.get(part)
+    if not step:
+        return []
+    if step["type"] == "Sequence":
+        inner = next(step[name] for name in _INNER if name in step)
+        return [each for one in inner for each in _steps({part: one}, part)]
+    if step["type"] == "ByteLevel":
+        step = {"use_regex": True, **step, "trim_offsets": True}
+    elif step.get("behavior") == "Removed" and step.get("invert"):  # what is between the matches
+        step = {**step, "behavior": "Isolated", "invert": False}
+    return [step]

@@ -1,0 +1,67 @@
+"""The content of a tokenizer.json: that of GPT-2's pair of files, and added tokens of settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gpt2block.checkpoints.tokenizer_files import SETTINGS
+
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any kind of tokenizer
+_SPECIAL = re.compile(r"<.+>|\[.+\]")
+BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
+                                 "trim_offsets": True, "use_regex": True}  # fmt: skip
+
+
+def spec_of_pair(
+    ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The spec of token → id, lines of merges, and the content of the files next to them.
+
+    Raises ValueError for settings that are not supported.
+    """
+    kind = settings.get("tokenizer_class")
+    if kind not in (None, *GPT2_CLASSES, *_ANY_CLASS):
+        raise ValueError(f"{SETTINGS} has tokenizer_class {kind!r}: expected GPT-2's")
+    lines = merges.decode("utf-8").replace("\r\n", "\n").split("\n")
+    pairs = [line for line in lines if line and not line.startswith("#version")]
+    names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
+    names.difference_update([pair.replace(" ", "") for pair in pairs])
+    special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
+    for token, token_id in added.items():
+        special[token] = token_id, _SPECIAL.fullmatch(token)
+    special |= _in_settings(settings)
+    prefix = bool(settings.get("add_prefix_space"))
+    return {
+        "added_tokens": _special_tokens(special),
+        "pre_tokenizer": {**BYTE_LEVEL, "add_prefix_space": prefix},
+        "model": {"type": "BPE", "vocab": ids, "merges": pairs},
+    }
+
+
+def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
+    """A spec with the added tokens of tokenizer_config.json that it lacks. Raises ValueError."""
+    added = spec.get("added_tokens") or []
+    known = {token["content"] for token in added}
+    more = {token: of for token, of in _in_settings(settings).items() if token not in known}
+    return spec | {"added_tokens": [*added, *_special_tokens(more)]}
+
+
+def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+    """Added tokens of tokenizer_config.json: content → (id, whether it is special)."""
+    entries = (settings.get("added_tokens_decoder") or {}).items()
+    return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
+
+
+def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
+    """Special tokens in the format of tokenizer.json, by id; ValueError for other tokens."""
+    for token, (_, special) in found.items():
+        if not special:
+            raise ValueError(f"{token!r} is an added token that is not special, and not in "
+                             "added_tokens of a tokenizer.json")  # fmt: skip
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False}  # fmt: skip
+    by_id = sorted(found.items(), key=lambda item: item[1][0])
+    return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]

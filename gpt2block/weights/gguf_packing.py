@@ -1,0 +1,84 @@
+"""Blocks of a GGUF file in the order of the kernels, in the memory of a GPU: gguf/pack.cu.
+
+The GPU rearranges the bytes as `weights.gguf.pack` does on the host, where it takes longer than all
+else in loading a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.config.formats import GGUF
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, Read, read_into
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
+from gpt2block.weights.matrix import on_host
+
+FILE = "gguf/pack.cu"
+WARPS = 4  # of a block, each with 128 of K
+
+
+class BlockRows(NamedTuple):
+    """Outputs of one type, as a file has them.
+
+    heads: of q or k of a Llama, whose rows are those of pairs of RoPE; 0 for others. read(begin,
+    array) gives the bytes from begin on.
+    """
+
+    name: str
+    N: int
+    heads: int
+    read: Read
+
+    @classmethod
+    def of(cls, name: str, raw: NDArray[np.uint8]) -> BlockRows:
+        """Rows in host memory, uint8 (N, bytes of a row)."""
+
+        def read(begin: int, array: NDArray[np.uint8]) -> None:
+            array[...] = raw.reshape(-1)[begin : begin + len(array)]
+
+        return cls(name, len(raw), 0, read)
+
+
+def pack(
+    rows: Sequence[BlockRows], raw: CudaArray, out: CudaArray, largest: CudaArray, K: int
+) -> Launch:
+    """out: the bytes `raw` of rows of one type, those of heads first, in the order of the kernels.
+
+    largest: int32 (1,), bits of a float, which a larger bound of the magnitudes replaces.
+    """
+    kind, of_heads = TYPES[rows[0].name], [part for part in rows if part.heads]
+    head = of_heads[0].N // of_heads[0].heads if of_heads else 0
+    N = sum(part.N for part in rows)
+    units = ceil(K / (kind.units * UNIT)) * kind.units
+    grid, defines = (ceil(N / OCTET), ceil(units / WARPS)), (("GGUF_TYPE", kind.number),)
+    geometry = Geometry("gguf_pack", grid, (32 * WARPS,), defines=defines)
+    args = raw, out, largest, K, N, head, sum(part.N for part in of_heads)
+    return launch_at(FILE, geometry, args, "float16", GGUF)
+
+
+def packed_on_device(parts: Sequence[BlockRows], K: int) -> GgufMatrix:
+    """`GgufMatrix.pack` of rows that are read in pieces, in the memory of the current GPU.
+
+    Besides the matrix, the bytes of one type are there as the file has them.
+    """
+    grouped = [list(group) for _, group in groupby(parts, lambda part: part.name)]
+    ranges = tuple((group[0].name, sum(part.N for part in group)) for group in grouped)
+    sizes = range_bytes(ranges, K)
+    data, largest, at = cupy.empty(sum(sizes), "uint8"), cupy.zeros(1, "int32"), 0
+    for group, (name, N), size in zip(grouped, ranges, sizes, strict=True):
+        of_row = K // TYPES[name].size * TYPES[name].nbytes
+        raw = cupy.empty(N * of_row, "uint8")
+        launch = pack(group, raw, data[at : at + size], largest, K)  # compiled in the meantime
+        read_into(raw, [(part.read, part.N * of_row) for part in group])
+        launch.run()
+        at += size
+    return GgufMatrix(data, GGUF, None, "NK", float(on_host(largest).view("float32")[0]), ranges, K)

@@ -1,0 +1,176 @@
+// Blocks of a GGUF file in the order in which kernels read them (lib/gguf.cuh), when a model is loaded.
+//
+//   raw (rows, bytes of a row): rows of blocks as in the file -> out: tiles of 8 rows by 128 or 256 of K
+//
+//   gguf_pack: blocks of a file in the order of the kernels; a lane gathers the codes of 32 weights of a row byte by
+//       byte. A warp has 8 rows by 128 of K. It also finds, from the scales, how large a weight can be
+//
+// In a file, bytes of low bits follow bytes of high ones and scales, in blocks whose size is often no multiple of 4:
+//
+//            bytes of a block
+//   Q4_0     d[2]                           low[16]     low: code i and i + 16 of 32
+//   Q4_1     d[2] m[2]                      low[16]
+//   Q5_0     d[2]            fifth[4]       low[16]     fifth: a bit of each code
+//   Q5_1     d[2] m[2]       fifth[4]       low[16]
+//   Q8_0     d[2]                           code[32]    with a sign
+//   Q4_K     d[2] dmin[2]    s and m[12]    low[128]    low: 32 bytes of two sub-blocks, four times
+//   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i, of code i of sub-block s
+//   Q6_K     low[128]        upper[64]      s[16] d[2]              of 128 codes: low[64] has i and i + 64, upper[32]
+//                                                                   two bits of i, i + 32, i + 64 and i + 96
+//
+// A code takes one or two loads of a byte, whose lines stay in L1. They bound the kernel, not memory; the copy of the
+// bytes from the host takes several times as long.
+//
+// grid (ceil(rows / 8), ceil(tiles of 128 / warps of a block)), block (a multiple of 32)
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#ifndef STORAGE_FP16
+#define STORAGE_FP16
+#endif
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/gguf.cuh"
+
+#ifndef GGUF_TYPE
+#define GGUF_TYPE 6
+#endif
+
+typedef gguf::Part<GGUF_TYPE> Part;
+
+constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights of a block
+constexpr int BLOCK_BYTES = Part::BYTES / gguf::OCTET * SIZE / (Part::UNITS * gguf::UNIT);
+constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales that a lane stores
+constexpr int MOST_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
+constexpr int FARTHEST = MOST_CODE > Part::OFFSET ? MOST_CODE : Part::OFFSET;  // a code less OFFSET, at most
+
+// A block of a row in the file. One that fills a tile up has none, and consists of zeros.
+struct Block {
+    const W* from;
+
+    __device__ __forceinline__ unsigned operator[](int i) const { return from ? __ldg(&from[i].bits) : 0u; }
+    __device__ __forceinline__ unsigned two(int i) const { return (*this)[i] | (*this)[i + 1] << 8; }
+    __device__ __forceinline__ unsigned four(int i) const { return two(i) | two(i + 2) << 16; }
+
+    // Code i of the block, without a sign.
+    __device__ __forceinline__ unsigned code(int i) const {
+        constexpr int OWN = Part::WIDE ? 16 : SCALE, FIFTH = Part::FIVE ? SIZE / 8 : 0;
+        const Block& b = *this;
+        if constexpr (Part::BITS == 8) {
+            return b[OWN + i] ^ 128u;
+        } else if constexpr (Part::HALVES) {
+            const int half = i / 128, quarter = i % 128 / 32, j = i % 32;
+            const unsigned low = b[64 * half + quarter % 2 * 32 + j] >> quarter / 2 * 4 & 15;
+            return low | (b[128 + 32 * half + j] >> 2 * quarter & 3) << 4;
+        } else {
+            const int each = Part::WIDE ? 32 : 16, part = i / each, j = i % each;
+            const unsigned low = b[OWN + FIFTH + part / 2 * each + j] >> part % 2 * 4 & 15;
+            if (!Part::FIVE) return low;
+            return low | (Part::WIDE ? b[OWN + j] >> part & 1 : b[OWN + i / 8] >> i % 8 & 1) << 4;
+        }
+    }
+
+    // The 6 bits of sub-block i of Q4_K and Q5_K: of s, with `least` of m.
+    __device__ __forceinline__ unsigned six(int i, bool least) const {
+        const unsigned own = (*this)[(least ? 8 : 4) + i % 4];
+        if (i < 4) return own & 63;
+        return ((*this)[8 + i] >> (least ? 4 : 0) & 15) | own >> 6 << 4;
+    }
+};
+
+// Word t of the scales of a row, of Q4_K and Q5_K: d and dmin; 4 bits of each s; of each m; 2 bits of each.
+__device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
+    if (t == 0) return b.four(0);
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const unsigned s = b.six(i, false), m = b.six(i, true);
+        word |= t == 3 ? s >> 4 << 2 * i | m >> 4 << (16 + 2 * i) : (t == 1 ? s & 15 : m & 15) << 4 * i;
+    }
+    return word;
+}
+
+// The bits of |d s| FARTHEST + |dmin m|, rounded as gpt2block.weights.gguf does: those of NaN are the largest.
+__device__ __forceinline__ int magnitude(float2 d, float s, float m) {
+    const float sum = __fadd_rn(__fmul_rn(fabsf(__fmul_rn(d.x, s)), (float)FARTHEST), fabsf(__fmul_rn(d.y, m)));
+    return __float_as_int(sum) & 0x7fffffff;
+}
+
+// The largest magnitude of chunk t of a unit: that of its one or two sub-blocks.
+__device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int t) {
+    const int i = unit % 2 * 4 + t;
+    if constexpr (Part::HALVES) {
+        const float2 d = {gguf::floats_of(b.two(208)).x, 0.0f};
+        const int first = magnitude(d, (float)(signed char)b[192 + 2 * i], 0.0f);
+        return max(first, magnitude(d, (float)(signed char)b[193 + 2 * i], 0.0f));
+    } else if constexpr (Part::WIDE) {
+        return magnitude(gguf::floats_of(b.four(0)), (float)b.six(i, false), (float)b.six(i, true));
+    } else {
+        return magnitude(gguf::floats_of(Part::MINIMUM ? b.four(0) : b.two(0)), 1.0f, 1.0f);
+    }
+}
+
+// Rows of heads of q and k are those of pairs of RoPE in a file, and of its two halves here.
+__device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
+    if (row >= in_heads) return row;
+    const int i = row % head, half = head / 2;
+    return row - i + i % half * 2 + i / half;
+}
+
+extern "C" __global__ void gguf_pack(
+    const W* __restrict__ raw,  // (rows, bytes of a row)
+    W* out,                     // whole octets of rows, of whole tiles
+    int* largest,               // the bits of a float that is at least 0
+    int K, int rows,            // K: a multiple of the weights of a block
+    int head, int in_heads) {   // rows of a head; the first in_heads rows are those of heads
+    const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::OCTET + lane / 4;
+    const int unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, tile = unit / Part::UNITS;
+    if (tile * Part::UNITS * gguf::UNIT >= K) return;
+    const W* from = row < rows ? raw + (long long)row_in_file(row, head, in_heads) * (K / SIZE) * BLOCK_BYTES : nullptr;
+    const auto block_of = [&](int k) { return Block{from && k < K ? from + k / SIZE * BLOCK_BYTES : nullptr}; };
+
+    unsigned low[4 * Part::VECTORS] = {}, high[2] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+        const int k = unit * gguf::UNIT + chunk * 32;
+        const Block block = block_of(k);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int j = Part::HALVES ? 4 * t + i % 4 + i / 4 * 16 : 8 * t + i, at = i % 2 * 16 + i / 2 * 4;
+            const unsigned code = block.code(k % SIZE + j);
+            if constexpr (Part::BITS == 8) low[2 * chunk + i / 4] |= code << i % 4 * 8;
+            else low[chunk] |= (code & 15) << at;
+            if (Part::BITS == 5) high[0] |= code >> 4 << (at + chunk);
+            if (Part::BITS == 6) high[chunk / 2] |= code >> 4 << (at + chunk % 2 * 2);
+        }
+    }
+    W* to = out + (long long)blockIdx.x * Part::row_bytes(K) + tile * Part::BYTES;
+    W* codes = to + unit % Part::UNITS * Part::LOW_BYTES + lane * 16;
+#pragma unroll
+    for (int i = 0; i < 4 * Part::VECTORS; i += 4) {
+        *reinterpret_cast<uint4*>(codes + 128 * i) = make_uint4(low[i], low[i + 1], low[i + 2], low[i + 3]);
+    }
+    to += Part::UNITS * Part::LOW_BYTES;
+    W* more = to + unit % Part::UNITS * Part::HIGH_BYTES + lane * Part::HIGH;
+    if (Part::BITS == 5) *reinterpret_cast<unsigned*>(more) = high[0];
+    if (Part::BITS == 6) *reinterpret_cast<uint2*>(more) = make_uint2(high[0], high[1]);
+
+    const Block own = block_of(unit * gguf::UNIT + t * 32);
+    to += Part::UNITS * Part::HIGH_BYTES;
+    W* scale = to + lane * SCALE;
+    if constexpr (SCALE == 2) {
+        *reinterpret_cast<unsigned short*>(scale) = own.two(0);
+    } else if constexpr (!Part::WIDE) {
+        *reinterpret_cast<unsigned*>(scale) = own.four(0);
+    } else if (unit % 2 == 0) {
+        *reinterpret_cast<unsigned*>(scale) = Part::HALVES ? own.four(192 + 4 * t) : scale_word(own, t);
+        if (Part::HALVES && t == 0) *reinterpret_cast<unsigned short*>(to + 128 + lane / 2) = own.two(208);
+    }
+
+    int most = magnitude_of_chunk(own, unit, t);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    }
+    if (lane == 0) atomicMax(largest, most);
+}
