@@ -267,6 +267,12 @@ def normed_together(
     return gamma_q != (D,) or gamma_k != (D,)
 
 
+def check_blocks(K: int) -> None:
+    """InputError unless K weights are whole blocks of Q4_K."""
+    if K % 256:
+        raise InputError(f"x: expected rows of a multiple of 256 numbers, got {K:,}")
+
+
 def check_eps(value: Any) -> float:
     """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
     expected = "a finite number of at least 0 that fits float32"

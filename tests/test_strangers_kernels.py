@@ -291,6 +291,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a barrier of warps": ("linear/9.2", "    __syncthreads();", "    __syncwarp();", "race"),
     "squares of one warp": ("rmsnorm_matmul/10.2", "squares += part[0][p][lane];", "", "are wrong"),
     "a tail of 3": ("to_fp8/11.1", "first + 4 <= size", "first + 3 <= size", "out of bounds"),
+    "lanes without a block": ("blocks_matmul/13.1", "    float sum[ROWS]",
+                              "if (lane / 8 * 256 >= K) return; float sum[ROWS]", "divergent"),
     "no end of keys": ("attention/8.2", "first + key < T;", "true;", "out of bounds"),
     "no barrier after a tile": ("attention/8.2", "__syncthreads();  // the prev", "//", "race"),
     "keys after the query": ("attention/8.2", "+ lane <= query", "+ lane < T", "are wrong"),

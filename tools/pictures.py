@@ -475,6 +475,51 @@ def guess_and_verify() -> Picture:
     return p
 
 
+def four_bits() -> Picture:
+    p = Picture(
+        "Four bits: a block and its scales",
+        400,
+        "The 20 bytes of a block of Q4_1 for 32 weights: two of d, two of m, and 16 with two "
+        "codes each. The 16 numbers that it can stand for are d q + m, at equal distances from "
+        "-0.73 to 1.17. The 144 bytes of a block of Q4_K for 256 weights: d and dmin, the scales s "
+        "and minimums m of eight sub-blocks, and the codes, 32 bytes for two sub-blocks.",
+    )
+    real = bytes.fromhex("0f30d8b9458765406f65164b677664502267655a")
+    p.text(24, 80, "Q4_1", bold=True)
+    for i, byte in enumerate(real):
+        edge = ORANGE if i < 2 else GREEN if i < 4 else BLUE
+        p.cell(92 + 34 * i, 58, 34, 34, f"{byte:02x}", edge, mono=True)
+    p.text(126, 112, "d", size=14, color=ORANGE, at="middle")
+    p.text(194, 112, "m", size=14, color=GREEN, at="middle")
+    p.text(228, 112, "codes of 32 weights: 45 is q = 5 of weight 0 and q = 4 of weight 16",
+           size=14, color=BLUE)  # fmt: skip
+    p.text(24, 158, "d q + m")
+    p.line((92, 153), (772, 153), GREY, 1)
+    for q in range(16):
+        x = 112 + 40 * q
+        p.line((x, 143), (x, 163), BLUE if q in (4, 5) else GREY, 4 if q in (4, 5) else 2)
+        p.text(x, 184, str(q), size=14, color=BLUE if q in (4, 5) else GREY, at="middle")
+    p.text(112, 206, "-0.73", size=14, at="middle")
+    p.text(292, 206, "-0.22 and -0.10", size=14, color=BLUE, at="middle")
+    p.text(712, 206, "1.17", size=14, at="middle")
+    p.text(24, 268, "Q4_K", bold=True)
+    pairs = ((32, BLUE, f"{i}, {i + 1}") for i in range(0, 8, 2))
+    left = 92.0
+    for size, edge, name in ((4, ORANGE, ""), (12, GREEN, ""), *pairs):
+        p.cell(left, 246, 4.72 * size, 34, name, edge)
+        left += 4.72 * size
+    p.line((101, 284), (101, 328), ORANGE)
+    p.text(92, 346, "d and dmin: 4 bytes", size=14, color=ORANGE)
+    p.line((140, 284), (140, 306), GREEN)
+    p.text(131, 323, "s and m of 8 sub-blocks of 32 weights, 6 bits each: 12 bytes", size=14,
+           color=GREEN)  # fmt: skip
+    p.text(420, 300, "codes, 32 bytes for two sub-blocks", size=14, color=BLUE)
+    p.text(
+        24, 382, "A weight is d s q - dmin m: as in Q4_1, with a scale d s and a minimum dmin m."
+    )
+    return p
+
+
 def favicon() -> Picture:
     p = Picture("", 800, "gpt2block")
     p.parts.clear()
@@ -501,6 +546,7 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
         fusion,
         eight_bits,
         guess_and_verify,
+        four_bits,
         favicon,
     )
 }

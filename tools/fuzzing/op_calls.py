@@ -21,6 +21,7 @@ from gpt2block.ops.call import FIXED
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.ops.sample_token import MARK_SEEN
 from gpt2block.sampling import Sampling
+from gpt2block.weights.gguf import random_blocks
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -411,9 +412,15 @@ def _mark_seen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
     return [seen]
 
 
+def _blocks_matmul(d: Draw) -> Known:
+    N, K = d.size(), 256 * d.size(9)
+    return {"K": K, "w": random_blocks("Q4_K", N, K, d.rng.whole(1000)).reshape(N, -1, 144)}
+
+
 RULES = (
     Rule("layernorm", _layernorm, _layernorm_truth),
     Rule("matmul_bias"),
+    Rule("blocks_matmul", _blocks_matmul),
     Rule("attention", _attention),
     Rule("attention", _attention_varlen, _attention_varlen_truth, trusted=True),
     Rule("attention_cached", _attention_cached),

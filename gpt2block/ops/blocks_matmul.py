@@ -1,0 +1,94 @@
+"""Product with weights in blocks of four bits, as a GGUF file has them: a ladder to learn from.
+
+Models multiply the same blocks in another order (`linear` with a `GgufMatrix`). Kernels:
+gguf/ladder.cu, one for each variant.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from gpt2block.checks import check_blocks
+from gpt2block.cuda.arrays import CudaArray, check_address, compute_capability, on_16_bytes
+from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.ops._products import MMA_CAPABILITY
+from gpt2block.ops._rows import WARP
+from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.warm import call
+from gpt2block.weights.gguf import TYPES, random_blocks
+
+FILE = "gguf/ladder.cu"
+TYPE = TYPES["Q4_K"]
+OUTPUTS, ROWS = 64, 8  # of a block of blocks_matmul_mma
+
+
+def _launch(c: Call, kernel: str, grid: int, block: int) -> Launch:
+    args = (c.x, c.w, c.out, c.rows, c.N, c.K)
+    return launch_at(FILE, Geometry(kernel, (grid,), (block,)), args, c.storage)
+
+
+@variant("naive", FILE, "blocks_matmul_naive", block=128)
+def _naive(c: Call) -> Launch:
+    return _launch(c, "blocks_matmul_naive", ceil(c.rows * c.N / 128), 128)
+
+
+@variant("warp", FILE, "blocks_matmul_warp")
+def _warp(c: Call) -> Launch:
+    return _launch(c, "blocks_matmul_warp", ceil(c.rows * c.N / (256 // WARP)), 256)
+
+
+@variant("mma", FILE, "blocks_matmul_mma", block=128, dtypes=("float16",))
+def _mma(c: Call) -> Launch:
+    if c.storage != "float16":
+        raise Unfit(f"takes x of float16, got {c.storage}: use variant warp")
+    if compute_capability() < MMA_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant warp")
+    return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
+
+
+def _prepare(asked: Asked) -> Call:
+    c = asked.checked()
+    check_blocks(c.K)
+    check_address("x", c.x)
+    check_address("w", c.w)
+    return c
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    M, B, N = sizes["M"], sizes["B"], sizes["N"]
+    x = rng.standard_normal((M, TYPE.size * B), dtype=np.float32) + np.float32(0.5)
+    w = random_blocks("Q4_K", N, TYPE.size * B, int(rng.integers(2**31)))
+    return x, w.reshape(N, B, TYPE.nbytes)
+
+
+OPERATION = Operation(
+    name="blocks_matmul",
+    idea="x · Wᵀ, W in blocks of Q4_K: weights d s q - dmin m of 4-bit codes q",
+    sizes={"M": 1, "B": 16, "N": 12288},  # B: blocks of a row, K / 256
+    variants=(_naive, _warp, _mma),
+    options={"variant": None},
+    prepare=_prepare,
+    draw=_make,
+    traffic=lambda s: (
+        s["M"] * (TYPE.size * s["B"] * s["itemsize"] + 4 * s["N"]) + s["N"] * s["B"] * TYPE.nbytes
+    ),
+    flops=lambda s: 2 * s["M"] * s["N"] * s["B"] * TYPE.size,
+    axes={"...": "M", "K": f"{TYPE.size}*B"},
+    small=({"M": 1, "B": 1, "N": 7}, {"M": 9, "B": 3, "N": 17}, {"M": 3, "B": 5, "N": 66}),
+    aliases={"K": "K", "B": f"K//{TYPE.size}"},
+    dtypes=("float32", "float16", "bfloat16"),
+)
+
+
+def blocks_matmul(x: CudaArray, w: CudaArray, variant: str | None = None) -> CudaArray:
+    """`reference.blocks_matmul` on CuPy arrays, x of float32 or 16 bits; raises InputError.
+
+    x (..., K), w (N, K / 256, 144), uint8 → (..., N), float32. The default variant is mma for x of
+    float16 on GPUs of compute capability 8.0 or newer, else warp.
+    """
+    inputs = on_16_bytes("x", x), on_16_bytes("w", w)
+    return call(OPERATION, inputs, variant=variant).out
