@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import as_float, check_integer, normed_together
+from gpt2block.checks import as_float, check_blocks, check_integer, normed_together
 from gpt2block.contract import Contract, takes
 from gpt2block.errors import InputError, shown
 from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
@@ -436,15 +436,15 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """[residual +] f(n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
+    """[residual +] f(n · w [+ bias]), n = LayerNorm(x) with gamma and beta, RMSNorm with gamma.
 
     f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up), or if `gelu`
     gelu(a) (n · up). x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) →
     (..., N).
     """
-    if (gamma is None) != (beta is None):
-        raise InputError("expected gamma and beta, or neither")
-    n = x if gamma is None or beta is None else layernorm(x, gamma, beta, eps)
+    if gamma is None and beta is not None:
+        raise InputError("beta: expected gamma, too")
+    n = x if gamma is None else _normed(x, gamma, beta, eps)
     product = matmul_bias(n, _matrix(w, x), bias)
     if up is not None:
         product = silu_mul(product, n @ _matrix(up, x), gelu)
@@ -788,6 +788,11 @@ def linear_rope(
     return _append_turned(linear(x, w, bias), by, k, v, row, position, n_head)
 
 
+def _normed(x: Array, gamma: Array, beta: Array | None, eps: float) -> Array:
+    """LayerNorm, or RMSNorm without beta."""
+    return rmsnorm(x, gamma, eps) if beta is None else layernorm(x, gamma, beta, eps)
+
+
 def _append_turned(
     qkv: Array,
     by: Array,
@@ -1101,6 +1106,26 @@ def sample_token(
     told = zip(logits, rows, seen | (counts > 0), counts, strict=True)
     tokens = [choose(x, row, step, marks, of_row).token for x, row, marks, of_row in told]
     return np.array(tokens, np.int32)
+
+
+@takes("x any ... K; w u8 N K//256 144 -> out f32 ... N")
+def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
+    """x · Wᵀ, W (N, K) in blocks of Q4_K as a GGUF file has them.
+
+    x (..., K), w (N, K / 256, 144) → (..., N). A block has 256 weights: float16 d and dmin; 12
+    bytes with s and m of 6 bits for each of 8 sub-blocks; 4-bit codes q, two sub-blocks in 32
+    bytes. A weight is d s q - dmin m. Source: ggml's quantized types.
+    """
+    check_blocks(x.shape[-1])
+    d, dmin = np.moveaxis(w[..., :4].copy().view("<f2").astype(x.dtype)[..., None], 2, 0)
+    first, second, last = np.moveaxis(w[..., 4:16].reshape(*w.shape[:2], 3, 4), 2, 0)
+    s = np.concatenate([first & 63, last & 15 | first >> 6 << 4], axis=-1)
+    m = np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=-1)
+    pairs = w[..., 16:].reshape(*w.shape[:2], 4, 1, 32)
+    q = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*w.shape[:2], 8, 32)
+    weights = (d * s)[..., None] * q - (dmin * m)[..., None]
+    out: Array = x @ weights.reshape(len(w), -1).T
+    return out
 
 
 @takes("x any ... T C")

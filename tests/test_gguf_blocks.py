@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from gpt2block import (
     LlamaWeights,
     from_pretrained,
     ops,
+    reference,
 )
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.cuda import cupy
 from gpt2block.emulator import Checks, emulated
-from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops.gemm import WIDEN
+from gpt2block.ops.linear import LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import GPU, running_on
 
@@ -65,6 +69,32 @@ def test_bytes_stay_those_of_the_file() -> None:
         GgufMatrix.random([("Q4_0", 16), ("Q8_0", 16)] * 2, 32)
     with pytest.raises(InputError, match="expected multiples of 16"):
         GgufMatrix.random([("Q4_0", 8), ("Q8_0", 16)], 32)
+
+
+def assert_same_blocks(ours: GgufMatrix, expected: GgufMatrix) -> None:
+    np.testing.assert_array_equal(ours.data.get(), expected.data)
+    np.testing.assert_equal(ours.largest, expected.largest)
+    assert ours.ranges == expected.ranges
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_gpu_packs_the_bytes_that_numpy_packs(
+    where: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From pieces of rows; also scales of infinity and NaN."""
+    monkeypatch.setattr("gpt2block.cuda.arrays.READ_BYTES", 1000)
+    with running_on(where):
+        for N, blocks in product([1, 8, 13, *[1031] * (where == "gpu")], [1, 3, 5]):
+            K = blocks * TYPES[name].size
+            raw = random_blocks(name, N, K)
+            for scale in (1.0, np.inf, np.nan):
+                if scale != 1:
+                    at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # of the last block
+                    last = raw[-1, -TYPES[name].nbytes :]
+                    last[at : at + 2] = np.frombuffer(np.float16(-scale).tobytes(), np.uint8)
+                expected = GgufMatrix.pack([(name, raw)], K)
+                assert_same_blocks(packed_on_device([BlockRows.of(name, raw)], K), expected)
 
 
 ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
@@ -112,27 +142,65 @@ def test_products_are_exact_and_the_same_in_any_batch(
         assert ours <= theirs
 
 
-@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
-@pytest.mark.parametrize("ranges", [(("Q4_K", 192),), (("Q4_K", 96), ("Q6_K", 96))])
-def test_many_columns(
-    where: str, ranges: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Warps that go from columns to columns have those of one type."""
-    monkeypatch.setattr(mma, "MANY_COLUMNS", 64)
-    w = GgufMatrix.random(ranges, 256)
-    x = np.random.default_rng(5).standard_normal((3, 256)).astype(np.float32)
-    with running_on(where):
-        arrays = cupy.asarray(x), w.mapped(cupy.asarray)
-        got = LINEAR.bind_on_device(arrays, decoding=True).run().get()
-    np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(
+    ("where", "ends"),
+    [
+        ("shuffled", [(2, 2), (9, 9)]),
+        pytest.param("gpu", [(1, 64), (8, 64), (16, 64), (65, 513)], marks=GPU.marks),
+    ],
+)
+def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None:
+    """silu(x w) (x up), and RoPE with q, k and v of several types; the same rows in any batch."""
+    K, n_head, D = 512, 3, 32
+    gate, up = (GgufMatrix.random([("Q4_K", 88)], K, seed) for seed in (1, 2))
+    qkv = GgufMatrix.random([("Q5_K", n_head * D + D), ("Q6_K", D)], K, 3)
+    rng = np.random.default_rng(6)
+
+    def gated(M: int, x: Any) -> Any:
+        inputs = x[:M], gate.mapped(cupy.asarray), None, None, None, None, up.mapped(cupy.asarray)
+        return (LINEAR.bind_on_device(inputs, decoding=True).run().get(),)
+
+    def turned(M: int, x: Any) -> Any:
+        by = cupy.asarray(reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)))
+        k, v = (cupy.zeros((M, 2, D), "float16") for _ in range(2))
+        row, position = (
+            cupy.asarray(np.arange(M, dtype=np.int32)),
+            cupy.asarray(np.arange(M, dtype=np.int32) % 2),
+        )
+        inputs = x[:M], qkv.mapped(cupy.asarray), None, by.astype("float32"), k, v, row, position
+        q = LINEAR_ROPE.bind_on_device(inputs, n_head=n_head).run()
+        return q.get(), k.get(), v.get()
+
+    for few, many in ends:
+        x = rng.standard_normal((many, K)).astype(np.float32)
+        y = (x @ gate, x @ up, x @ qkv)
+        by = reference.rotations(np.arange(many), np.linspace(0.1, 1, D // 2)).astype(np.float32)
+        k, v = np.zeros((2, many, 2, D), np.float32)
+        rows = np.arange(many)
+        one = WeightMatrix(np.eye(qkv.N, dtype=np.float32), "float32", layout="KN")
+        q = reference.linear_rope(y[2], one, None, by, k, v, rows, rows % 2, n_head)
+        with running_on(where):
+            given = cupy.asarray(x)
+            for product_of, expected in (
+                (gated, (reference.silu_mul(y[0], y[1]),)),
+                (turned, (q, k, v)),
+            ):
+                whole = product_of(many, given)
+                for got, exact in zip(whole, expected, strict=True):
+                    np.testing.assert_allclose(
+                        got, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max()
+                    )
+                for got, exact in zip(product_of(few, given), whole, strict=True):
+                    np.testing.assert_array_equal(got, exact[:few])
 
 
 @pytest.mark.parametrize("M", [2, 9])
 def test_products_have_no_race(M: int) -> None:
-    w = GgufMatrix.random([("Q4_1", 160)], 160)
+    raw = random_blocks("Q4_1", 160, 160)
+    w = GgufMatrix.pack([("Q4_1", raw)], 160)
     x = np.random.default_rng(4).standard_normal((M, 160)).astype(np.float32)
     with emulated(checks=Checks(races=True)) as device:
-        arrays = device.asarray(x), w.mapped(device.asarray)
+        arrays = device.asarray(x), packed_on_device([BlockRows.of("Q4_1", raw)], 160)
         got = LINEAR.bind_on_device(arrays, decoding=True).run().get()
     np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)
 
@@ -236,7 +304,7 @@ def test_models_compute_with_the_numbers_of_the_file(
 ) -> None:
     """Prompts and decoding, alone and in a batch; next to float16 weights of the same numbers."""
     file = written(tmp_path, *MODELS[name])
-    lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17]
+    lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17, 2, 9, 8, 40, 3]
     prompts = [(np.arange(n) * 7 + n) % 101 for n in lengths]
     given: dict[str, Any] = {"max_new_tokens": 2 if where != "gpu" else 20, "stop_ids": ()}
     exact = from_pretrained(file, "cpu", "float32")
@@ -250,6 +318,18 @@ def test_models_compute_with_the_numbers_of_the_file(
             assert model.generate(prompt, seed=3, top_logprobs=1, **given).tokens == text.tokens
         again = model.generate(prompts, seed=3, top_logprobs=1, rows_at_once=2, **given)
         assert again == texts
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q5_K and Q8_0"])
+def test_a_gpu_packs_the_matrices_of_a_file(where: str, name: str, tmp_path: Path) -> None:
+    """Heads of q and k change their order, and types of q, k and v differ."""
+    tensors = Checkpoint.open(written(tmp_path, *MODELS[name])).tensors(in_blocks=True)
+    matrices = [array for _, array, _ in tensors if isinstance(array, InBlocks)]
+    assert len(matrices) >= 5
+    with running_on(where):
+        for matrix in matrices:
+            assert_same_blocks(matrix.on_device(), matrix.on_host())
 
 
 def test_a_file_without_blocks_is_refused(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def test_the_registry_names_the_kernels() -> None:
     assert auxiliary == [
         "linear_decode_gguf",
         "qkv_decode_gguf",
+        "rope_decode_gguf",
         "qkv_matvec",
         "qkv_decode_mma",
         "qkv_decode_tiles",

@@ -52,7 +52,8 @@ from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
 from gpt2block.run.guessing import Pace
 from gpt2block.run.model import Ids, start_all
-from gpt2block.weights.gguf import TYPES, GgufMatrix
+from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}
@@ -173,7 +174,10 @@ def blocks() -> None:
     rng = np.random.default_rng(0)
     for ranges in (*(((name, 64),) for name in TYPES), (("Q4_K", 128), ("Q6_K", 128))):
         w = GgufMatrix.random(ranges, 512)
-        exact, given, label = w.dequantized().astype(np.float64), w.mapped(cupy.asarray), str(w)
+        exact, label = w.dequantized().astype(np.float64), str(w)
+        rows = [BlockRows.of(name, random_blocks(name, N, w.K)) for name, N in ranges]
+        given = packed_on_device(rows, w.K)
+        np.testing.assert_array_equal(given.data.get(), w.data)
         for M, x_dtype in product((1, 6, 40), (None, "float16")):
             x = rng.standard_normal((M, w.K)).astype(np.float16).astype(np.float32)
             arrays, limit = (cupy.asarray(x), given), measure.tolerance("float32")
@@ -185,8 +189,8 @@ def blocks() -> None:
         checked(f"{label} prompt", x @ exact, limit, bound_and_run, OPERATIONS["gemm"], narrow)
         if len(ranges) == 1:
             ids = cupy.arange(0, w.N, 5, dtype="int32")
-            rows = ops.encoder_rows(ids, cupy.zeros_like(ids), given).get()
-            np.testing.assert_array_equal(rows, w[ids.get()])
+            taken = ops.encoder_rows(ids, cupy.zeros_like(ids), given).get()
+            np.testing.assert_array_equal(taken, w[ids.get()])
 
 
 def attention() -> None:

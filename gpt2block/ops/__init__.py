@@ -15,6 +15,7 @@ from gpt2block.ops.attention_cached import (
     kv_append,
     kv_round,
 )
+from gpt2block.ops.blocks_matmul import blocks_matmul
 from gpt2block.ops.elementwise import add, gelu, silu_mul
 from gpt2block.ops.encoder import encoder, encoder_rows
 from gpt2block.ops.gemm import gemm
@@ -43,6 +44,7 @@ __all__ = [
     "attention_cached",
     "attention_packed",
     "attention_split",
+    "blocks_matmul",
     "encoder",
     "encoder_rows",
     "gelu",

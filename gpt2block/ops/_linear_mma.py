@@ -26,8 +26,6 @@ ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for an
 MOST_UNITS = 8  # of a split, with which that holds
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
-BLOCK_ROWS, BLOCK_COLUMNS = 8, (16, 8)  # of a block, with weights in blocks of GGUF
-BLOCK_LOOP_WARPS = 16
 BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with others
 TERMS = 2  # of x, of 16 bits
 
@@ -113,20 +111,6 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     return MmaLayout(columns, flight, False, parts, 1 + room, rows)
 
 
-def block_layout(M: int, N: int, K: int, sms: int, types: int) -> MmaLayout:
-    """A layout for weights in blocks of GGUF, which are unpacked for all rows of a block.
-
-    types: of the columns. Warps that loop over columns have those of one.
-    """
-    rows, units = power_of_two(min(M, BLOCK_ROWS)), ceil(K / UNIT)
-    if N >= MANY_COLUMNS and types == 1:
-        return MmaLayout(OCTET, 2 - units % 2, True, BLOCK_LOOP_WARPS, 1, rows)
-    parts, each = splits(K)
-    enough = (n for n in BLOCK_COLUMNS if ceil(N / n) >= sms // 2)
-    columns = next(enough, BLOCK_COLUMNS[-1])
-    return MmaLayout(columns, min(each, 2 + (each > 4)), False, parts, 2, rows)
-
-
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
     """Whether an SM has registers for two blocks of 4 bytes a weight, one of the next kernel.
 
@@ -161,17 +145,14 @@ def geometry(
     most_shared: int = 232_448,
     terms: bool = False,
     columns: Sequence[int] = COLUMNS,
-    block_terms: int = 0,
-    cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
     dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. columns: as for `layout`. block_terms: with blocks of GGUF the terms of
-    x. cut: a layout instead of the one of `layout`.
+    place of floats. columns: as for `layout`.
     """
-    cut = cut or layout(M, N, K, dtype, sms, columns)
-    while (shared := shared_bytes(cut, K, dtype, norm, block_terms)) > most_shared:
+    cut = layout(M, N, K, dtype, sms, columns)
+    while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
         if cut.rows == 1:
             return None
         cut = cut._replace(rows=cut.rows // 2)
@@ -191,13 +172,12 @@ def geometry(
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
-def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int, block_terms: int = 0) -> int:
+def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding
-    floats = dtype == "float32" or (norm == 1 and block_terms == 1)
-    split = FLOAT * each * UNIT if floats else (block_terms or TERMS) * term
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + (0, 8, FLOAT * parts)[norm]) + sums

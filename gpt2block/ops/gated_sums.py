@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import (
     CudaArray,
     check,
@@ -24,6 +25,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, gate_define, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
@@ -239,6 +241,14 @@ def _rope_sums(c: Call) -> Launch:
     return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
 
 
+@variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
+def _rope_blocks(c: Call) -> Launch:
+    if c.sums is not None or c.gamma_q is not None:
+        raise Unfit("a GgufMatrix: expected neither sums nor norms of heads")
+    c.rounded = rounds(c.x_dtype, c.w.dtype)
+    return blocks.launch_rope(c, c.gamma, None, c.eps, c.T, c.kv_dtype)
+
+
 def _with_norms(c: Call, D: int) -> Geometry:
     """The launch of `rope_sums` with norms of heads, each in a cluster."""
     columns = normed_columns(D)
@@ -265,6 +275,7 @@ def _prepare_rope(asked: Asked) -> Call:
             f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
             f"heads of q and whole heads of k and v, of {D} channels as by has"
         )
+    c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_sums,)
     return c
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -316,7 +315,6 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
-    c.scale = None if c.w.dtype == GGUF else c.scale
     return before.launches
 
 
@@ -369,7 +367,7 @@ OPERATION = Operation(
         "bound": None,
     },
     prepare=_prepare,
-    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, gguf.widen),
+    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, gguf.widen, gguf.pack),
     steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),

@@ -1,4 +1,7 @@
-"""Rows of a `GgufMatrix` as numbers: gguf/rows.cu, for products of prompts and for embeddings."""
+"""Rows of a `GgufMatrix` as numbers: gguf/rows.cu, for products of prompts and for embeddings.
+
+Also how such a matrix is made: gguf/pack.cu.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Unfit, variant
+from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
@@ -72,3 +76,9 @@ def encoder_rows(c: Call) -> Launch:
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
     args = (c.ids, c.positions, c.wte.data, c.wpe, c.out, c.N, c.C, c.V, n_ctx)
     return launch_at(FILE, geometry, args, "float16", GGUF)
+
+
+@variant("gguf pack", gguf_packing.FILE, "gguf_pack")
+def pack(c: Call) -> Launch:
+    """The bytes `raw` of rows of blocks as a file has them, in `out` as kernels read them."""
+    return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)

@@ -38,20 +38,22 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops import gguf
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, Parts, storage_of
+from gpt2block.ops._products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    Parts,
+    storage_of,
+)
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, Variant, variant
 from gpt2block.ops.warm import call
-from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
-FEW_OF_BLOCKS = 8  # rows up to which mma is faster with blocks of GGUF
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
 # From here on variant hopper is faster, measured on an H200: N K for more than MANY_ROWS rows, and
 # for 17 or more; of a layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
@@ -135,6 +137,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     """
     if c.N > MAX_OUTPUTS:
         raise Unfit(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
+    if c.w.dtype == GGUF:
+        raise Unfit("takes no GgufMatrix: use variant tiles")
     if c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up:
         raise Unfit(
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
@@ -142,10 +146,6 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     size = c.w.data.itemsize
     sms, defines = device_attribute("MultiProcessorCount"), count_define(c.rounded)
     more: dict[str, Any] = {"terms": True} if c.terms else {}
-    if isinstance(c.w, GgufMatrix):
-        more["block_terms"] = 1 if c.rounded else mma.TERMS
-        more["cut"] = mma.block_layout(c.M, c.N, c.K, sms, len(c.w.ranges))
-        defines += gguf.range_defines(c.w)
     geometry: Geometry | None = module.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
@@ -185,9 +185,10 @@ def _on_tensor_cores(c: Call) -> None:
 
 def _on_cuda_cores(c: Call) -> None:
     """Raise Unfit where a product needs tensor cores."""
-    if c.w.dtype in (TWO_PART, GGUF):
-        kind = "TwoPartMatrix" if c.w.dtype == TWO_PART else "GgufMatrix"
-        raise Unfit(f"takes no {kind}: use variant mma, or a WeightMatrix")
+    if c.w.dtype == TWO_PART:
+        raise Unfit("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+    if c.w.dtype == GGUF:
+        raise Unfit("takes no GgufMatrix: use variant tiles")
     if c.rounded:
         raise Unfit("does not round x: use variant mma")
 
@@ -199,31 +200,11 @@ def _check_sizes(c: Call) -> None:
         raise Unfit(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
-def _blocks(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """A kernel of matmul/decode_gguf.cu; args: its last arguments."""
-    _check_sizes(c)
-    _on_tensor_cores(c)
-    found = blocks.geometry(
-        kernel,
-        *(c.M, c.N, c.K),
-        terms=1 if c.rounded else mma.TERMS,
-        begins=c.w.begins,
-        capability=compute_capability(),
-        sms=device_attribute("MultiProcessorCount"),
-        most_shared=_most_shared(),
-    )
-    if found is None:
-        raise Unfit(f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory")
-    check_address("w", c.w.data)
-    check_address("x", c.x)
-    found = found.with_defines((*count_define(c.rounded), *gguf.range_defines(c.w)))
-    args = (c.x, c.w.data, c.bias, *args)
-    return launch_at(blocks.FILE, found, args, *storage_of(c.w, c.T), c.kv_dtype)
-
-
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
-    if c.gamma is not None or c.w.dtype == GGUF:
+    if c.w.dtype == GGUF:
+        raise Unfit("takes no GgufMatrix: use variant tiles")
+    if c.gamma is not None:
         raise Unfit(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
@@ -284,20 +265,31 @@ def _mma(c: Call) -> Launch:
     return _few_rows(mma, c, "linear_decode_mma", _ends(c))
 
 
+def _of_rows(c: Call) -> tuple[Any, ...]:
+    """The first arguments of kernels for blocks of GGUF."""
+    return c.x, c.gamma, c.beta, c.w.data
+
+
 @variant("gguf", blocks.FILE, "linear_decode_gguf")
 def _linear_blocks(c: Call) -> Launch:
-    return _blocks(c, "linear_decode_gguf", (c.residual, c.out, c.M, c.N, int(c.gelu)))
+    up = c.up.data if c.up is not None else None
+    ends = c.bias, c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
+    return blocks.launch(c, "linear_decode_gguf", (*_of_rows(c), up, *ends))
 
 
 @variant("qkv_gguf", blocks.FILE, "qkv_decode_gguf")
 def _qkv_blocks(c: Call) -> Launch:
-    return _blocks(c, "qkv_decode_gguf", _cache_ends(c, c.M))
+    args = (*_of_rows(c), c.bias, *_cache_ends(c, c.eps, c.M))
+    return blocks.launch(c, "qkv_decode_gguf", args, c.kv_dtype)
+
+
+@variant("rope_gguf", blocks.FILE, "rope_decode_gguf")
+def _rope_blocks(c: Call) -> Launch:
+    return blocks.launch_rope(c, None, c.bias, 0.0, c.S, c.kv_dtype)
 
 
 @variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")
-def _mma_tiles(c: Call) -> Any:
-    if c.w.dtype == GGUF and c.gamma is None:
-        return _linear_blocks.launch(c)
+def _mma_tiles(c: Call) -> Launch:
     return _more_rows(c, "linear_decode_tiles", (stored_scale(c.to_terms), *_tile_ends(c)))
 
 
@@ -309,7 +301,7 @@ def _hopper(c: Call) -> Launch:
 
 @variant("tiles", tiles.FILE, tiles.KERNEL)
 def _tiles(c: Call) -> Any:
-    if c.w.dtype == GGUF and c.gamma is None:
+    if c.w.dtype == GGUF:
         return _linear_blocks.launch(c)
     _on_cuda_cores(c)
     if c.gamma is not None:
@@ -354,9 +346,7 @@ def _qkv_mma(c: Call) -> Launch:
 
 
 @variant("qkv_mma_tiles", mma_tiles.FILE, "qkv_decode_tiles")
-def _qkv_tiles(c: Call) -> Any:
-    if c.w.dtype == GGUF and c.gamma is None:
-        return _qkv_blocks.launch(c)
+def _qkv_tiles(c: Call) -> Launch:
     return _more_rows(c, "qkv_decode_tiles", _cache_ends(c, c.M, c.K))
 
 
@@ -387,8 +377,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     if c.terms and c.terms.width:
         return (by_wgmma,)
     if c.w.dtype == GGUF:
-        both = more_rows, on_tensor_cores
-        return both if c.M > FEW_OF_BLOCKS else both[::-1]
+        return (_qkv_blocks if operation is LINEAR_QKV else _linear_blocks,)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
@@ -453,12 +442,16 @@ def _prepare_qkv(asked: Asked) -> Call:
 def _prepare_rope(asked: Asked) -> Call:
     """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
+    With a GgufMatrix x has floats, which x_dtype "float16" rounds.
+
     RoPE turns half-split pairs of q and k. k and v are as in `linear_qkv`; row and position are not
     read back: K and V of rows outside the cache are left out. q has the bits of `linear` and
     `rope_append`.
     """
     c = asked.checked(to_terms=None, up=None)
-    c.T, c.rounded = cache_dtype(c.w.dtype), rounds(c.terms.x_dtype, c.w.dtype)
+    c.T = cache_dtype(c.w.dtype)
+    c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
+    c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_hopper,)
     if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -473,7 +466,7 @@ def _prepare_rope(asked: Asked) -> Call:
 
 def _check(c: Call) -> None:
     """InputError unless gamma, beta and the terms of x and of the result fit together."""
-    if (c.gamma is None) != (c.beta is None):
+    if (c.gamma is None) != (c.beta is None) and (c.gamma is None or c.w.dtype != GGUF):
         raise InputError("gamma and beta: expected both, or neither")
     if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
@@ -511,7 +504,7 @@ LINEAR_QKV = Operation(
 LINEAR_ROPE = Operation(
     name="linear_rope",
     variants=(_rope_hopper,),
-    options={"n_head": REQUIRED, "terms": REQUIRED, "kv_dtype": None},
+    options={"n_head": REQUIRED, "terms": None, "kv_dtype": None, "x_dtype": None},
     prepare=_prepare_rope,
 )
 
@@ -531,7 +524,7 @@ OPERATION = Operation(
         "x_dtype": None,
     },
     prepare=_prepare,
-    parts=(_linear_blocks, _qkv_blocks),
+    parts=(_linear_blocks, _qkv_blocks, _rope_blocks),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),

@@ -13,6 +13,7 @@ from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
+from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
 from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import ENCODER_ROWS
 from gpt2block.ops.encoder import OPERATION as ENCODER
@@ -57,6 +58,7 @@ OPERATIONS: Mapping[str, Operation] = {
         TO_FP8,
         LINEAR,
         GEMM,
+        BLOCKS_MATMUL,
         SAMPLE_TOKEN,
         LOG_LIKELIHOOD,
     )

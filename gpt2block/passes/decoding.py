@@ -36,7 +36,8 @@ class DecodePass(Pass):
     kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
     name: where there is one, products read two-part weights in the place of float32 ones. x_dtype:
     what the x of products is rounded to, where it has no terms, or None. together: neighbouring
-    rows that are of one sequence.
+    rows that are of one sequence. in_blocks: whether the matrices of layers are in blocks of a GGUF
+    file, whose products gate and turn.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -51,7 +52,9 @@ class DecodePass(Pass):
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
         together: int = 1,
+        in_blocks: bool = False,
     ) -> None:
+        self.in_blocks = in_blocks
         self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
@@ -69,7 +72,9 @@ class DecodePass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         bound = self._bounds.get(name)
-        if beta and self.norms:
+        fused = self.norms and self.in_blocks and to[:1] != ("lm_head",)
+        biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
+        if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
         terms = self._terms(to, bound)
         if beta:
@@ -105,9 +110,12 @@ class DecodePass(Pass):
             inputs = (x.x, w, bias, x.gamma, x.beta, *cache)
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **how)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
-        if x.terms and self._turns(x.terms):
+        if x.gamma and self._turns(None):
+            inputs = (x.x, x.gamma, w, "", "", self.rotations[rope], *cache)
+            return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
+        if self._turns(x.terms):
             inputs = (x.x, w, bias, self.rotations[rope], *cache)
-            return self.do(name, "linear_rope", inputs, terms=x.terms, **heads, **self.kv)
+            return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
         inputs = (y, rope, *cache, *norms)
         if norms:
@@ -126,9 +134,10 @@ class DecodePass(Pass):
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
-        if x.terms and x.terms.width and not any(map(self.do.has, biases)):
-            terms = self._terms(to, width=x.terms.width)
-            inputs = (x.x, weights[0], "", "", "", "", weights[1])
+        ordered = x.terms is not None and x.terms.width > 0
+        if (ordered or self.in_blocks) and not any(map(self.do.has, biases)):
+            terms = self._terms(to, width=x.terms.width) if x.terms else None
+            inputs = (x.x, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
@@ -154,8 +163,9 @@ class DecodePass(Pass):
 
     def _turns(self, terms: Terms | None) -> bool:
         """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
-        possible = terms is not None and terms.width > 0 and not self.c.qk_norm
-        return possible and self.c.head_size % 64 == 0
+        multiple = 16 if self.in_blocks else 64
+        possible = self.in_blocks or (terms is not None and terms.width > 0)
+        return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
 
     def _terms(self, to: To, bound: float | None = None, width: int | None = None) -> Terms | None:
         """The first terms that all products with these weights take.

@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
+from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
 from gpt2block.cuda.kernels import IN_BYTES, TWO_PART
 from gpt2block.errors import Argument, InputError
+from gpt2block.ops._linear_gguf import normalizes
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
@@ -151,9 +153,14 @@ class CudaModel(StoredModel):
     def _vector(self, array: NDArray[Any]) -> CudaArray:
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
-    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+    def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+        in_blocks = compute_capability() >= MMA_CAPABILITY
+        if isinstance(array, InBlocks):
+            if in_blocks:
+                return array.on_device()
+            array = array.on_host()
         if isinstance(array, GgufMatrix):
-            if compute_capability() >= MMA_CAPABILITY:
+            if in_blocks:
                 return array.mapped(cupy.asarray)
             array, layout = array.dequantized().T, "NK"
         rows, given = cupy.asarray(array), self.formats
@@ -513,9 +520,25 @@ class CudaModel(StoredModel):
         if splits:
             step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype, together)
         else:
-            given = norms, terms, fp8_cache, bounds, self._x_dtype, together
+            in_blocks = terms is not None and self._in_blocks()
+            norms = normalizes(rows, self.config.n_embd) if in_blocks else norms
+            given = norms, terms, fp8_cache, bounds, self._x_dtype, together, in_blocks
             step = DecodePass(do, self._settings, *given)
         return forward(step, self._architecture, self.config, "logits")
+
+    def _in_blocks(self) -> bool:
+        """Whether products with blocks of a GGUF file can gate, and turn whole heads."""
+        layers = [f"h.{n}." for n in range(self.config.n_layer)]
+        if f"{layers[0]}w_gate" not in self._matrices:
+            return False
+        for h in layers:
+            found = [self._matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
+            blocks = [w for w in found if isinstance(w, GgufMatrix)]
+            if len(blocks) < len(found) or blocks[1].ranges != blocks[2].ranges:
+                return False
+            if any(begin % self.config.head_size for begin in blocks[0].begins):
+                return False
+        return True
 
 
 def _check_room(config: ModelConfig, formats: Formats) -> None:

@@ -93,7 +93,6 @@ def choose_products(
 
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if found == "fp8" else (LARGEST_BOUND, {})
-    by = {} if of_file else by
     fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # not of NaN
     return (found, bounds) if fit else ("float32", {})
 

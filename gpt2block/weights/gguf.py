@@ -78,7 +78,8 @@ class GgufMatrix(WeightMatrix):
 
     data: uint8 in the order of the kernels, NumPy or CuPy. ranges: the types of the outputs, and
     the number of outputs that have each. inputs: K. It is read by products as x @ matrix, and by
-    rows as matrix[ids], which decode some rows at a time.
+    rows as matrix[ids], which decode some rows at a time. scale: None, or of the outputs, as
+    `times` gives it, for prompts alone.
     """
 
     __array_ufunc__ = None  # x @ matrix is __rmatmul__
@@ -149,7 +150,10 @@ class GgufMatrix(WeightMatrix):
             for first in range(0, len(octets), at_once):
                 piece = unpack(on_host(octets[first : first + at_once]).ravel(), name, self.K)
                 begin = OCTET * first
-                yield n + begin, piece[: count - begin]
+                piece = piece[: count - begin]
+                if self.scale is not None:
+                    piece *= on_host(self.scale)[n + begin :][: len(piece), None]
+                yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
         """The type, the first output, the outputs and the bytes of each range."""

@@ -21,9 +21,10 @@
 // high bits, and scales for both. Rows are filled up to whole tiles with zeros; eight rows follow each other.
 //
 // All codes, and those of Q4_K and Q5_K times s, are exact in float16. A code is put into the mantissa of 1024 or 64,
-// which is then subtracted. The including file includes lib/sm80.cuh.
+// which is then subtracted; or, where it is multiplied by s anyway, of 0, as a subnormal number. The including file
+// includes lib/sm80.cuh.
 #pragma once
-#include "lib/stream.cuh"
+#include "lib/storage.cuh"
 
 namespace gguf {
 
@@ -54,8 +55,10 @@ struct Part {
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes of a lane
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
     static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
-    static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + OCTET * ROW_SCALES;
-    static constexpr int SCALE = WIDE || MINIMUM ? 4 : 2;  // bytes of a lane
+    static constexpr int SCALE_BYTES = OCTET * ROW_SCALES;
+    static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
+    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of a lane
+    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() gives codes divided by it
 
     Vec<W, 16> low[VECTORS];
     Vec<W, HIGH> high;
@@ -66,51 +69,64 @@ struct Part {
         return (K + UNITS * UNIT - 1) / (UNITS * UNIT) * BYTES;
     }
 
-    // Loads 128 of K of `row`; w: all rows of this type.
-    __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
-        const int lane = row % OCTET * 4 + threadIdx.x % 4;
-        const W* tile = w + (long long)(row / OCTET) * row_bytes(K) + unit / UNITS * BYTES;
-        const W* codes = tile + unit % UNITS * LOW_BYTES + lane * 16;
+    // Where 128 of K are in an octet of rows: their low bits, their high bits, and the scales.
+    __device__ __forceinline__ static int low_at(int unit) { return unit / UNITS * BYTES + unit % UNITS * LOW_BYTES; }
+    __device__ __forceinline__ static int high_at(int unit) {
+        return unit / UNITS * BYTES + UNITS * LOW_BYTES + unit % UNITS * HIGH_BYTES;
+    }
+    __device__ __forceinline__ static int scales_at(int unit) {
+        return unit / UNITS * BYTES + UNITS * (LOW_BYTES + HIGH_BYTES);
+    }
+
+    // Loads row g of these 128 of K, from global or shared memory.
+    __device__ __forceinline__ void load(const W* lows, const W* highs, const W* scales, int unit, int g) {
+        const int t = threadIdx.x % 4, lane = 4 * g + t, half = unit % 2;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) low[i] = stream_in<Vec<W, 16>>(codes + 512 * i);
-        tile += UNITS * LOW_BYTES;
-        if (HIGH_BYTES) high = stream_in<Vec<W, HIGH>>(tile + unit % UNITS * HIGH_BYTES + lane * HIGH);
-        tile += UNITS * HIGH_BYTES;
-        scale = stream_in<Vec<W, SCALE>>(tile + lane * SCALE);
-        if (HALVES) d = stream_in<Vec<W, 2>>(tile + 128 + row % OCTET * 2);
+        for (int i = 0; i < VECTORS; ++i) low[i] = read<16>(lows + 512 * i + lane * 16);
+        if (HIGH_BYTES) high = read<HIGH>(highs + lane * HIGH);
+        const int of_lane = INTEGERS ? 0 : HALVES ? 8 * half + 2 * t : SCALE * t;
+        scale = read<SCALE>(scales + g * (HALVES ? 16 : ROW_SCALES) + of_lane);
+        if (HALVES) d = read<2>(scales + 128 + g * 2);
+    }
+
+    // The same of `row`; w: all rows of this type.
+    __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
+        const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
+        load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
     __device__ __forceinline__ void clear() { *this = {}; }
 
-    // What the lane has of the scales: those of chunk t. halves: of blocks of 256 s and m, of others d and m. first,
-    // second: d s, of Q6_K of both halves of the chunk. d, least: of a block of 256, d and -dmin.
+    // What the lane has of the scales: those of chunk t. by: of INTEGERS s, twice, as 64 + s in float16. least: m in
+    // float16, twice, of INTEGERS times 32. first, second: d s, of Q6_K of both halves of the chunk. d, minimum: what
+    // the sums of codes() and of `least` are multiplied by.
     struct Own {
-        float first, second, d, least;
-        unsigned halves;
+        float first, second, d, minimum;
+        unsigned by, least;
     };
 
-    // All lanes of a warp call this.
     __device__ __forceinline__ Own own(int unit) const {
-        const int half = unit % 2, t = threadIdx.x % 4;
-        if constexpr (!WIDE) {
-            return {floats_of((unsigned)scale.raw).x, 0.0f, 0.0f, 1.0f, (unsigned)scale.raw};
-        } else if constexpr (HALVES) {
-            const unsigned two = of_lane((unsigned)scale.raw, 2 * half + t / 2) >> t % 2 * 16;
+        const int i = 4 * (unit % 2) + threadIdx.x % 4;
+        if constexpr (HALVES) {
             const float of_block = floats_of((unsigned)d.raw).x;
+            const int two = (int)scale.raw;
             return {of_block * (float)(signed char)(two & 255), of_block * (float)(signed char)(two >> 8 & 255)};
+        } else if constexpr (INTEGERS) {
+            const float2 of_block = floats_of(scale.raw.x);
+            const unsigned s = (scale.raw.y >> 4 * i & 15) | (scale.raw.w >> 2 * i << 4 & 48);
+            const unsigned m = (scale.raw.z >> 4 * i & 15) | (scale.raw.w >> (2 * i + 16) << 4 & 48);
+            const unsigned twice_m = m * 0x100010u + 0x54005400u;  // 64 + m
+            return {0.0f, 0.0f, FINE * of_block.x, -of_block.y, s * 0x100010u + 0x54005400u,
+                    fma2_fp16(twice_m, 0x50005000u, 0xe800e800u)};
         } else {
-            const float2 of_block = floats_of(of_lane((unsigned)scale.raw, 0));
-            const int i = 4 * half + t;
-            const unsigned s = of_lane((unsigned)scale.raw, 1), m = of_lane((unsigned)scale.raw, 2);
-            const unsigned low = (s >> 4 * i & 15) | (m >> 4 * i & 15) << 16;
-            const unsigned high = of_lane((unsigned)scale.raw, 3) >> 2 * i & 0x30003u;
-            return {0.0f, 0.0f, of_block.x, -of_block.y, add2_fp16(low | high << 4 | 0x64006400u, 0xe400e400u)};
+            const unsigned halves = (unsigned)scale.raw;
+            return {floats_of(halves).x, 0.0f, 0.0f, 32.0f, 0u, __byte_perm(halves, 0u, 0x3232)};
         }
     }
 
-    // The codes of a chunk less OFFSET, as pairs of float16 in order. INTEGERS: times s, which is exact. halves: of
+    // The codes of a chunk less OFFSET, as pairs of float16 in order. INTEGERS: times s / FINE, which is exact. by: of
     // the chunk's lane.
-    __device__ __forceinline__ void codes(int chunk, unsigned halves, unsigned (&pairs)[4]) const {
+    __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
         constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
         if constexpr (BITS == 8) {
 #pragma unroll
@@ -129,39 +145,32 @@ struct Part {
             const unsigned bits = chunk < 2 ? high.raw.x : high.raw.y;
             up = bits << (4 - chunk % 2 * 2), down = bits >> (4 + chunk % 2 * 2);
         }
-        pairs[0] = (first & 0xf000fu) | (up & ONES) | 0x64006400u;
-        pairs[1] = (first & 0xf000f0u) | (up & ONES << 4) | 0x54005400u;
-        pairs[2] = (second & 0xf000fu) | (down & ONES) | 0x64006400u;
-        pairs[3] = (second & 0xf000f0u) | (down & ONES << 4) | 0x54005400u;
-        unsigned by = 0, near = NEAR, far = FAR;
-        if constexpr (INTEGERS) {
-            by = twice(halves, 0);
-            near = fma2_fp16(by, NEAR, 0x80008000u), far = fma2_fp16(by, FAR, 0x80008000u);
-        }
+        pairs[0] = (first & 0xf000fu) | (up & ONES);
+        pairs[1] = (first & 0xf000f0u) | (up & ONES << 4);
+        pairs[2] = (second & 0xf000fu) | (down & ONES);
+        pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
+        // As float16 these are the codes times 2^-24 and 2^-20. Of INTEGERS they are multiplied by s 2^9 and s 2^5.
+        const unsigned near = INTEGERS ? fma2_fp16(by, 0x60006000u, 0xf800f800u) : NEAR;
+        const unsigned far = INTEGERS ? fma2_fp16(by, 0x50005000u, 0xe800e800u) : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const unsigned less = i % 2 ? far : near;
-            pairs[i] = INTEGERS ? fma2_fp16(pairs[i], by, less) : add2_fp16(pairs[i], less);
+            if (INTEGERS) pairs[i] = fma2_fp16(pairs[i], i % 2 ? far : near, 0x80008000u);
+            else pairs[i] = add2_fp16(pairs[i] | (i % 2 ? 0x54005400u : 0x64006400u), i % 2 ? far : near);
         }
-    }
-
-    // Float16 number `half`, 0 or 1, of two, as both.
-    __device__ __forceinline__ static unsigned twice(unsigned halves, int half) {
-        return __byte_perm(halves, 0u, half ? 0x3232 : 0x1010);
     }
 
     // The eight weights of a chunk, and where they are in K: four from k on, and four from next on.
     __device__ __forceinline__ void weights(int unit, int chunk, const Own& own, float (&v)[8], int& k,
                                             int& next) const {
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
-        const unsigned halves = of_lane(own.halves, chunk);
+        const unsigned by_s = of_lane(own.by, chunk), least = of_lane(own.least, chunk);
         unsigned pairs[4];
-        codes(chunk, halves, pairs);
+        codes(chunk, by_s, pairs);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q = floats_of(pairs[i]);
             const float by = INTEGERS ? own.d : HALVES && i > 1 ? second : first;
-            const float more = MINIMUM ? own.least * floats_of(halves).y : 0.0f;
+            const float more = MINIMUM ? own.minimum * 0.03125f * floats_of(least).x : 0.0f;
             v[2 * i] = fmaf(by, q.x, more), v[2 * i + 1] = fmaf(by, q.y, more);
         }
         const int t = threadIdx.x % 4;
@@ -169,6 +178,11 @@ struct Part {
     }
 
    private:
+    template <int COUNT>
+    __device__ __forceinline__ static Vec<W, COUNT> read(const W* from) {
+        return {*reinterpret_cast<const typename Vec<W, COUNT>::Raw*>(from)};
+    }
+
     __device__ __forceinline__ static unsigned word(const Vec<W, 16>& v, int i) {
         return i == 0 ? v.raw.x : i == 1 ? v.raw.y : i == 2 ? v.raw.z : v.raw.w;
     }

@@ -1,157 +1,331 @@
-// The products of decoding with weights in blocks of GGUF, for more rows than matmul/decode_mma.cu has at a time. The
-// bits are the same: those of matmul/decode_order.cuh.
+// The products of decoding with weights in blocks of GGUF. The bits are those of matmul/decode_order.cuh for any rows.
 //
-//   linear_decode_gguf: weights in blocks, unpacked once for up to 32 rows. out = [residual +] [gelu] (x W^T + bias)
+//   linear_decode_gguf: weights in blocks, read while the columns before are multiplied. out = [residual +] [gelu]
+//       (x W^T + bias), with x, its LayerNorm or RMSNorm; with LM_UP silu(x W^T) (x up^T) of two matrices
 //   qkv_decode_gguf: linear_decode_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
+//   rope_decode_gguf: qkv_decode_gguf of a Llama, of whose heads RoPE turns those of q and k
 //
-// Unpacking bounds such products: matmul/decode_mma.cu does it for each 16 rows or fewer. A row of x is long, so that a
-// block has one split of K in shared memory, and all of its rows:
+// Blocks stay, and go from columns to columns: x is brought once, and weights arrive in a ring of shared memory all the
+// time (matmul/decode_gguf.cuh). Two ways to divide the work have the same bits:
 //
-//   warp     16 columns, all rows: a split of K after the other, whose weights wait in registers
-//   block    LM_WARPS warps, which bring a split of x as terms
-//   cluster  GGUF_CLUSTER blocks with the same columns and a split each; 1: a block has all splits, one after the other
+//   together   a block has all splits of K, of 16 columns at a time; a warp one split. For few rows, whose x fits
+//   apart      a block has one split of K, of up to 64 rows; a warp 16 columns. The blocks of a cluster have the same
+//              columns and a split each, whose sums they read from each other, after those of the next columns: block
+//              r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block has all splits in turn
 //
-// Blocks of a cluster leave the sums of their split in shared memory, where block r adds up those of rows r,
-// r + GGUF_CLUSTER, ... in the order of the splits.
+// A block of 64 rows has as many registers and as much shared memory as an SM, so that few warps wait for each other;
+// clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H100, us in a graph, Q4_K, 12,288 x 4,096
+// and 4,096 x 11,008 (before, when x was brought for each 128 columns):
 //
-// grid (GGUF_CLUSTER * ceil(N / (16 * LM_WARPS)), ceil(M / LM_ROWS)), block (32 * LM_WARPS). `geometry` of the Python
-// module `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of a block's columns.
+//   rows    1             8             16            64
+//           13.0  13.1    17.1  18.2    23.1  22.1    49.1  62.0    (64: 76)
+//
+// grid (any; apart GGUF_CLUSTER times any, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
+// `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of the columns of a block, and with
+// LM_ROPE of a head.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
+#ifndef GGUF_TOGETHER
+#define GGUF_TOGETHER 1
+#endif
+#if GGUF_TOGETHER
+#define LM_ALONE 0
+#else
 #define LM_ALONE 1
-#define LM_NORM 0
+#endif
+#define LM_LOOP 0
 #define LM_COLUMNS 16
+#ifndef LM_FLIGHT
+#define LM_FLIGHT 4
+#endif
+#ifndef LM_NORM
+#define LM_NORM 0
+#endif
 #ifndef GGUF_CLUSTER
 #define GGUF_CLUSTER 1
 #endif
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/cluster.cuh"
+#include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 #include "matmul/decode_gguf.cuh"
 #include "matmul/decode_ends.cuh"
+#include "matmul/decode_turned.cuh"
 
-constexpr int ACROSS = LM_COLUMNS * LM_WARPS;  // columns of a block
+constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns of a block
+constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // of sums in shared memory
+constexpr int EACH = LM_UP ? 2 : 1;  // columns of an output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
-static_assert(GGUF_FROM_1 % ACROSS == 0 && GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
+static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
+static_assert(!LM_SUMS && !LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
 
-// One value of a row, added to what End needs.
-template <typename End>
-__device__ __forceinline__ void finish(const End& end, int m, int n, float sum, const float* bias) {
-    const float v = order::finished(sum, 1.0f, 1.0f, bias ? bias[n] : 0.0f);
-    const typename End::Late late = end.late(m, n);
-    end.store(m, n, end.value(v, late), late);
-}
+struct Weighted {  // the matrices of a product
+    const W* w;
+    const W* up;
+    const float* bias;  // (N) or null
+    int N;
+};
 
-// The sums of all blocks of a cluster, each with a split, for the rows of this block.
-template <typename End>
-__device__ __forceinline__ void add_splits(float* plane, int rank, const End& end, const float* bias, int first_row,
-                                           int M, int start, int N) {
-    release_to_cluster();
-    acquire_from_cluster();
-    constexpr int PLANE_PITCH = ACROSS + 8;
-    constexpr int OWN = (LM_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * ACROSS;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < OWN; i += THREADS) {
-        const int row = i / ACROSS * GGUF_CLUSTER + rank, column = i % ACROSS, m = first_row + row, n = start + column;
-        if (row >= LM_ROWS || m >= M || n >= N) continue;
-        float each[GGUF_CLUSTER];
-#pragma unroll
-        for (int s = 0; s < GGUF_CLUSTER; ++s) each[s] = in_block_of_cluster(plane, s)[row * PLANE_PITCH + column];
-        float total = 0.0f;
-#pragma unroll
-        for (int s = 0; s < GGUF_CLUSTER; ++s) total += each[s];
-        finish(end, m, n, total, bias);
+// The columns of a range, of which a block has every `step` groups of ACROSS.
+template <int RANGE>
+struct Range {
+    static constexpr int FROM = Blocks<RANGE>::FROM;
+    static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
+    int first, end, step;
+
+    __device__ __forceinline__ Range(int block, int blocks, int N) {
+        constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2, BEGIN = EACH * FROM / ACROSS;
+        first = (BEGIN + (block + blocks - BEGIN % blocks) % blocks) * ACROSS;
+        end = EACH * (LAST ? N : NEXT), step = blocks * ACROSS;
     }
-    sync_cluster();  // the others have read this block's sums
-}
+};
 
-template <typename Weights, typename End>
-__device__ __forceinline__ void multiply(const W* w, const float* bias, const Input& input, const End& end, int N) {
-    const int rank = blockIdx.x % GGUF_CLUSTER, block = blockIdx.x / GGUF_CLUSTER * ACROSS;
-    const int start = block + (int)threadIdx.x / 32 * LM_COLUMNS;
-    constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
-    Weights weights(w, N);
-#pragma unroll
-    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, rank * UNITS + i, start);
-    let_next_start();
-    wait_for_previous();
+// An output: a column `at` places after the first one of a block. total() gives the sum of a place.
+template <typename End>
+struct Output {
+    typename End::Late late;
+    float bias, partner_bias;
+    int m, n, at;
+    bool there;
 
-    Totals totals = {};
+    // Loads what is needed beside the sum.
+    __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
+        const Column column(start + at_, of.N);
+        m = min(m_, M - 1), n = column.n, at = at_;
+        there = m_ < M && column.there && !(LM_UP && at % PAIRED >= PAIRED / 2);
+        late = end.late(m, n);
+        bias = of.bias ? constant(of.bias + n) : 0.0f;
+        if constexpr (End::TURNED) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
+    }
+
+    template <typename Total>
+    __device__ __forceinline__ void finish(const End& end, Total total) const {
+        if (!there) return;
+        const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
+        const float v = order::finished(total(at), 1.0f, 1.0f, bias);
+        if constexpr (End::TURNED) {
+            const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
+            end.store(m, n, end.turned(n, v, other, late), late);
+        } else if constexpr (LM_UP) {
+            end.store(m, n, gate_of(v) * total(partner), late);
+        } else {
+            end.store(m, n, end.value(v, late), late);
+        }
+    }
+};
+
+// Shared memory after the rows of x: sums of two turns, and the rings of the warps.
+struct Shared {
+    static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
+    static constexpr int FIRST = Blocks<0>::SLOT, SECOND = Blocks<1>::SLOT, THIRD = Blocks<2>::SLOT;
+    static constexpr int MOST = FIRST > SECOND ? FIRST : SECOND, SLOT = MOST > THIRD ? MOST : THIRD;
+
+    __device__ __forceinline__ static float* plane(const Input& input, int turn) {
+        return reinterpret_cast<float*>(input.shared + Input::BYTES) + turn % 2 * PLANE;
+    }
+
+    __device__ __forceinline__ static char* ring(const Input& input, int warp) {
+        return input.shared + (Input::BYTES + 2 * 4 * PLANE + 15) / 16 * 16 + warp * LM_FLIGHT * SLOT;
+    }
+};
+
+struct Turn {  // of columns: how many a block had, and the first ones of the last
+    int count, start;
+};
+
+#if GGUF_TOGETHER
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
+    constexpr int OUTPUTS = LM_ROWS * ACROSS;
+    const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
+    const int warp = threadIdx.x / 32;  // its split
+    typedef Blocks<RANGE> Of;
+    const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
+    Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
+    if (RANGE == 0) {
+        input.prefetch();
+        let_next_start();
+        wait_for_previous();
+        input.bring();
+    }
 #pragma unroll 1
-    for (int i = 0; i < OF_BLOCK; ++i) {
-        const int split = rank + i;
-        if (i > 0) __syncthreads();
-        input.bring_split(split);
-        __syncthreads();
+    for (int start = range.first; start < range.end; start += range.step) {
         Sums sums = {};
 #pragma unroll 1
-        for (int first = 0; first < UNITS; first += LM_FLIGHT) {
+        for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
+        Totals of_split = {};
+        sums.add_to(of_split);
+        // The others may still read the sums of the columns before, but not those before them.
+        float* const totals = Shared::plane(input, last.count);
+        last.count += 1;
+        each(of_split, [&](int column, int row, float sum) {
+            totals[warp * OUTPUTS + row * LM_COLUMNS + column] = sum;
+        });
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < OUTPUTS; i += THREADS) {
+            const int row = i / ACROSS;
+            Output<End> output;
+            output.load(of, end, input.first + row, input.M, start, i % ACROSS);
+            output.finish(end, [&](int at) {
+                float total = 0.0f;
 #pragma unroll
-            for (int slot = 0; slot < LM_FLIGHT; ++slot) {
-                const int unit = first + slot, at = split * UNITS + unit;
-                if (UNITS % LM_FLIGHT && unit >= UNITS) break;
-                weights.use(slot, at, input, sums);
-                if (unit + LM_FLIGHT < UNITS) weights.fetch(slot, at + LM_FLIGHT, start);
+                for (int s = 0; s < SPLITS; ++s) total += totals[s * OUTPUTS + row * ACROSS + at];
+                return total;
+            });
+        }
+    }
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, end, last);
+}
+#else
+// The sums of all blocks of a cluster, each with a split, for the rows of this block. A thread has four neighbouring
+// columns of one eight and of the next.
+template <typename End>
+__device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
+                                           int start) {
+    constexpr int FOURS = ACROSS / 8, OWN = (LM_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * FOURS;
+    const int rank = blockIdx.x % GGUF_CLUSTER;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < OWN; i += THREADS) {
+        const int row = i / FOURS * GGUF_CLUSTER + rank, at = i % FOURS / 2 * 16 + i % 2 * 4;
+        if (row >= LM_ROWS) continue;
+        float4 each[2][GGUF_CLUSTER];
+#pragma unroll
+        for (int s = 0; s < GGUF_CLUSTER; ++s) {
+            const float* from = in_block_of_cluster(plane, s) + row * PLANE_PITCH + at;
+            each[0][s] = *reinterpret_cast<const float4*>(from);
+            each[1][s] = *reinterpret_cast<const float4*>(from + 8);
+        }
+        Output<End> outputs[2][4];
+        float total[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                outputs[half][e].load(of, end, input.first + row, input.M, start, at + 8 * half + e);
+            }
+#pragma unroll
+            for (int s = 0; s < GGUF_CLUSTER; ++s) {
+                const float4 v = each[half][s];
+                total[half][0] += v.x, total[half][1] += v.y, total[half][2] += v.z, total[half][3] += v.w;
             }
         }
-        if (i + 1 < OF_BLOCK) {
 #pragma unroll
-            for (int slot = 0; slot < LM_FLIGHT; ++slot) weights.fetch(slot, (split + 1) * UNITS + slot, start);
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                outputs[half][e].finish(end, [&](int of) { return total[of - at < 8 ? 0 : 1][e]; });
+            }
         }
-        sums.add_to(totals);
-    }
-    if constexpr (GGUF_CLUSTER == 1) {
-        each(totals, [&](int column, int row, float sum) {
-            const int n = start + column, m = input.first + row;
-            if (n < N && m < input.M) finish(end, m, n, sum, bias);
-        });
-    } else {
-        constexpr int PLANE_PITCH = ACROSS + 8;  // as in add_splits
-        float* plane = reinterpret_cast<float*>(input.shared + Input::BYTES);
-        each(totals, [&](int column, int row, float sum) {
-            plane[row * PLANE_PITCH + start - block + column] = sum;
-        });
-        add_splits(plane, rank, end, bias, input.first, input.M, block, N);
     }
 }
 
+// Waits until the sums that all blocks of the cluster had released are visible, and adds them up.
 template <typename End>
-__device__ __forceinline__ void run(const float* x, int M, const W* w, const float* bias, const End& end, int N) {
+__device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
+    if (last.count == 0) return;
+    if (GGUF_CLUSTER > 1) acquire_from_cluster();
+    else __syncthreads();
+    add_splits(of, Shared::plane(input, last.count - 1), input, end, last.start);
+}
+
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
+    constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
+    const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
+    const int warp = threadIdx.x / 32, own = warp * LM_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
+    typedef Blocks<RANGE> Of;
+    const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
+    Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
+    if (RANGE == 0) {
+        let_next_start();
+        wait_for_previous();
+        if (OF_BLOCK == 1) input.bring_split(rank), __syncthreads();
+    }
+#pragma unroll 1
+    for (int start = range.first; start < range.end; start += range.step) {
+        Totals totals = {};
+#pragma unroll 1
+        for (int split = rank; split < rank + OF_BLOCK; ++split) {
+            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
+            Sums sums = {};
+#pragma unroll 1
+            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
+            sums.add_to(totals);
+        }
+        add_last(of, input, end, last);
+        float* const plane = Shared::plane(input, last.count);
+        each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
+        if (GGUF_CLUSTER > 1) release_to_cluster();
+        last.count += 1, last.start = start;
+    }
+    if constexpr (Range<RANGE>::LAST) {
+        add_last(of, input, end, last);
+        if (GGUF_CLUSTER > 1) sync_cluster();  // the others have read this block's sums
+    } else {
+        multiply<RANGE + 1>(of, input, end, last);
+    }
+}
+#endif
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M,
+                                    const Weighted& of, const End& end) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    const Input input{x, nullptr, nullptr, 0.0f, M, (int)blockIdx.y * LM_ROWS, rows, 1.0f, nullptr, nullptr, {}};
-    const int n = blockIdx.x / GGUF_CLUSTER * ACROSS;
-    if (GGUF_RANGES > 2 && n >= GGUF_FROM_2) multiply<Blocks<2>>(w, bias, input, end, N);
-    else if (GGUF_RANGES > 1 && n >= GGUF_FROM_1) multiply<Blocks<1>>(w, bias, input, end, N);
-    else multiply<Blocks<0>>(w, bias, input, end, N);
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, 1.0f, nullptr, nullptr, {}};
+    multiply<0>(of, input, end, Turn{0, 0});
 #else
     asm("trap;");
 #endif
 }
 
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_gguf(
-    const float* x,                  // (M, K)
-    const W* __restrict__ w,         // (N, K) in blocks
-    const float* __restrict__ bias,  // (N) or null
-    const float* residual,           // (M, N) or null; may be out
-    float* out,                      // (M, N)
-    int M, int N, int gelu) {
-    run(x, M, w, bias, Add{residual, out, N, gelu}, N);
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM 1
+    const W* __restrict__ w,          // (N, K) in blocks
+    const W* __restrict__ up,         // (N, K) in blocks, with LM_UP
+    const float* __restrict__ bias,   // (N) or null
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N)
+    float eps, int M, int N, int gelu) {
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
-    const float* x,                  // (M, K)
-    const W* __restrict__ w,         // (3C, K) in blocks
-    const float* __restrict__ bias,  // (3C) or null
-    const int* row,                  // (M)
-    const int* position,             // (M)
-    float* q,                        // (M, C)
-    KV* k_cache,                     // (B, n_ctx, C)
-    KV* v_cache,                     // (B, n_ctx, C)
-    int M, int C, int B, int n_ctx) {
-    run(x, M, w, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C);
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (3C, K) in blocks
+    const float* __restrict__ bias,   // (3C) or null
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    run(x, gamma, beta, eps, M, {w, nullptr, bias, 3 * C}, Append{q, k_cache, v_cache, row, position, C, B, n_ctx});
+}
+
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_gguf(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const W* __restrict__ w,          // (N, K) in blocks, N = (n_head + 2 n_kv_head) LM_ROPE
+    const float* __restrict__ bias,   // (N) or null
+    const float* rotations,           // (M, LM_ROPE / 2, 2)
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, n_head LM_ROPE)
+    KV* k_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
+    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
+    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
+                                    n_head, n_kv_head, B, n_ctx, nullptr, nullptr, 0.0f};
+    run(x, gamma, nullptr, eps, M, {w, nullptr, bias, N}, end);
 }

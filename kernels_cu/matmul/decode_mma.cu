@@ -37,11 +37,6 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#if defined(WEIGHT_GGUF)
-#include "matmul/decode_gguf.cuh"
-#endif
-
-#if !defined(WEIGHT_GGUF)
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
@@ -87,10 +82,9 @@ struct Weights {
         }
     }
 };
-#endif
 
 // A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
-template <typename Weights, typename End>
+template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
                                          const End& end, float* totals, int N) {
     constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
@@ -193,7 +187,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
 }
 
 // Warps that take LM_COLUMNS columns after the other, with all splits.
-template <typename Weights, typename End>
+template <typename End>
 __device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
                                              Input& input, const End& end, int N) {
     constexpr int ALL = order::units(LM_K);
@@ -236,14 +230,6 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
     }
 }
 
-template <typename Weights, typename End>
-__device__ __forceinline__ void run_with(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
-                                         const End& end, int N) {
-    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    if constexpr (LM_LOOP) multiply_all<Weights>(w, scale, bias, x_scale, input, end, N);
-    else multiply<Weights>(w, scale, bias, x_scale, input, end, totals, N);
-}
-
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, float x_scale, const End& end, int N,
@@ -252,14 +238,9 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
-#if defined(WEIGHT_GGUF)
-    const int n = LM_LOOP ? 0 : Column(blockIdx.x * LM_COLUMNS, N).n;
-    if (GGUF_RANGES > 2 && n >= GGUF_FROM_2) run_with<Blocks<2>>(w, scale, bias, x_scale, input, end, N);
-    else if (GGUF_RANGES > 1 && n >= GGUF_FROM_1) run_with<Blocks<1>>(w, scale, bias, x_scale, input, end, N);
-    else run_with<Blocks<0>>(w, scale, bias, x_scale, input, end, N);
-#else
-    run_with<Weights>(w, scale, bias, x_scale, input, end, N);
-#endif
+    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
+    if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
+    else multiply(w, scale, bias, x_scale, input, end, totals, N);
 #else
     asm("trap;");
 #endif

@@ -60,7 +60,9 @@ constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
-constexpr int SPLIT_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of a term, for the minimums of blocks of GGUF
+constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
 constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits in shared memory
 constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
@@ -276,8 +278,29 @@ struct Input {
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;
                 if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
+                if (order::BLOCKS) add_chunk(high, r, split, unit, 0);
+                if (order::BLOCKS && order::TERMS == 2) add_chunk(low, r, split, unit, 1);
             }
         }
+    }
+
+    // Of blocks of GGUF, whose minimums are multiplied by it: the sum of a term of a chunk, over eight lanes, divided
+    // by 32 and as two numbers of float16.
+    __device__ __forceinline__ void add_chunk(uint2 four, int r, int split, int unit, int term) const {
+        float first[2], last[2];
+        unpack2_fp16(four.x, first), unpack2_fp16(four.y, last);
+        const float sum = lanes_sum<8>(first[0] + first[1] + (last[0] + last[1])) * 0.03125f;
+        unsigned high, low;
+        high = pack2_fp16(sum, 0.0f);
+        unpack2_fp16(high, first);
+        low = pack2_fp16(0.0f, sum - first[0]);
+        const int lane = threadIdx.x % 32;
+        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = high | low;
+    }
+
+    __device__ __forceinline__ unsigned* chunk_sum(int r, int split, int unit, int term, int chunk) const {
+        char* const sums = values(r, split) + TERMS_BYTES + term * CHUNK_SUMS + unit * 16;
+        return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
@@ -294,19 +317,33 @@ struct Input {
         }
     }
 
-    // A lane's part of a chunk of tile i of rows; rows after the last are copies. unit: of all of K.
-    __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
-        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 4 / order::TERMS) % LM_ROWS;
-        const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
-        const char* from = values(r, unit / UNITS);
+    // The row of lane g of tile i, or a copy of another one after the last.
+    __device__ __forceinline__ static int row_of(int i) {
+        const int of_tile = threadIdx.x % 32 / 4 / order::TERMS;
+        return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
+    }
+
+    // A lane's part of a chunk of tile i of rows. unit: of the split.
+    __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
+        const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
+        const char* from = values(row_of(i), split);
         if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
         else to.load(from + 2 * k, TERM);
     }
 
+    // The same with a unit of all of K.
+    __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
+        get(to, i, unit / UNITS, unit % UNITS, chunk);
+    }
+
     // The same where a lane has four values of each half of a chunk.
-    __device__ __forceinline__ void get_halves(order::Rows& to, int i, int unit, int chunk) const {
-        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 4 / order::TERMS) % LM_ROWS;
-        const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * 4;
-        to.load_halves(values(r, unit / UNITS) + 2 * k, TERM);
+    __device__ __forceinline__ void get_halves(order::Rows& to, int i, int split, int unit, int chunk) const {
+        const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * 4;
+        to.load_halves(values(row_of(i), split) + 2 * k, TERM);
+    }
+
+    // What add_chunk() stored for the lane's chunk, t, of the row and term of lane g.
+    __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
+        return *chunk_sum(row_of(i), split, unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
     }
 };

@@ -14,9 +14,9 @@
 //           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
-// Weights in blocks of GGUF (matmul/decode_gguf.cuh): a unit of codes times their scales of 6 bits, or a sub-block of
-// codes, is added in the tensor cores, from 0 on; its sum times the scale of float16 is added to the split outside of
-// them, and so is that of a unit of minimums, of both terms by themselves.
+// Weights in blocks of GGUF (matmul/decode_gguf.cuh): half a unit of codes times their scales of 6 bits, or a sub-block
+// of codes, is added in the tensor cores, from 0 on; the sum of both halves, or of the sub-block, times the scale of
+// float16 is added to the split outside of them, and so is that of a unit of minimums, of both terms by themselves.
 //
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
 // change a sum.

@@ -2,18 +2,26 @@
 #pragma once
 #include "matmul/decode_mma.cuh"
 
+#ifndef LM_UP  // whether each eight of columns of w is next to one of another matrix, with blocks of GGUF
+#define LM_UP 0
+#endif
+
+constexpr int PAIRED = order::BLOCKS ? 16 : LM_COLUMNS;  // columns of which halves belong together, with LM_ROPE, LM_UP
+
 // A column by its number among those of all blocks: its row of w, of N, and whether there is one.
 struct Column {
     int n;
     bool there;
 
     __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
+        const int pair = at / PAIRED * (PAIRED / 2) + at % PAIRED % (PAIRED / 2);
         if constexpr (LM_ROPE) {
             constexpr int D = LM_ROPE ? LM_ROPE : 2;
-            const int pair = at / LM_COLUMNS * HALF + at % LM_COLUMNS % HALF, kept = min(pair, N / 2 - 1);
-            n = kept / (D / 2) * D + kept % (D / 2) + (at % LM_COLUMNS < HALF ? 0 : D / 2);
+            const int kept = min(pair, N / 2 - 1);
+            n = kept / (D / 2) * D + kept % (D / 2) + (at % PAIRED < PAIRED / 2 ? 0 : D / 2);
             there = pair < N / 2;
         }
+        if constexpr (LM_UP) n = min(pair, N - 1), there = pair < N;
     }
 };
 
