@@ -47,7 +47,8 @@ from gpt2block.config.formats import DTYPES
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._products import HOPPER_CAPABILITY
-from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
 from gpt2block.run.guessing import Pace
@@ -191,6 +192,29 @@ def blocks() -> None:
             ids = cupy.arange(0, w.N, 5, dtype="int32")
             taken = ops.encoder_rows(ids, cupy.zeros_like(ids), given).get()
             np.testing.assert_array_equal(taken, w[ids.get()])
+        for M in (2, 20):
+            rows_of_x, y = cupy.asarray(x[:M]), x[:M] @ exact
+            limit, gates = measure.tolerance("float32"), reference.silu_mul(y, y)
+            inputs: Any = (rows_of_x, given, None, None, None, None, given)
+            checked(f"{label} {M} up", gates, limit, bound_and_run, found, inputs, decoding=True)
+            k, v = (cupy.zeros((M, 2, 16), "float16") for _ in range(2))
+            row, heads = cupy.arange(M, dtype="int32"), {"n_head": w.N // 16 - 2}
+            by = cupy.asarray(np.tile(np.array([1, 0], np.float32), (M, 8, 1)))
+            inputs = rows_of_x, given, None, by, k, v, row, cupy.zeros_like(row)
+            q, turned = y[:, : w.N - 32], f"{label} {M} turned"
+            checked(turned, q, limit, bound_and_run, LINEAR_ROPE, inputs, **heads)
+
+
+def prefixes() -> None:
+    """Keys and values of a prefix for other sequences."""
+    for kv_dtype in (None, "float8_e5m2"):
+        held = np.random.default_rng(0).integers(0, 100, (4, 5, 40, 24)).astype("uint8")
+        kv = cupy.asarray(held if kv_dtype else held.astype("float16"))
+        numbers = [cupy.asarray(np.array(each, "int32")) for each in ([0, 2], [3, 4], [40, 17])]
+        KV_COPY.bind((kv, *numbers), kv_dtype=kv_dtype).run()
+        held[:, 3], held[:, 4, :17] = held[:, 0], held[:, 2, :17]
+        np.testing.assert_array_equal(kv.get().astype("uint8"), held)
+        print(f"checked kv_copy {kv_dtype}")
 
 
 def attention() -> None:
@@ -422,6 +446,7 @@ def main() -> None:
         gemm,
         fp8_gemm,
         blocks,
+        prefixes,
     ):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]
