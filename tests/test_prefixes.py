@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import GPT2, GPT2Config, Model
+from gpt2block.config.formats import Formats
 from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, Found, Prefixes, least_shared
@@ -19,7 +20,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.run.cuda_caches import apart
+from gpt2block.run.cuda_caches import CudaCache, apart
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
 from tests.caches import KINDS, stored
@@ -31,6 +32,19 @@ from tests.test_batching import finish, random_options, row_of
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=37)
 BITS = st.lists(st.integers(0, 1), max_size=8)
 Entries = dict[int, tuple[str, list[int], int]]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e5m2"])
+def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None:
+    """Also where a sequence has an odd number of bytes; kernels load 16."""
+    config = GPT2Config(n_layer=2, n_head=1, n_embd=3, n_ctx=7, vocab_size=5)
+    with running_on("shuffled"):
+        cache = CudaCache(config, batch, 7, Formats("float16", kv_dtype))
+        for each in (half for layer in cache.layers for half in layer):
+            assert each.shape == (batch, 7, 3)
+            assert (each.data.ptr - cache.data.data.ptr) % 16 == 0
+        assert cache.nbytes == 2 * 2 * batch * 7 * 3 * (1 if kv_dtype else 2)
 
 
 # --- which slot has the tokens of a prompt

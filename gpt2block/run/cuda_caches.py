@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
+from math import ceil, gcd
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ KEPT_STARTS = 160  # prefill shapes kept for a decoding
 KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 MOST_SLOTS = 512  # of a decoding, unless more are requested
 LEAST_CONTEXT = 64  # positions of a decoding's cache
+ALIGNED = 16  # bytes, as kernels load
 
 
 def free_bytes() -> int:
@@ -38,8 +40,9 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 
 
 class CudaCache:
-    """Keys and values, (2 layers, batch, n_ctx, KV): K and V of the first layer, of the second, ...
+    """Keys and values, (2 layers, slots, n_ctx, KV): K and V of the first layer, of the second, ...
 
+    Each of them begins at a multiple of ALIGNED bytes, for which slots can be more than the batch.
     prefills, steps: what a model has bound to them, prefills by their shapes.
     """
 
@@ -57,8 +60,11 @@ class CudaCache:
         self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
-        self.data = cupy.zeros((2 * count, batch, n_ctx, config.kv_width), stored)
-        self.layers = list(zip(self.data[::2], self.data[1::2], strict=True))
+        multiple = ALIGNED // gcd(ALIGNED, n_ctx * config.kv_width * np.dtype(stored).itemsize)
+        slots = ceil(batch / multiple) * multiple  # of which the last ones are not used
+        self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
+        used = self.data[:, :batch]
+        self.layers = list(zip(used[::2], used[1::2], strict=True))
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[bool, Any] = {}  # with guesses and without
 
@@ -70,7 +76,7 @@ class CudaCache:
 
     @property
     def nbytes(self) -> int:
-        return int(self.data.nbytes)
+        return sum(int(each.nbytes) for layer in self.layers for each in layer)
 
     def __repr__(self) -> str:
         return describe_cache(self)
