@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import check_address, compute_capability, device_attribute
@@ -29,6 +31,47 @@ BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
 OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
 
 
+class Product(NamedTuple):
+    """What determines the shared memory of a block.
+
+    slot: bytes of a unit of a warp's columns, of the type with the most. norm, terms: of x.
+    """
+
+    parts: int  # splits of K
+    units: int  # of a split
+    slot: int
+    norm: int
+    terms: int
+
+    def shared_bytes(self, cut: Cut) -> int:
+        """Rows of x, sums of two turns, and the rings of the warps."""
+        kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
+        if cut.together:
+            kept, planes, pitch = self.parts, 2 * self.parts, COLUMNS
+        split = self.terms * (2 * self.units * UNIT + 64)
+        if self.norm == 1 and self.terms == 1:
+            split = FLOAT * self.units * UNIT
+        row = ceil(kept * (split + self.terms * 16 * self.units) / 128) * 128 + 64
+        row += (0, 8, FLOAT * self.parts)[self.norm]
+        return (
+            ceil(cut.rows * (row + FLOAT * planes * pitch) / 16) * 16
+            + cut.warps * FLIGHT * self.slot
+        )
+
+
+class Cut(NamedTuple):
+    """How the work is divided: results do not depend on it."""
+
+    rows: int  # of a block
+    warps: int
+    together: bool  # a block has all splits of K, else one of them
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return COLUMNS * (1 if self.together else self.warps)
+
+
 @lru_cache(maxsize=1024)
 def geometry(
     kernel: str,
@@ -50,53 +93,68 @@ def geometry(
     matrices. rope: channels of a head. terms: of x. most_shared: bytes of shared memory that a
     block can have.
     """
-    each = 2 if up else 1
-    begins = [each * sum(n for _, n in ranges[:i]) for i in range(1, len(ranges))]
-    columns = each * sum(n for _, n in ranges)
+    ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
     slot = 2 * max(OCTET * (UNIT * TYPES[t].bits // 8 + TYPES[t].of_scales) for t, _ in ranges)
-    if any(begin % (rope or COLUMNS) for begin in begins):
+    product = Product(parts, units, slot, norm, terms)
+
+    def fitting(cuts: Iterable[Cut]) -> list[Cut]:
+        return [cut for cut in cuts if product.shared_bytes(cut) <= most_shared]
+
+    if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
-
-    def shared(rows: int, warps: int, kept: int, planes: int, pitch: int) -> int:
-        term = 2 * units * UNIT + 64
-        split = FLOAT * units * UNIT if norm == 1 and terms == 1 else terms * term
-        row = ceil(kept * (split + terms * 16 * units) / 128) * 128 + 64
-        row += (0, 8, FLOAT * parts)[norm]
-        return ceil(rows * (row + FLOAT * planes * pitch) / 16) * 16 + warps * FLIGHT * slot
-
-    rows = power_of_two(M)
-    together = shared(rows, parts, parts, 2 * parts, COLUMNS)
-    if norm or (rows <= FEW_ROWS and together <= most_shared):
-        while together > most_shared or rows > FEW_ROWS:
-            rows //= 2
-            if not rows:
-                return None
-            together = shared(rows, parts, parts, 2 * parts, COLUMNS)
-        return _geometry(
-            kernel, M, K, rows, ceil(columns / COLUMNS), together, parts, 1, sms, most_shared
-        )
-    cluster = parts if capability >= CLUSTER_CAPABILITY else 1
-    fitting = [n for n in WARPS if not any(at % (COLUMNS * n) for at in begins)]
-
-    def apart(rows: int, warps: int) -> int:
-        return shared(rows, warps, 1, 2, COLUMNS * warps + 8)
-
-    def turns(rows: int, warps: int) -> float:  # and how long one takes, which unpacks and adds
-        blocks = 1 if rows > 2 * FEW_ROWS else _blocks(apart(rows, warps), most_shared)
-        count = ceil(ceil(columns / (COLUMNS * warps)) / _most(sms, blocks, cluster))
-        return ceil(M / rows) * count * blocks * (4 + warps) * (5 + rows / 8)
-
-    most = min(MOST_ROWS, rows)
-    possible = [(most >> i, warps) for i in range(most.bit_length()) for warps in fitting]
-    possible = [each for each in possible if apart(*each) <= most_shared]
-    if not possible:
-        return None
-    rows, warps = min(possible, key=lambda each: turns(*each))
-    groups = ceil(columns / (COLUMNS * warps))
-    return _geometry(
-        kernel, M, K, rows, groups, apart(rows, warps), warps, cluster, sms, most_shared, False
+    possible = _halved(min(M, FEW_ROWS) if norm else M)
+    together = fitting(Cut(rows, parts, together=True) for rows in possible if rows <= FEW_ROWS)
+    cluster, found = (
+        1,
+        together[:1] if norm or (together and together[0].rows == possible[0]) else [],
     )
+    if not norm and not found:
+        cluster = parts if capability >= CLUSTER_CAPABILITY else 1
+        warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
+        rows = _halved(min(M, MOST_ROWS))
+        found = fitting(Cut(n, each, together=False) for n in rows for each in warps)
+    if not found:
+        return None
+
+    def turns(cut: Cut) -> tuple[int, int]:
+        """Blocks of an SM, and how many groups of columns each of them has."""
+        room_for = _blocks(cut, product.shared_bytes(cut), most_shared)
+        return room_for, ceil(ceil(ends[-1] / cut.columns) / _most(sms, room_for, cluster))
+
+    def duration(cut: Cut) -> float:  # of unpacking, once for all rows, and of adding
+        room_for, count = turns(cut)
+        return ceil(M / cut.rows) * count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+
+    cut = min(found, key=duration)
+    blocks, count = turns(cut)
+    defines = (
+        ("LM_K", K),
+        ("LM_ROWS", cut.rows),
+        ("LM_FLIGHT", FLIGHT),
+        ("LM_BLOCKS", blocks),
+        ("GGUF_TOGETHER", int(cut.together)),
+        *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster))),
+    )
+    grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+    return Geometry(kernel, grid, (WARP * cut.warps,), product.shared_bytes(cut), defines)
+
+
+def _halved(rows: int) -> list[int]:
+    """The power of two from so many rows on, its half, and so on."""
+    return [power_of_two(rows) >> i for i in range(power_of_two(rows).bit_length())]
+
+
+def _blocks(cut: Cut, shared: int, most_shared: int) -> int:
+    """Blocks of an SM."""
+    most = 1 if cut.rows > 2 * FEW_ROWS else BLOCKS
+    return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(most_shared, n))
+
+
+def _most(sms: int, blocks: int, cluster: int) -> int:
+    """Clusters that run at a time: some multiprocessors do not belong to one of eight."""
+    most = sms * blocks // cluster
+    return max(1, most * OF_EIGHT // 8 if cluster > 4 else most)
 
 
 def normalizes(M: int, K: int) -> bool:
@@ -158,42 +216,3 @@ def launch_rope(
     arrays = (c.x, gamma, c.w.data, bias, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)
     return launch(c, "rope_decode_gguf", args, cache, D)
-
-
-def _blocks(shared: int, most_shared: int) -> int:
-    """Blocks of an SM."""
-    return next(n for n in range(BLOCKS, 0, -1) if n == 1 or shared <= room(most_shared, n))
-
-
-def _most(sms: int, blocks: int, cluster: int) -> int:
-    """Clusters that run at a time: some multiprocessors do not belong to one of eight."""
-    most = sms * blocks // cluster
-    return max(1, most * OF_EIGHT // 8 if cluster > 4 else most)
-
-
-def _geometry(
-    kernel: str,
-    M: int,
-    K: int,
-    rows: int,
-    groups: int,
-    shared: int,
-    warps: int,
-    cluster: int,
-    sms: int,
-    most_shared: int,
-    together: bool = True,
-) -> Geometry:
-    """The launch with such blocks, of which each has some of the groups of columns."""
-    blocks = 1 if rows > 2 * FEW_ROWS else _blocks(shared, most_shared)
-    defines = (
-        ("LM_K", K),
-        ("LM_ROWS", rows),
-        ("LM_FLIGHT", FLIGHT),
-        ("LM_BLOCKS", blocks),
-        ("GGUF_TOGETHER", int(together)),
-        *((("LM_WARPS", warps), ("GGUF_CLUSTER", cluster)) if not together else ()),
-    )
-    turns = ceil(groups / _most(sms, blocks, cluster))
-    grid = cluster * ceil(groups / turns), ceil(M / rows)
-    return Geometry(kernel, grid, (WARP * warps,), shared, defines)
