@@ -31,8 +31,8 @@ BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
 OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
 
 
-class Product(NamedTuple):
-    """What determines the shared memory of a block.
+class SharedMemory(NamedTuple):
+    """What determines the bytes of a block.
 
     slot: bytes of a unit of a warp's columns, of the type with the most. norm, terms: of x.
     """
@@ -43,7 +43,7 @@ class Product(NamedTuple):
     norm: int
     terms: int
 
-    def shared_bytes(self, cut: Cut) -> int:
+    def of(self, cut: Cut) -> int:
         """Rows of x, sums of two turns, and the rings of the warps."""
         kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
         if cut.together:
@@ -96,20 +96,17 @@ def geometry(
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
     slot = 2 * max(OCTET * (UNIT * TYPES[t].bits // 8 + TYPES[t].of_scales) for t, _ in ranges)
-    product = Product(parts, units, slot, norm, terms)
+    memory = SharedMemory(parts, units, slot, norm, terms)
 
     def fitting(cuts: Iterable[Cut]) -> list[Cut]:
-        return [cut for cut in cuts if product.shared_bytes(cut) <= most_shared]
+        return [cut for cut in cuts if memory.of(cut) <= most_shared]
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
     possible = _halved(min(M, FEW_ROWS) if norm else M)
     together = fitting(Cut(rows, parts, together=True) for rows in possible if rows <= FEW_ROWS)
-    cluster, found = (
-        1,
-        together[:1] if norm or (together and together[0].rows == possible[0]) else [],
-    )
-    if not norm and not found:
+    cluster, found = 1, together[:1]
+    if not norm and [cut.rows for cut in found] != possible[:1]:
         cluster = parts if capability >= CLUSTER_CAPABILITY else 1
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MOST_ROWS))
@@ -119,7 +116,7 @@ def geometry(
 
     def turns(cut: Cut) -> tuple[int, int]:
         """Blocks of an SM, and how many groups of columns each of them has."""
-        room_for = _blocks(cut, product.shared_bytes(cut), most_shared)
+        room_for = _blocks(cut, memory.of(cut), most_shared)
         return room_for, ceil(ceil(ends[-1] / cut.columns) / _most(sms, room_for, cluster))
 
     def duration(cut: Cut) -> float:  # of unpacking, once for all rows, and of adding
@@ -137,7 +134,7 @@ def geometry(
         *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster))),
     )
     grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    return Geometry(kernel, grid, (WARP * cut.warps,), product.shared_bytes(cut), defines)
+    return Geometry(kernel, grid, (WARP * cut.warps,), memory.of(cut), defines)
 
 
 def _halved(rows: int) -> list[int]:
