@@ -145,13 +145,14 @@ def geometry(
     most_shared: int = 232_448,
     terms: bool = False,
     columns: Sequence[int] = COLUMNS,
+    cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
     dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. columns: as for `layout`.
+    place of floats. columns: as for `layout`. cut: a layout instead of the one of `layout`.
     """
-    cut = layout(M, N, K, dtype, sms, columns)
+    cut = cut or layout(M, N, K, dtype, sms, columns)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
         if cut.rows == 1:
             return None
