@@ -119,7 +119,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Silence Dask's logs: an interrupted connection would be reported many times."""
+    """Silence Dask's logs: an interrupted connection would be reported many times.
+
+    And Python's warnings of calls that an interrupt has left without an answer.
+    """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
