@@ -95,8 +95,6 @@ struct Part {
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    __device__ __forceinline__ void clear() { *this = {}; }
-
     // What the lane has of the scales: those of chunk t. by: of INTEGERS s, twice, as 64 + s in float16. least: m in
     // float16, twice, of INTEGERS times 32. first, second: d s, of Q6_K of both halves of the chunk. d, minimum: what
     // the sums of codes() and of `least` are multiplied by.

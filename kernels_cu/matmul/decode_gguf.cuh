@@ -43,10 +43,6 @@
 #define GGUF_FROM_2 0
 #endif
 
-#ifndef LM_UP  // whether each eight of columns of w is next to one of another matrix, and out has silu(x w) (x up)
-#define LM_UP 0
-#endif
-
 static_assert(LM_COLUMNS == 16 && !LM_LOOP, "a warp has a tile of columns");
 
 // The weights of a warp: a ring of LM_FLIGHT units of its columns in shared memory.

@@ -2,7 +2,7 @@
 #pragma once
 #include "matmul/decode_mma.cuh"
 
-#ifndef LM_UP  // whether each eight of columns of w is next to one of another matrix, with blocks of GGUF
+#ifndef LM_UP  // whether each eight of columns of w is next to one of another matrix: silu(x w) (x up), of blocks
 #define LM_UP 0
 #endif
 
