@@ -6,6 +6,8 @@ What every kernel of it must do is in test_product_laws.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _gemm_hopper
-from gpt2block.ops._gemm_hopper import FP8_TILES
+from gpt2block.ops._gemm_hopper import MOST_ROWS, OF_REGISTERS
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
@@ -141,20 +144,29 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize(
-    "shape", [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]
+    ("format", "shape"),
+    [
+        *product(FP8, [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]),
+        *product(TYPES, [(1, 8, 256), (130, 264, 768), (1000, 776, 3072), (5000, 2312, 256)]),
+        *product(["Q4_1", "Q8_0"], [(3, 72, 32), (300, 136, 416)]),
+        *product(["Q4_K Q6_K", "Q8_0 Q5_K Q4_0"], [(130, 264, 768), (1000, 776, 3072)]),
+    ],
 )
-def test_fp8_weights_are_widened_in_every_tile(
+def test_weights_are_widened_in_every_tile(
     cp: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], format: str
 ) -> None:
     """The bits are those of the same numbers as float16 weights; a row has the same ones alone."""
     M, N, K = shape
     rng = np.random.default_rng(shape)
     a = cp.asarray((0.01 * rng.standard_normal((M, K))).astype(np.float16))
-    w = WeightMatrix.quantize(rng.standard_normal((N, K), np.float32), format, "NK")
-    numbers = cp.asarray(w.data)
-    narrow = WeightMatrix(numbers, format, None, "NK")
+    if format in FP8:
+        w = WeightMatrix.quantize(rng.standard_normal((N, K), np.float32), format, "NK")
+    else:
+        *first, last = format.split()
+        ranges = [(name, MOST_ROWS) for name in first]
+        w = GgufMatrix.random([*ranges, (last, N - MOST_ROWS * len(first))], K)
+    narrow = replace(w, data=cp.asarray(w.data), scale=None)
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
@@ -163,7 +175,7 @@ def test_fp8_weights_are_widened_in_every_tile(
         added = residual.astype(np.float32) if float_out else residual
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
         expected = ops.gemm(a, wide, bias, added, **options).get()
-        for tile in FP8_TILES:
+        for tile in OF_REGISTERS:
             monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
             _gemm_hopper.geometry.cache_clear()
             got = GEMM.bind((a, narrow, bias, added), **options).run().get()

@@ -379,7 +379,7 @@ def gemm_fp8_tiles() -> Iterator[Job]:
     """Either format, with scales or without them, by turns; registers of w are loaded in time."""
     two_ends = ((False, False), (True, False), (False, True))
     for other_out in (False, True):
-        turns = zip(_gemm_hopper.FP8_TILES, cycle(FP8), cycle((True, True, False)))
+        turns = zip(_gemm_hopper.OF_REGISTERS, cycle(FP8), cycle((True, True, False)))
         for (tile, format, scaled), (gelu, residual) in product(turns, two_ends):
             ends = {"gelu": gelu, "residual": residual, "scaled": scaled, "other_out": other_out}
             options: Any = {**ends, "fp8": True, "sms": SMS, "tile": tile}

@@ -1,4 +1,4 @@
-"""Tiles and geometry of matmul/hopper.cu, hopper_fp8.cu and hopper_two_part.cu, by wgmma."""
+"""Tiles and geometry of matmul/hopper*.cu, by wgmma."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops._gemm_mma import epilogue
+from gpt2block.weights.gguf import OCTET
 
 FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"
 FP8_FILE = "matmul/hopper_fp8.cu"
 FP8_KERNEL = "gemm_fp8_hopper"
+GGUF_FILE = "matmul/hopper_gguf.cu"
+GGUF_KERNEL = "gemm_gguf_hopper"
 TWO_PART_FILE = "matmul/hopper_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_hopper"
 SLICE = 64  # of K
@@ -20,6 +23,8 @@ CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
 BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
+MOST_SHARED = 227 * 1024  # of a block
+GGUF_STAGES = 2  # of blocks
 
 
 class HopperGemmTile(NamedTuple):
@@ -63,15 +68,17 @@ TILES = (
     HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
-# For FP8 weights: rows are those of w, columns those of a. Fitted to products of GPT-2 and of Llama
+# For weights in registers: rows are those of w, columns those of a. Fitted, with FP8 ones, to products of GPT-2 and of Llama
 # 7B at M from 128 to 2048. Other tiles, most of them of one warpgroup, were never the fastest.
-FP8_TILES = (
+OF_REGISTERS = (
     HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
     HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
     HopperGemmTile(128, 128, (64, 128), 8, 32, 1, 2, 0.7, 0.367, 1.2),
     HopperGemmTile(128, 96, (64, 96), 8, 32, 1, 1, 0.7, 0.327, 1.1),
     HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
+
+MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
 
 # For two-part matrices: three accumulators an output.
 TWO_PART_TILES = (
@@ -119,27 +126,37 @@ def geometry(
     early: bool = True,
     split_k: bool = False,
     fp8: bool = False,
+    octet: int = 0,
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """The launch of gemm_hopper, gemm_fp8_hopper or gemm_split_hopper, and its tile.
+    """The launch of gemm_*hopper, and its tile.
 
     a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
     the geometry of mma. Without splits of K the bits are the same for any tile. fp8: w is FP8, for
-    gemm_fp8_hopper, which multiplies w and a in this order and does not split K.
+    gemm_fp8_hopper; octet: w is in blocks of GGUF, with so many bytes of eight rows, for
+    gemm_gguf_hopper. Both multiply w and a in this order and do not split K.
     """
-    candidates = TWO_PART_TILES if two_part else FP8_TILES if fp8 else TILES
-    if fp8:
+    turned = fp8 or octet > 0
+    candidates = TWO_PART_TILES if two_part else OF_REGISTERS if turned else TILES
+    if turned:
         M, N = N, M
     tile = tile or choose_tile(candidates, M, N, K, split_k and candidates is TILES, sms)
     if two_part:
         kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
-    elif fp8:
-        kernel, chunks, floats = FP8_KERNEL, BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
+    elif turned:
+        kernel = FP8_KERNEL if fp8 else GGUF_KERNEL
+        chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
         floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
-    shared = shared_bytes(tile, 1 + two_part, chunks, floats, fp8)
+    of_w = 0 if octet else 1 if fp8 else 2
+    shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
+    if octet:
+        shared += GGUF_STAGES * (tile.rows // OCTET * octet + 16) + 16
+        while shared > MOST_SHARED:
+            tile = tile._replace(stages=tile.stages - 1)
+            shared -= 2 * SLICE * tile.columns + 16
     ends = epilogue(two_part, gelu, residual, other_out, scaled)
     if not early:
         ends += (("GEMM_EARLY", 0),)
@@ -170,11 +187,14 @@ def launched(
 
 
 def shared_bytes(
-    tile: HopperGemmTile, parts: int, chunks: int, floats: int, fp8: bool = False
+    tile: HopperGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
 ) -> int:
-    """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
+    """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers.
+
+    of_rows: bytes of an element of a tile's rows in the ring.
+    """
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
-    stage = SLICE * parts * ((1 if fp8 else 2) * tile.rows + 2 * tile.columns)
+    stage = SLICE * parts * (of_rows * tile.rows + 2 * tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats
     barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))
     return ALIGNMENT + tile.stages * stage + received + CONSUMERS * each + barriers

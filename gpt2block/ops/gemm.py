@@ -3,8 +3,9 @@
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
 weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
 weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N). Kernels:
-matmul/mma.cu, matmul/hopper.cu, for FP8 weights matmul/hopper_fp8.cu and fp8/widen.cu, and for
-two-part matrices matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
+matmul/mma.cu, matmul/hopper.cu, for FP8 weights and blocks of GGUF matmul/hopper_fp8.cu,
+matmul/hopper_gguf.cu, fp8/widen.cu and gguf/rows.cu, and for two-part matrices
+matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -40,7 +42,7 @@ from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.conversions import LARGEST_OPERAND
-from gpt2block.weights.gguf import GgufMatrix
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -150,12 +152,11 @@ def _mma(c: Call) -> Any:
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
 
 
-def _hopper_geometry(c: Call, fp8: bool = False) -> tuple[Geometry, Boxes]:
-    """fp8: for gemm_fp8_hopper, whose tiles have rows of w and columns of a."""
-    own = {"split_k": c.split_k, "fp8": fp8}
-    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), **own)
+def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
+    """of_weights: with fp8 or octet, tiles have rows of w and columns of a."""
+    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
-    return geometry, (w, a, (1, tile.chunk, 64)) if fp8 else (a, w, (1, 64, tile.chunk))
+    return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
 
 
 @variant("split hopper", hopper.TWO_PART_FILE, hopper.TWO_PART_KERNEL)
@@ -168,11 +169,12 @@ def _hopper_two_part(c: Call) -> Launch:
     return launch_at(hopper.TWO_PART_FILE, geometry, args, "float16")
 
 
-def _hopper_launch(c: Call, fp8: bool = False) -> tuple[Geometry, tuple[Any, ...]]:
-    """The geometry and the arguments of gemm_hopper or gemm_fp8_hopper, which are the same."""
+def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
+    """The geometry and the arguments of a product of 16 bits; blocks of GGUF have no tensor map."""
     M, N, K = c.sizes
-    geometry, (a, w, written) = _hopper_geometry(c, fp8)
-    maps = tensor_map(c.a.reshape(1, M, K), a), tensor_map(c.weights.reshape(1, N, K), w)
+    geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
+    weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
+    maps = tensor_map(c.a.reshape(1, M, K), a), weights
     outputs: tuple[Any, ...] = (c.residual, c.out)
     if c.other_out:
         ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
@@ -184,7 +186,15 @@ def _hopper_launch(c: Call, fp8: bool = False) -> tuple[Geometry, tuple[Any, ...
 
 @variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
 def _hopper_fp8(c: Call) -> Launch:
-    return launch_at(hopper.FP8_FILE, *_hopper_launch(c, True), c.storage, c.w.dtype)
+    return launch_at(hopper.FP8_FILE, *_hopper_launch(c, fp8=True), c.storage, c.w.dtype)
+
+
+@variant("gguf hopper", hopper.GGUF_FILE, hopper.GGUF_KERNEL)
+def _hopper_gguf(c: Call) -> Launch:
+    octet = max(TYPES[name].tile for name, _ in c.w.ranges)
+    geometry, args = _hopper_launch(c, octet=octet)
+    geometry = geometry.with_defines(gguf.range_defines(c.w))
+    return launch_at(hopper.GGUF_FILE, geometry, args, c.storage, GGUF)
 
 
 @variant("hopper", hopper.FILE, hopper.KERNEL)
@@ -197,7 +207,7 @@ def _hopper(c: Call) -> Any:
     if c.two_part:
         return _hopper_two_part.launch(c)
     if c.weights.dtype == "uint8":
-        return _hopper_fp8.launch(c)
+        return (_hopper_gguf if c.w.dtype == GGUF else _hopper_fp8).launch(c)
     return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
@@ -319,12 +329,15 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 
 
 def widens(w: WeightMatrix) -> bool:
-    """Whether the product takes FP8 weights (N, K) as they are, and widens them itself.
+    """Whether the product takes FP8 weights (N, K) or blocks as they are, and widens them itself.
 
-    The copy engine reads their rows in 16 bytes.
+    The copy engine reads rows of FP8 in 16 bytes; a tile of blocks has one type.
     """
-    hopper = compute_capability() == HOPPER_CAPABILITY
-    return w.dtype in FP8 and hopper and w.K % 16 == 0
+    if compute_capability() != HOPPER_CAPABILITY:
+        return False
+    if isinstance(w, GgufMatrix):
+        return not any(begin % hopper.MOST_ROWS for begin in w.begins)
+    return w.dtype in FP8 and w.K % 16 == 0
 
 
 def _check_up(c: Call) -> None:
@@ -367,7 +380,7 @@ OPERATION = Operation(
         "bound": None,
     },
     prepare=_prepare,
-    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, gguf.widen, gguf.pack),
+    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, _hopper_gguf, gguf.widen, gguf.pack),
     steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),

@@ -259,10 +259,9 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
     whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
     codes, scales = _codes_and_scales(whole, name)
-    shape = O, OCTET, G, kind.units, 4, LANES
-    if kind.bits == 6:  # a lane has four codes of either half of a chunk
-        codes = codes.reshape(*shape[:-1], 2, LANES, 4).swapaxes(-3, -2)
-    codes = codes.reshape(*shape, 8).transpose(0, 2, 3, 1, 4, 5, 6)
+    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # a lane has pairs of a chunk
+    codes = codes.swapaxes(-3, -2).reshape(O, OCTET, G, kind.units, 4, LANES, 8)
+    codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
     scales = scales.reshape(O, OCTET, G, -1).swapaxes(1, 2)
     parts = (scales[..., :16], scales[..., 16:]) if kind.bits == 6 else (scales,)
     planes = [plane.reshape(O, G, -1) for plane in (*_planes(codes, kind), *parts)]
@@ -368,9 +367,8 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
         each = kind.bits - 4
         of_chunks: Any = high[..., None, :] >> each * SHIFTS[: 4 // each, None] & (1 << each) - 1
         lanes |= of_chunks.reshape(lanes.shape) << 4
-    chunks = lanes.swapaxes(-3, -2)  # O, G, units, row, chunk, lane, 8
-    if kind.bits == 6:
-        chunks = chunks.reshape(*chunks.shape[:-1], 2, 4).swapaxes(-3, -2)
+    chunks = lanes.swapaxes(-3, -2).reshape(O, G, kind.units, OCTET, 4, LANES, 4, 2)
+    chunks = chunks.swapaxes(-3, -2)  # O, G, units, row, chunk, pair, lane, 2
     return chunks.reshape(O, G, kind.units, OCTET, UNIT).swapaxes(2, 3)
 
 

@@ -136,7 +136,7 @@ extern "C" __global__ void gguf_pack(
         const Block block = block_of(k);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int j = Part::HALVES ? 4 * t + i % 4 + i / 4 * 16 : 8 * t + i, at = i % 2 * 16 + i / 2 * 4;
+            const int j = i / 2 * 8 + 2 * t + i % 2, at = i % 2 * 16 + i / 2 * 4;
             const unsigned code = block.code(k % SIZE + j);
             if constexpr (Part::BITS == 8) low[2 * chunk + i / 4] |= code << i % 4 * 8;
             else low[chunk] |= (code & 15) << at;

@@ -30,19 +30,19 @@
 
 typedef gguf::Part<GGUF_TYPE> Part;
 
-// Calls use(v, k, next) for each eight weights of this lane in 128 of K, four from k on and four from next on, that
-// are not beyond K.
+// Calls use(v, k) for each pair of weights of this lane in 128 of K, from k on, that is not beyond K.
 template <typename Use>
-__device__ __forceinline__ void each_eight(const W* w, int K, int row, int unit, Use use) {
+__device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, Use use) {
     Part part;
     part.load(w, K, row, unit);
     const Part::Own own = part.own(unit);
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {
-        float v[8];
-        int k, next;
-        part.weights(unit, chunk, own, v, k, next);
-        if (unit * gguf::UNIT + chunk * 32 < K) use(v, k, next);
+        float2 v[4];
+        part.weights(chunk, own, v);
+        const int k = unit * gguf::UNIT + chunk * 32;
+#pragma unroll
+        for (int i = 0; i < 4 && k < K; ++i) use(v[i], k + 8 * i + threadIdx.x % 4 * 2);
     }
 }
 
@@ -55,12 +55,9 @@ extern "C" __global__ void gguf_widen(
     wait_for_previous();
     const int octet = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, row = octet * 8 + threadIdx.x % 32 / 4;
     if (octet * 8 >= rows) return;
-    each_eight(w, K, row, blockIdx.x, [&](const float (&v)[8], int k, int next) {
-        if (row >= rows) return;
-        T* to = out + (long long)(begin + row) * K;
-        const float first[4] = {v[0], v[1], v[2], v[3]}, second[4] = {v[4], v[5], v[6], v[7]};
-        Vec<T, 4>::store(to + k, first);
-        Vec<T, 4>::store(to + next, second);
+    each_pair(w, K, row, blockIdx.x, [&](float2 v, int k) {
+        const float both[2] = {v.x, v.y};
+        if (row < rows) Vec<T, 2>::store(out + (long long)(begin + row) * K + k, both);
     });
 }
 
@@ -73,12 +70,9 @@ extern "C" __global__ void gguf_row_norms(
     const int row = blockIdx.x * 8 + threadIdx.x / 4;
     float sum = 0.0f;
     for (int unit = 0; unit * gguf::UNIT < K; ++unit) {
-        each_eight(w, K, row, unit, [&](const float (&v)[8], int k, int next) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float y = v[i] * gamma[i < 4 ? k + i : next + i - 4];
-                sum += y * y;
-            }
+        each_pair(w, K, row, unit, [&](float2 v, int k) {
+            const float first = v.x * gamma[k], second = v.y * gamma[k + 1];
+            sum += first * first, sum += second * second;
         });
     }
     sum = lanes_sum<4>(sum);
@@ -100,17 +94,11 @@ extern "C" __global__ void gguf_encoder_rows(
     const int id = __ldcg(ids + of), at = __ldcg(position + of);
     const bool inside = 0 <= id && id < V && 0 <= at && at < n_ctx;
     const float factor = inside ? GGUF_FACTOR : __int_as_float(0x7fffffff);
-    each_eight(wte, K, inside ? id : 0, blockIdx.y, [&](const float (&v)[8], int k, int next) {
+    each_pair(wte, K, inside ? id : 0, blockIdx.y, [&](float2 v, int k) {
         if (i >= count) return;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float* to = out + (long long)i * K + (half ? next : k);
-            const float* place = wpe ? wpe + (inside ? (long long)at * K : 0) + (half ? next : k) : nullptr;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float y = v[4 * half + e] * factor;
-                to[e] = place ? place[e] + y : y;
-            }
-        }
+        const float* place = wpe ? wpe + (inside ? (long long)at * K : 0) + k : nullptr;
+        float2 y = {v.x * factor, v.y * factor};
+        if (place) y.x = place[0] + y.x, y.y = place[1] + y.y;
+        *reinterpret_cast<float2*>(out + (long long)i * K + k) = y;
     });
 }

@@ -12,7 +12,7 @@
 //
 // d, m of Q4_1 and Q5_1, and dmin are float16. The bytes are those of a file in the order in which mma.sync wants them,
 // as gpt2block.weights.gguf packs them. A tile is 8 rows by 128 of K; lane 4 g + t has of row g, of each chunk of 32 of
-// K, the eight codes from 8 t on (Q6_K: from 4 t on in either half of 16), two for each step of an mma:
+// K, the codes at 2 t and 2 t + 1 of each eight: two of these pairs are its part of an mma.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
 //   word     of a chunk, codes by their number:  bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    of 4 bits each
@@ -157,9 +157,8 @@ struct Part {
         }
     }
 
-    // The eight weights of a chunk, and where they are in K: four from k on, and four from next on.
-    __device__ __forceinline__ void weights(int unit, int chunk, const Own& own, float (&v)[8], int& k,
-                                            int& next) const {
+    // The four pairs of weights of a chunk, which are 8 apart in K.
+    __device__ __forceinline__ void weights(int chunk, const Own& own, float2 (&v)[4]) const {
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
         const unsigned by_s = of_lane(own.by, chunk), least = of_lane(own.least, chunk);
         unsigned pairs[4];
@@ -169,10 +168,8 @@ struct Part {
             const float2 q = floats_of(pairs[i]);
             const float by = INTEGERS ? own.d : HALVES && i > 1 ? second : first;
             const float more = MINIMUM ? own.minimum * 0.03125f * floats_of(least).x : 0.0f;
-            v[2 * i] = fmaf(by, q.x, more), v[2 * i + 1] = fmaf(by, q.y, more);
+            v[i] = {fmaf(by, q.x, more), fmaf(by, q.y, more)};
         }
-        const int t = threadIdx.x % 4;
-        k = unit * UNIT + chunk * 32 + (HALVES ? 4 : 8) * t, next = k + (HALVES ? 16 : 4);
     }
 
    private:

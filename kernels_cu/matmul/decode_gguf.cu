@@ -72,14 +72,15 @@ struct Weighted {  // the matrices of a product
 // The columns of a range, of which a block has every `step` groups of ACROSS.
 template <int RANGE>
 struct Range {
-    static constexpr int FROM = Blocks<RANGE>::FROM;
-    static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
+    typedef gguf::OfRange<RANGE> OfRange;
+    static constexpr int FROM = OfRange::FROM;
+    static constexpr bool LAST = OfRange::LAST;
     int first, end, step;
 
     __device__ __forceinline__ Range(int block, int blocks, int N) {
-        constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2, BEGIN = EACH * FROM / ACROSS;
+        constexpr int BEGIN = EACH * FROM / ACROSS;
         first = (BEGIN + (block + blocks - BEGIN % blocks) % blocks) * ACROSS;
-        end = EACH * (LAST ? N : NEXT), step = blocks * ACROSS;
+        end = EACH * (LAST ? N : OfRange::NEXT), step = blocks * ACROSS;
     }
 };
 

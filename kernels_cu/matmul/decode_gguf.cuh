@@ -21,36 +21,16 @@
 // smaller matrices: x, the first copies, the last sums. Before, when blocks did not go from columns to columns, loads
 // waited in registers and minimums were multiplied by x, it was 71 instructions, 18.7 us, 46 % and 0.46.
 #pragma once
-#include "lib/gguf.cuh"
+#include "lib/gguf_ranges.cuh"
 #include "matmul/decode_totals.cuh"
-
-#ifndef GGUF_TYPE_0
-#define GGUF_TYPE_0 6
-#endif
-#ifndef GGUF_RANGES
-#define GGUF_RANGES 1
-#endif
-#ifndef GGUF_TYPE_1  // of the outputs from GGUF_FROM_1 on
-#define GGUF_TYPE_1 GGUF_TYPE_0
-#endif
-#ifndef GGUF_FROM_1
-#define GGUF_FROM_1 0
-#endif
-#ifndef GGUF_TYPE_2  // of the outputs from GGUF_FROM_2 on
-#define GGUF_TYPE_2 GGUF_TYPE_0
-#endif
-#ifndef GGUF_FROM_2
-#define GGUF_FROM_2 0
-#endif
 
 static_assert(LM_COLUMNS == 16 && !LM_LOOP, "a warp has a tile of columns");
 
 // The weights of a warp: a ring of LM_FLIGHT units of its columns in shared memory.
 template <int RANGE>
 struct Blocks {
-    static constexpr int TYPE = RANGE == 0 ? GGUF_TYPE_0 : RANGE == 1 ? GGUF_TYPE_1 : GGUF_TYPE_2;
-    static constexpr int FROM = RANGE == 0 ? 0 : RANGE == 1 ? GGUF_FROM_1 : GGUF_FROM_2;
-    typedef gguf::Part<TYPE> Part;
+    typedef gguf::OfRange<RANGE> OfRange;
+    typedef typename OfRange::Of Part;
     // Of an octet in the ring: low bits, high bits, scales.
     static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
     static constexpr int SLOT = 2 * OCTET_BYTES;
@@ -61,7 +41,7 @@ struct Blocks {
     const int N;
 
     __device__ __forceinline__ Blocks(const W* all, const W* all_up, char* ring, int N)
-        : w(all + begin()), up(LM_UP ? all_up + begin() : nullptr), ring(reinterpret_cast<W*>(ring)), N(N) {}
+        : w(all + OfRange::begin(LM_K)), up(LM_UP ? all_up + OfRange::begin(LM_K) : nullptr), ring(reinterpret_cast<W*>(ring)), N(N) {}
 
     // The rows of the first and of the second of two octets of the columns from n on, and those that a lane copies high
     // bits and scales of: lanes 0 to 15 of the first ones, the others of the second ones.
@@ -73,7 +53,7 @@ struct Blocks {
         Rows found;
 #pragma unroll
         for (int octet = 0; octet < 2; ++octet) {
-            const int row = Column(n + 8 * octet, N).n - FROM;
+            const int row = Column(n + 8 * octet, N).n - OfRange::FROM;
             found.of[octet] = (LM_UP && octet ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(LM_K);
         }
         found.of[2] = threadIdx.x % 32 < 16 ? found.of[0] : found.of[1];
@@ -132,8 +112,7 @@ struct Blocks {
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 order::Rows x;
-                if (Part::HALVES) input.get_halves(x, r, split, unit, chunk);
-                else input.get(x, r, split, unit, chunk);
+                input.get(x, r, split, unit, chunk);
                 float part[2][4] = {};
                 float (&first)[4] = Part::INTEGERS ? half[chunk / 2] : part[0];
                 float (&second)[4] = Part::INTEGERS ? half[chunk / 2] : part[Part::HALVES];
@@ -155,15 +134,6 @@ struct Blocks {
                 if (Part::MINIMUM) to[i] = fmaf(of_minimum[i / 2], minimum[i], to[i]);
             }
         }
-    }
-
-    // Bytes before the range.
-    __device__ __forceinline__ static long long begin() {
-        long long bytes = 0;
-        constexpr int SECOND = GGUF_RANGES > 2 ? GGUF_FROM_2 - GGUF_FROM_1 : 0;
-        if (RANGE > 0) bytes += (long long)((GGUF_FROM_1 + 7) / 8) * gguf::Part<GGUF_TYPE_0>::row_bytes(LM_K);
-        if (RANGE > 1) bytes += (long long)((SECOND + 7) / 8) * gguf::Part<GGUF_TYPE_1>::row_bytes(LM_K);
-        return bytes;
     }
 };
 

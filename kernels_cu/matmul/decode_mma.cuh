@@ -275,17 +275,29 @@ struct Input {
                     split_pair<order::KIND>(from[0], from[1], inverse, high.x, low.x);
                     split_pair<order::KIND>(from[2], from[3], inverse, high.y, low.y);
                 }
-                char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
-                *reinterpret_cast<uint2*>(to) = high;
-                if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
-                if (order::BLOCKS) add_chunk(high, r, split, unit, 0);
-                if (order::BLOCKS && order::TERMS == 2) add_chunk(low, r, split, unit, 1);
+                if constexpr (order::BLOCKS) {
+                    store_pairs(high, r, split, unit, 0);
+                    if (order::TERMS == 2) store_pairs(low, r, split, unit, 1);
+                } else {
+                    char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
+                    *reinterpret_cast<uint2*>(to) = high;
+                    if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
+                }
             }
         }
     }
 
-    // Of blocks of GGUF, whose minimums are multiplied by it: the sum of a term of a chunk, over eight lanes, divided
-    // by 32 and as two numbers of float16.
+    // Of blocks of GGUF. In a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are neighbours.
+    __device__ __forceinline__ void store_pairs(uint2 four, int r, int split, int unit, int term) const {
+        const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
+        char* to = values(r, split) + term * TERM + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
+        *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
+        *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
+        add_chunk(four, r, split, unit, term);
+    }
+
+    // The sum of a term of a chunk, by which minimums are multiplied: over eight lanes, divided by 32 and as two numbers
+    // of float16.
     __device__ __forceinline__ void add_chunk(uint2 four, int r, int split, int unit, int term) const {
         float first[2], last[2];
         unpack2_fp16(four.x, first), unpack2_fp16(four.y, last);
@@ -334,12 +346,6 @@ struct Input {
     // The same with a unit of all of K.
     __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
-    }
-
-    // The same where a lane has four values of each half of a chunk.
-    __device__ __forceinline__ void get_halves(order::Rows& to, int i, int split, int unit, int chunk) const {
-        const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * 4;
-        to.load_halves(values(row_of(i), split) + 2 * k, TERM);
     }
 
     // What add_chunk() stored for the lane's chunk, t, of the row and term of lane g.

@@ -31,7 +31,8 @@
 //
 // A chunk is 64 bytes of each column of w, or of each part of it. A lane loads 16 of them, at 16 t, and x at the same
 // k. The values of a step are neighbours in these vectors: along K an mma may take values in any order, provided that A
-// and B use the same one. Neither operand needs ldmatrix.
+// and B use the same one. Neither operand needs ldmatrix. Blocks of GGUF are packed in the order of an mma, and x is
+// stored so.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
@@ -149,16 +150,6 @@ struct Rows {
         for (int s = 0; s < STEPS; s += 2) {  // 16 bytes are two steps
             const uint4 v = from[s / 2];
             value[s][0] = v.x, value[s][1] = v.y, value[s + 1][0] = v.z, value[s + 1][1] = v.w;
-        }
-    }
-
-    // The same of blocks with halves, whose lanes have four values of each step.
-    __device__ __forceinline__ void load_halves(const char* high, int distance) {
-        const char* from = high + threadIdx.x / 4 % TERMS * distance;
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            const uint2 v = *reinterpret_cast<const uint2*>(from + 32 * s);
-            value[s][0] = v.x, value[s][1] = v.y;
         }
     }
 

@@ -1,0 +1,44 @@
+// Up to three ranges of outputs of a matrix in blocks of GGUF (lib/gguf.cuh), each of a type, one after the other.
+#pragma once
+#include "lib/gguf.cuh"
+
+#ifndef GGUF_TYPE_0
+#define GGUF_TYPE_0 6
+#endif
+#ifndef GGUF_RANGES
+#define GGUF_RANGES 1
+#endif
+#ifndef GGUF_TYPE_1  // of the outputs from GGUF_FROM_1 on
+#define GGUF_TYPE_1 GGUF_TYPE_0
+#endif
+#ifndef GGUF_FROM_1
+#define GGUF_FROM_1 0
+#endif
+#ifndef GGUF_TYPE_2  // of the outputs from GGUF_FROM_2 on
+#define GGUF_TYPE_2 GGUF_TYPE_0
+#endif
+#ifndef GGUF_FROM_2
+#define GGUF_FROM_2 0
+#endif
+
+namespace gguf {
+
+template <int RANGE>
+struct OfRange {
+    static constexpr int TYPE = RANGE == 0 ? GGUF_TYPE_0 : RANGE == 1 ? GGUF_TYPE_1 : GGUF_TYPE_2;
+    static constexpr int FROM = RANGE == 0 ? 0 : RANGE == 1 ? GGUF_FROM_1 : GGUF_FROM_2;
+    static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
+    static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // the first output of the next one, if any
+    typedef Part<TYPE> Of;
+
+    // Bytes before the range.
+    __device__ __forceinline__ static long long begin(int K) {
+        long long bytes = 0;
+        constexpr int SECOND = GGUF_RANGES > 2 ? GGUF_FROM_2 - GGUF_FROM_1 : 0;
+        if (RANGE > 0) bytes += (long long)((GGUF_FROM_1 + 7) / 8) * Part<GGUF_TYPE_0>::row_bytes(K);
+        if (RANGE > 1) bytes += (long long)((SECOND + 7) / 8) * Part<GGUF_TYPE_1>::row_bytes(K);
+        return bytes;
+    }
+};
+
+}  // namespace gguf

@@ -1,0 +1,192 @@
+// GEMM for Hopper with weights in blocks of GGUF (lib/gguf.cuh). matmul/hopper_registers.cuh says what it computes.
+//
+//   gemm_gguf_hopper: weights in blocks of GGUF become float16 in registers, rounded once, for wgmma's first operand
+//
+// Besides the ring of slices of a, there is one of blocks: a warp of the loading warpgroup copies, for each eight rows of
+// w, the bytes of a tile of 128 or 256 along K, which lie next to each other. A lane unpacks 32 along K of two rows while
+// the products of the 32 before are under way:
+//
+//   copies     | a 64 | a 64 | a 64 | a 64 |   blocks 256   |
+//   unpack     32 | 32 | 32 | ...
+//   multiply        32 | 32 | 32 | ...
+//
+// For 32 of K, in Q4_K, a lane has about 72 instructions for its 16 weights: a weight is computed in float32, as
+// gguf_widen does, so that it is rounded once. A warpgroup with 256 rows of a multiplies them in 256 cycles, in which a
+// scheduler can issue 256 instructions.
+//
+// K is a multiple of 32. Types begin at multiples of GEMM_M.
+//
+// architecture: sm_90a
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#define GEMM_A_ITEM 0  // blocks have a ring of their own
+#include "matmul/hopper_registers.cuh"
+#include "lib/sm80.cuh"
+#include "lib/gguf_ranges.cuh"
+
+#ifndef GGUF_STAGES
+#define GGUF_STAGES 2
+#endif
+
+static_assert(BLOCKS_M == 1, "a lane has two rows");
+
+constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
+constexpr int FIRST = gguf::OfRange<0>::Of::BYTES, SECOND = gguf::OfRange<1>::Of::BYTES;
+constexpr int THIRD = gguf::OfRange<2>::Of::BYTES, LARGER = FIRST > SECOND ? FIRST : SECOND;
+constexpr int BLOCK_BYTES = TILE_OCTETS * (LARGER > THIRD ? LARGER : THIRD);  // of a stage
+
+struct Blocks {
+    struct Ring {
+        Barrier full[GGUF_STAGES], empty[GGUF_STAGES];
+        char tiles[GGUF_STAGES][BLOCK_BYTES];
+    };
+    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16;
+
+    const W* w;
+    Ring* ring = nullptr;
+    unsigned count = 0;  // stages that have been used
+
+    __device__ __forceinline__ void place(char* own) { ring = reinterpret_cast<Ring*>(own); }
+
+    __device__ __forceinline__ void start() {
+        for (int i = 0; i < GGUF_STAGES; ++i) {
+            init(ring->full[i], 1);
+            init(ring->empty[i], GROUPS * (GROUP / 32));
+        }
+    }
+
+    // Requests the slices of a in one warp, and blocks in another one.
+    __device__ __forceinline__ void produce(const Product& p, char* slices, Barriers& barriers, const Work& at) {
+        const int warp = uniform(threadIdx.x / 32);
+        if (warp == 0 && elect_one()) {
+            const auto nothing = [](int, int, int, int) {};
+            produce_slices(barriers, at, nothing, [&](int slice, int, int column, int stage) {
+                p.load(slices, barriers, at.rank, slice, column, stage);
+            });
+        } else if (warp == 1) {
+            for (Work work = at; work.left(); work.next()) request<0>(p, work.row());
+        }
+    }
+
+    // Requests the blocks of a tile: a lane those of eight rows.
+    template <int RANGE>
+    __device__ __forceinline__ void request(const Product& p, int row) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        typedef typename OfRange::Of Part;
+        if constexpr (!OfRange::LAST) {
+            if (row >= OfRange::NEXT) return request<RANGE + 1>(p, row);
+        }
+        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, below the last tile
+        const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
+        const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
+        const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
+        for (int at = 0; at < of_row; at += Part::BYTES, ++count) {
+            const int stage = count % GGUF_STAGES;
+            if (count >= GGUF_STAGES) wait(ring->empty[stage], (count / GGUF_STAGES - 1) & 1, "empty of blocks");
+            if (lane == 0) arrive_and_expect(ring->full[stage], octets * Part::BYTES);
+            __syncwarp();
+            char* const to = ring->tiles[stage] + lane * Part::BYTES;
+            if (lane < octets) load_bytes(to, from + at, Part::BYTES, ring->full[stage]);
+        }
+    }
+
+    // Passes the blocks of a tile of the other group.
+    template <int RANGE = 0>
+    __device__ __forceinline__ void skip(int K, int row) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        if constexpr (!OfRange::LAST) {
+            if (row >= OfRange::NEXT) return skip<RANGE + 1>(K, row);
+        }
+        count += OfRange::Of::row_bytes(K) / OfRange::Of::BYTES;
+    }
+
+    __device__ __forceinline__ void multiply(Sums& sums, const char* slices, Barriers& barriers, const Group& group,
+                                             unsigned slice, const Work& at) {
+        multiply_range<0>(sums, slices, barriers, group, slice, at);
+    }
+
+    template <int RANGE>
+    __device__ __forceinline__ void multiply_range(Sums& sums, const char* slices, Barriers& barriers,
+                                                   const Group& group, unsigned slice, const Work& at) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        typedef typename OfRange::Of Part;
+        if constexpr (!OfRange::LAST) {
+            if (at.row() >= OfRange::NEXT) {
+                return multiply_range<RANGE + 1>(sums, slices, barriers, group, slice, at);
+            }
+        }
+        const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
+        unsigned halves[2][2][4];  // of two chunks, which alternate
+#pragma unroll 1
+        for (int unit = 0; 2 * unit < length; ++unit) {
+            const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
+            if (of_stage == 0) wait(ring->full[stage], count / GGUF_STAGES & 1, "blocks");
+            const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + octet * Part::BYTES;
+            Part parts[2];
+            typename Part::Own own[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const W* tile = from + i * Part::BYTES;
+                parts[i].load(tile + Part::low_at(of_stage), tile + Part::high_at(of_stage), tile + Part::scales_at(0),
+                              of_stage, group.lane / 4);
+                own[i] = parts[i].own(of_stage);
+            }
+            if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
+                __syncwarp();
+                if (group.lane == 0) arrive(ring->empty[stage]);
+                ++count;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int k = 2 * unit + half;
+                if (k == length) break;
+                const char* const a_at = arrived(slices, barriers, slice);
+                if (k == length - 1) give_turn(barriers, group);
+                const Matrix a = matrix_at(a_at + group.column * ROW_BYTES);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    wait_for_products<1>();  // all but those that use the other chunk's registers
+                    unpack(parts, own, 2 * half + i, halves[i]);
+                    fence_sums();
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        ::multiply(sums[0], halves[i][s], further(a, 64 * i + 32 * s), k > 0 || i > 0 || s > 0);
+                    }
+                    end_products();
+                }
+                if (k > 0) release(barriers, group, slice - 1);  // its products have ended
+                ++slice;
+            }
+        }
+        wait_for_products<0>();
+        pin(sums[0]);
+        release(barriers, group, slice - 1);
+    }
+
+    // A lane's part of a chunk of rows g and g + 8, of two steps.
+    template <typename Part>
+    __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Own (&own)[2], int chunk,
+                                                  unsigned (&to)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float2 v[4];
+            parts[i].weights(chunk, own[i], v);
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) to[pair / 2][pair % 2 * 2 + i] = pack2_fp16(v[pair].x, v[pair].y);
+        }
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_hopper(
+    const __grid_constant__ TensorMap a,         // (1, M, K)
+    const W* w,                                  // (N, K) in blocks
+    const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
+    const __grid_constant__ TensorMap out,       // (1, M, N)
+    const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
+    const float* __restrict__ bias,              // (N) or null
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
+    float* out_float,                            // (M, N)
+    int M, int N, int K) {
+    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, M, N, K}, Blocks{w});
+}
