@@ -220,7 +220,9 @@ def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> Non
         w = GgufMatrix.random(ranges, K)
         given, exact = w.mapped(cupy.asarray), w.dequantized().T
         wide = WIDEN.bind_on_device((given, None)).run().get()
-        np.testing.assert_array_equal(wide, exact.astype(np.float16))
+        wrong, once = (each - exact for each in (wide.astype(np.float32), exact.astype(np.float16)))
+        assert np.abs(wrong).max() <= 1.01 * np.abs(once).max()
+        assert np.square(wrong).mean() <= 1.01 * np.square(once).mean()
         gamma = np.random.default_rng(3).standard_normal(K).astype(np.float32)
         factors = cupy.asarray(gamma)
         squares = ROW_NORMS.bind_on_device((given, factors)).run().get()

@@ -55,10 +55,18 @@ extern "C" __global__ void gguf_widen(
     wait_for_previous();
     const int octet = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, row = octet * 8 + threadIdx.x % 32 / 4;
     if (octet * 8 >= rows) return;
-    each_pair(w, K, row, blockIdx.x, [&](float2 v, int k) {
-        const float both[2] = {v.x, v.y};
-        if (row < rows) Vec<T, 2>::store(out + (long long)(begin + row) * K + k, both);
-    });
+    Part part;
+    part.load(w, K, row, blockIdx.x);
+    const Part::Factors own = part.factors(blockIdx.x);
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+        unsigned pairs[4];
+        part.halves(chunk, own, pairs);
+        const int k = blockIdx.x * gguf::UNIT + chunk * 32 + threadIdx.x % 4 * 2;
+        unsigned* to = reinterpret_cast<unsigned*>(out + (long long)(begin + row) * K + k);
+#pragma unroll
+        for (int i = 0; i < 4 && row < rows && k < K; ++i) to[4 * i] = pairs[i];
+    }
 }
 
 // grid (ceil(rows / 8)), block (32)

@@ -111,8 +111,8 @@ struct Part {
             return {of_block * (float)(signed char)(two & 255), of_block * (float)(signed char)(two >> 8 & 255)};
         } else if constexpr (INTEGERS) {
             const float2 of_block = floats_of(scale.raw.x);
-            const unsigned s = (scale.raw.y >> 4 * i & 15) | (scale.raw.w >> 2 * i << 4 & 48);
-            const unsigned m = (scale.raw.z >> 4 * i & 15) | (scale.raw.w >> (2 * i + 16) << 4 & 48);
+            const unsigned s = six(scale.raw.y, i, scale.raw.w, 2 * i);
+            const unsigned m = six(scale.raw.z, i, scale.raw.w, 2 * i + 16);
             const unsigned twice_m = m * 0x100010u + 0x54005400u;  // 64 + m
             return {0.0f, 0.0f, FINE * of_block.x, -of_block.y, s * 0x100010u + 0x54005400u,
                     fma2_fp16(twice_m, 0x50005000u, 0xe800e800u)};
@@ -157,7 +157,72 @@ struct Part {
         }
     }
 
-    // The four pairs of weights of a chunk, which are 8 apart in K.
+    // What float16 weights of chunk t are computed with, each twice: d, m; of INTEGERS s, -(64 s + n), what is left of
+    // dmin m, and d; of HALVES d s of either half, and how much more it is.
+    struct Factors {
+        unsigned of[4];
+    };
+
+    __device__ __forceinline__ Factors factors(int unit) const {
+        const int i = 4 * (unit % 2) + threadIdx.x % 4;
+        if constexpr (HALVES) {
+            const float of_block = floats_of((unsigned)d.raw).x;
+            Factors found;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float by = of_block * (float)(signed char)((int)scale.raw >> 8 * half & 255);
+                const unsigned high = pack2_fp16(by, by);
+                const float more = by - floats_of(high).x;
+                found.of[2 * half] = high, found.of[2 * half + 1] = pack2_fp16(more, more);
+            }
+            return found;
+        } else if constexpr (INTEGERS) {
+            // d s q - dmin m = d (s (64 + q) - near) + left: near is about 64 s + dmin m / d, and exact in float16.
+            const float2 of_block = floats_of(scale.raw.x);
+            const float s = (float)six(scale.raw.y, i, scale.raw.w, 2 * i);
+            const float least = of_block.y * (float)six(scale.raw.z, i, scale.raw.w, 2 * i + 16);
+            const float n = __fdividef(least, of_block.x);
+            const float near = fmaf(64.0f, s, fminf(fmaxf(n, -2048.0f), 2048.0f));
+            const unsigned rounded = pack2_fp16(near, near);
+            const float left = fmaf(of_block.x, floats_of(rounded).x - 64.0f * s, -least);
+            return {{pack2_fp16(s, s), rounded ^ 0x80008000u, pack2_fp16(left, left),
+                     __byte_perm(scale.raw.x, 0u, 0x1010)}};
+        } else {
+            const unsigned halves = (unsigned)scale.raw;
+            return {{__byte_perm(halves, 0u, 0x1010), __byte_perm(halves, 0u, 0x3232), 0u, 0u}};
+        }
+    }
+
+    // The four pairs of weights of a chunk, which are 8 apart in K, as float16: rounded once, of HALVES and INTEGERS but
+    // for 2^-12 of what is left.
+    __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
+        constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
+        unsigned by[4];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) by[i] = of_lane(own.of[i], chunk);
+        if constexpr (INTEGERS) {
+            const unsigned first = word(low[0], chunk);
+            const unsigned low_bits[4] = {first << 4, first, first >> 4, first >> 8};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                unsigned q = (low_bits[i] & 0xf000f0u) | 0x54005400u;  // 64 + q
+                if constexpr (FIVE) {
+                    const int right = chunk + 4 * i - 8;
+                    q |= (right < 0 ? (unsigned)high.raw << -right : (unsigned)high.raw >> right) & 0x1000100u;
+                }
+                pairs[i] = fma2_fp16(fma2_fp16(q, by[0], by[1]), own.of[3], by[2]);
+            }
+        } else {
+            codes(chunk, 0u, pairs);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned more = HALVES ? fma2_fp16(pairs[i], by[i / 2 * 2 + 1], 0u) : MINIMUM ? by[1] : 0x80008000u;
+                pairs[i] = fma2_fp16(pairs[i], by[HALVES ? i / 2 * 2 : 0], more);
+            }
+        }
+    }
+
+    // The same as floats.
     __device__ __forceinline__ void weights(int chunk, const Own& own, float2 (&v)[4]) const {
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
         const unsigned by_s = of_lane(own.by, chunk), least = of_lane(own.least, chunk);
@@ -173,6 +238,11 @@ struct Part {
     }
 
    private:
+    // The 6 bits of sub-block i: 4 of them in `low`, 2 from bit `at` of `high` on.
+    __device__ __forceinline__ static unsigned six(unsigned low, int i, unsigned high, int at) {
+        return (low >> 4 * i & 15) | (high >> at << 4 & 48);
+    }
+
     template <int COUNT>
     __device__ __forceinline__ static Vec<W, COUNT> read(const W* from) {
         return {*reinterpret_cast<const typename Vec<W, COUNT>::Raw*>(from)};

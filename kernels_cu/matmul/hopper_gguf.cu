@@ -124,15 +124,16 @@ struct Blocks {
             if (of_stage == 0) wait(ring->full[stage], count / GGUF_STAGES & 1, "blocks");
             const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + octet * Part::BYTES;
             Part parts[2];
-            typename Part::Own own[2];
+            typename Part::Factors own[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const W* tile = from + i * Part::BYTES;
                 parts[i].load(tile + Part::low_at(of_stage), tile + Part::high_at(of_stage), tile + Part::scales_at(0),
                               of_stage, group.lane / 4);
-                own[i] = parts[i].own(of_stage);
+                own[i] = parts[i].factors(of_stage);
             }
             if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
+                show_writes();  // orders the loads above before later copies, too: without it, a copy overtook some
                 __syncwarp();
                 if (group.lane == 0) arrive(ring->empty[stage]);
                 ++count;
@@ -166,14 +167,14 @@ struct Blocks {
 
     // A lane's part of a chunk of rows g and g + 8, of two steps.
     template <typename Part>
-    __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Own (&own)[2], int chunk,
-                                                  unsigned (&to)[2][4]) {
+    __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Factors (&own)[2],
+                                                  int chunk, unsigned (&to)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float2 v[4];
-            parts[i].weights(chunk, own[i], v);
+            unsigned pairs[4];
+            parts[i].halves(chunk, own[i], pairs);
 #pragma unroll
-            for (int pair = 0; pair < 4; ++pair) to[pair / 2][pair % 2 * 2 + i] = pack2_fp16(v[pair].x, v[pair].y);
+            for (int pair = 0; pair < 4; ++pair) to[pair / 2][pair % 2 * 2 + i] = pairs[pair];
         }
     }
 };
