@@ -201,6 +201,12 @@ def resolve_device(device: str | None) -> int | None:
     return int(index or cupy.cuda.Device().id)
 
 
+def reads_blocks(device: str | None) -> bool:
+    """Whether it is a GPU that multiplies the blocks of GGUF files. Raises as `resolve_device`."""
+    index = resolve_device(device)
+    return index is not None and _capability(index) >= MMA_CAPABILITY
+
+
 Weights = TypeVar("Weights", bound=BlockArrays)
 
 

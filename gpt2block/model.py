@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, over
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.block import resolve_device
+from gpt2block.block import reads_blocks, resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_gguf, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
-from gpt2block.config.formats import FILE, REMOVED, Formats
+from gpt2block.config.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
 from gpt2block.errors import CheckpointError, InputError
@@ -86,7 +86,7 @@ class Model(Generic[Weights]):
         cls: type[Loaded],
         name: str | Path | Checkpoint = BUNDLED,
         device: str | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         progress: Progress = iter,
         allow_nonfinite: bool = False,
         revision: str | None = None,
@@ -97,18 +97,21 @@ class Model(Generic[Weights]):
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
         "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
-        read. device, dtype, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a branch,
-        tag or commit. Raises CheckpointError, and InputError for weights that are not finite.
+        read. dtype: as in GPT2, or "file" for the 4 to 8 bits of a GGUF file; None for "file" where
+        the file has such matrices and a GPU of compute capability 8.0 or newer reads them, and for
+        "float32" otherwise. device, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a
+        branch, tag or commit. Raises CheckpointError, and InputError for weights that are not
+        finite.
         """
-        formats = Formats(dtype, kv_dtype, allow_nonfinite)
-        return cls._loaded(name, device, formats, progress, revision)
+        given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
+        return cls._loaded(name, device, given, progress, revision)
 
     @classmethod
     def _loaded(
         cls: type[Loaded],
         name: str | Path | Checkpoint,
         device: str | None,
-        formats: Formats,
+        given: FormatOptions,
         progress: Progress,
         revision: str | None,
     ) -> Loaded:
@@ -123,6 +126,7 @@ class Model(Generic[Weights]):
                 f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
                 f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
             )
+        formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
         model = kind.__new__(kind)
         model._checkpoint = checkpoint
         model._set_up(
@@ -618,7 +622,7 @@ class Llama(Model[LlamaWeights]):
 def from_pretrained(
     name: str | Path | Checkpoint = BUNDLED,
     device: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     progress: Progress = iter,
     allow_nonfinite: bool = False,
     revision: str | None = None,
@@ -628,17 +632,17 @@ def from_pretrained(
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """
-    formats = Formats(dtype, kv_dtype, allow_nonfinite)
-    return load(name, device, formats, progress, revision)
+    given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
+    return load(name, device, given, progress, revision)
 
 
 def load(
     name: str | Path | Checkpoint,
     device: str | None,
-    formats: Formats,
+    given: FormatOptions,
     progress: Progress = iter,
     revision: str | None = None,
 ) -> Model[Any]:
     """`from_pretrained`, in these formats."""
-    model: Model[Any] = Model._loaded(name, device, formats, progress, revision)
+    model: Model[Any] = Model._loaded(name, device, given, progress, revision)
     return model

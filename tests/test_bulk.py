@@ -23,7 +23,7 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FormatOptions
 from gpt2block.run.model import in_groups
 from tests.command_line import gpt2block
 from tests.markov import MarkovEngine, cycle
@@ -208,7 +208,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:
     stored = {name: wrong.pop(name) for name in ("dtype", "kv_dtype") if name in wrong}
     with pytest.raises(InputError, match=message):
-        Job("score", output="nowhere", formats=Formats(**stored), **wrong).checked()
+        Job("score", output="nowhere", formats=FormatOptions(**stored), **wrong).checked()
 
 
 @pytest.mark.parametrize(

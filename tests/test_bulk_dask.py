@@ -292,7 +292,9 @@ def test_workers_report_their_progress(client: Any, tmp_path: Path) -> None:
 # Other processes
 
 
-PROPERTIES = {"versions": identity.versions(), "engine": "cpu", "no_cuda": "no driver"}
+PROPERTIES = {
+    "versions": identity.versions(), "engine": "cpu", "no_cuda": "no driver", "reads_blocks": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from fuzzing.gguf_writer import save
 
 from gpt2block import InputError
 from gpt2block.bulk import paths, records, shards
@@ -25,7 +26,7 @@ from tests.command_line import Ended, gpt2block
 from tests.inline_cluster import InlineClient, contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
-from gpt2block.bulk import driver
+from gpt2block.bulk import cluster, driver, job
 
 MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
 
@@ -277,6 +278,25 @@ def test_the_dtype_belongs_to_the_job(lines: Path, tmp_path: Path) -> None:
     assert run(*command).code == 0
     message = run(*command, "--dtype", "bfloat16").error
     assert "dtype was 'float32', now it is 'bfloat16': choose another --output" in message
+
+
+@pytest.mark.parametrize("words", [(), ("--scheduler", "tcp://a-cluster:1")])
+def test_a_job_keeps_the_dtype_that_its_workers_chose(
+    words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they read blocks, which NumPy does, too, and then did not."""
+    lines, file, output = (tmp_path / name for name in ("ids.jsonl", "m.gguf", "o"))
+    lines.write_text('{"text": [84, 111]}')
+    save(file, MODEL, lambda name: "F32" if "position" in name else "Q8_0")
+    monkeypatch.setattr(cluster, "running", cluster.local)
+    for reads, message in ((True, ""), (False, "dtype was 'file', now it is 'float32'")):
+        for module in (driver, job):
+            monkeypatch.setattr(module, "reads_blocks", lambda _, reads=reads: reads)
+        command = ("map", "score", lines, "--output", output, "--model", file, *words)
+        ended = gpt2block(*command)
+        assert (message in ended.err, ended.code) == (True, 2 if message else 0)
+        assert '"dtype": "file"' in (output / shards.MANIFEST).read_text()
+        (output / "part-00000.jsonl").unlink(missing_ok=True)  # then it is not done
 
 
 def test_a_job_is_finished_repaired_or_refused(

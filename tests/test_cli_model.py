@@ -20,7 +20,7 @@ from gpt2block.cli import generate as cli_generate
 from gpt2block.cli import score as cli_score
 from gpt2block.cli.info import _print_info
 from gpt2block.cli.model import ModelOptions, load_model
-from gpt2block.config.formats import USUAL, Formats
+from gpt2block.config.formats import USUAL, FormatOptions, Formats
 from gpt2block.errors import CheckpointError
 from gpt2block.run.model import weight_bytes
 from gpt2block.sampling import DEFAULT_TEMPERATURE
@@ -110,7 +110,8 @@ def test_options_arrive(command: Command) -> None:
         "--min-new-tokens=2 --samples=2 --json"
     )
     ran = command("generate", "abc", *options.split())
-    assert command.asked == [ModelOptions("m", "v1", Formats("float16", "float8_e5m2"), "cpu")]
+    formats = FormatOptions("float16", "float8_e5m2")
+    assert command.asked == [ModelOptions("m", "v1", formats, "cpu")]
     command("generate", "abc", "--max-new-tokens=1")
     decoding, default = command.model.engine.decodings
     assert default.sampling[0].temperature == DEFAULT_TEMPERATURE
@@ -295,6 +296,7 @@ def test_tensor_names_are_printed_without_control_characters(
     checkpoint = Checkpoint.open("shakespeare")
     facts: dict[str, Any] = {
         "parameters": 1, "dtypes": ["float16"], "nbytes": 1, "memory": {}, "generation_config": {},
+        "default_dtype": "float32",
         "tensors": [{"name": "wte", "in_file": "w\x1b[2J", "shape": [1], "dtype": "float16"}],
     }  # fmt: skip
     _print_info(checkpoint, facts)
@@ -364,7 +366,7 @@ def test_info_as_json() -> None:
     found = gpt2block("info", "--json").json
     assert list(found) == [
         "name", "file", "config", "generation_config", "parameters", "dtypes", "nbytes", "memory",
-        "tensors",
+        "default_dtype", "tensors",
     ]  # fmt: skip
     assert found["parameters"] == 4_870_144
     assert found["dtypes"] == ["float16"]

@@ -6,6 +6,7 @@ import math
 import struct
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gpt2block.config.llama import RopeScaling
 from gpt2block.parameters.arrays import random_model
 from tests.command_line import gpt2block as command
 from tests.command_line import printed
+from tests.devices import running_on
 from tests.refusals import assert_same_tensors, refused
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -368,6 +370,48 @@ def test_convert_and_info(tmp_path: Path) -> None:
     assert "F16, F32" in shown
     assert "blk.0.attn_q.weight … blk.0.attn_v.weight" in shown
     assert Llama.from_pretrained(file, device="cpu", dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "given", "dtypes"),
+    [
+        ("Q8_0", 80, {}, "file"),
+        ("Q8_0", 80, {"kv_dtype": "float8_e5m2"}, "file, kv_cache float8_e5m2"),
+        ("Q8_0", 80, {"kv_dtype": "float32"}, r"kv_dtype: expected .*, or float16 with weights"),
+        ("Q8_0", 90, {"dtype": "float16"}, "float16"),
+        ("Q8_0", 75, {}, "float32"),
+        ("Q8_0", None, {"kv_dtype": "float32"}, "float32"),
+        ("Q8_0", None, {"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of"),
+        ("F16", 90, {}, "float32"),
+    ],
+)
+def test_the_default_dtype(
+    kind: str, capability: int | None, given: Any, dtypes: str,
+    large: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """capability: of the GPU, or None where there is none. dtypes: of the model, or an error."""
+    file = save(tmp_path / "m.gguf", large.directory, lambda name: kind)
+    monkeypatch.setattr("gpt2block.block.resolve_device", lambda _: capability and 0)
+    monkeypatch.setattr("gpt2block.block._capability", lambda _: capability)
+    monkeypatch.setattr(Model, "_set_up", lambda model, *given: setattr(model, "formats", given[3]))
+    for load in (gpt2block.from_pretrained, Llama.from_pretrained):
+        wrong = pytest.raises(gpt2block.InputError, match=dtypes)
+        with wrong if "expected" in dtypes else nullcontext():
+            assert load(file, **given).dtypes == dtypes
+
+
+def test_what_says_the_default_dtype(large: Checkpoint, tmp_path: Path) -> None:
+    file = save(tmp_path / "m.gguf", large.directory, lambda name: "Q8_0")
+    words = ("generate", "1 2", "--ids", "--model", file, "--max-new-tokens", "1", "--device")
+    with running_on("shuffled"):
+        found = command(*words, "cuda", "--json").json
+        assert (found["dtype"], found["kv_dtype"]) == ("file", "float16")
+        assert gpt2block.Predictor("score", file, device="cuda").model.dtype == "file"
+    assert "m.gguf, float32, CPU" in command(*words, "cpu").err
+    for kv_dtype in ("bfloat16", "float16"):  # the latter fits "file"
+        found = command("info", file, "--json", "--kv-dtype", kv_dtype).json
+        assert found["default_dtype"] == "file"
+        assert ("file" in found["memory"]) == (kv_dtype == "float16")
 
 
 # --- damaged files

@@ -21,7 +21,7 @@ from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
 from gpt2block.config import GPT2Config
 from gpt2block.config.formats import DTYPES as WEIGHTS_DTYPES
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FormatOptions
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
@@ -350,7 +350,8 @@ def test_the_option_activations_is_gone() -> None:
 
 def test_a_predictor_pickled_by_version_0_2() -> None:
     """It had dtypes one by one, and the option activations; what that asks for is refused."""
-    expected = Arguments("score", device="cpu", formats=Formats("float16", "float8_e5m2"))
+    formats = FormatOptions("float16", "float8_e5m2")
+    expected = Arguments("score", device="cpu", formats=formats)
     for activations in (None, "float16"):
         old = object.__new__(Arguments)
         state = {name: each for name, each in vars(expected).items() if name != "formats"}

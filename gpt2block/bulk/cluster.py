@@ -157,8 +157,8 @@ def running(address: str) -> Iterator[Client]:
         yield client
 
 
-def check(client: Client, device: str | None) -> str:
-    """Return the engine of all workers, "cuda" or "cpu".
+def check(client: Client, device: str | None) -> tuple[str, bool]:
+    """Return the engine of all workers, "cuda" or "cpu", and whether all read blocks of GGUF files.
 
     Raises InputError where workers have different engines, or other versions of gpt2block, Python
     or a library than this process; DeviceError where device is "cuda" and a worker has no GPU.
@@ -169,15 +169,16 @@ def check(client: Client, device: str | None) -> str:
         raise InputError(
             f"the scheduler: {_message(error)}: install gpt2block there, too"
         ) from error
-    engines = set()
+    engines, read = set(), True
     for address, answer in _answers(client, job.worker_properties, device):
         _compare_versions(f"worker {address}", answer["versions"])
         if device == "cuda" and answer["engine"] != "cuda":
             raise DeviceError(f"worker {address}: {answer['no_cuda']}")
         engines.add(answer["engine"])
+        read &= answer["reads_blocks"]
     if len(engines) > 1:
         raise InputError("some workers have a GPU and some have none: give --device cuda or cpu")
-    return str(engines.pop())
+    return str(engines.pop()), read
 
 
 def _answers(client: Client, call: Any, *arguments: Any) -> Iterator[tuple[str, Any]]:

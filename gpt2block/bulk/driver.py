@@ -18,6 +18,7 @@ from uuid import uuid4
 from distributed import CancelledError, Client, Future, KilledWorker, TimeoutError
 from distributed.system import MEMORY_LIMIT
 
+from gpt2block.block import reads_blocks
 from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
@@ -86,6 +87,8 @@ def run(
             "--workers is for a local cluster: a cluster given by --scheduler has its own workers"
         )
     engine = engine_of(job.device) if scheduler is None else None
+    if engine is not None:
+        job = replace(job, formats=job.formats.resolved(reads_blocks(engine)))
     folder, token = Path(job.output), uuid4().hex
     with shards.locked(folder, token):
         job, sizes, cut = _read_input(job, inputs, watcher)
@@ -103,8 +106,11 @@ def run(
             )
             lost = _job_errors(f"{folder}: {LOST}", OSError, TimeoutError, CancelledError)
             with lost, connection as client:
-                engine = described["engine"] = cluster.check(client, job.device)
-                work.job = job = replace(job, device=engine)  # every worker uses this engine
+                engine, read = cluster.check(client, job.device)
+                formats = job.formats.resolved(read)
+                described |= {"engine": engine, "dtype": formats.dtype}
+                # Every worker uses this engine and these formats.
+                work.job = job = replace(job, device=engine, formats=formats)
                 _compare(manifest, described)
                 watcher.say(f"dashboard {client.dashboard_link}")
                 devices = cluster.prepare(client, job, [(str(p), size) for p, size in sizes], token)
@@ -298,13 +304,17 @@ def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
-    """Raise InputError where the manifest is of another job. An engine of None matches any."""
+    """Raise InputError where the manifest is of another job.
+
+    An engine or a dtype of None, which only workers can tell, matches any.
+    """
     if manifest.job is None:
         return
     now, was = _flat(ours), _flat(manifest.job)
-    if ours["engine"] is None:
-        del now["engine"]
-        was.pop("engine", None)
+    for name in ("engine", "dtype"):
+        if ours[name] is None:
+            del now[name]
+            was.pop(name, None)
     for name in {"gpt2block": None, **now, **was}:  # another version may have other arguments
         if (name in now) != (name in was) or now[name] != was[name]:
             before, after = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2block import doctor
-from gpt2block.block import resolve_device
+from gpt2block.block import reads_blocks, resolve_device
 from gpt2block.bulk import identity, paths, records, shards
 from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
@@ -55,6 +55,8 @@ class Job(Arguments):
     def checked(self, has_text: bool = False) -> Job:
         """Return the job with absolute paths and the hashes of its model and tokenizer.
 
+        And with the dtype of the weights, unless it depends on the GPU that computes the job.
+
         has_text: whether the input has texts, for which the tokenizer may be downloaded. No weights
         are loaded. Raises InputError, CheckpointError for arguments that would fail on every
         worker.
@@ -73,12 +75,14 @@ class Job(Arguments):
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
         encoding = lookup.encoding if has_text else lookup.at_hand
         columns = self.checked_task(checkpoint.config, encoding).columns
+        of_blocks = checkpoint.nbytes_in_blocks > 0 and self.device != "cpu"
         clash = {*columns, "index"} & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
         return replace(
             self,
             model=absolute(self.model),
+            formats=self.formats if of_blocks else self.formats.resolved(in_blocks=False),
             tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),
             output=str(output),
             keep=tuple(dict.fromkeys(self.keep)),
@@ -147,10 +151,18 @@ def predictor(job: Job) -> Predictor:
 
 
 def worker_properties(device: str | None) -> dict[str, Any]:
-    """Return this worker's versions, engine, and why it has no GPU (None where it has one)."""
+    """Return this worker's versions, engine, and why it has no GPU (None where it has one).
+
+    And whether it multiplies the blocks of GGUF files.
+    """
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     engine = "cpu" if problem else "cuda"
-    return {"versions": identity.versions(), "engine": engine, "no_cuda": problem}
+    return {
+        "versions": identity.versions(),
+        "engine": engine,
+        "no_cuda": problem,
+        "reads_blocks": reads_blocks(engine),
+    }
 
 
 def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:

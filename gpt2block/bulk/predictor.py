@@ -17,7 +17,7 @@ from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, prob
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.checks import check_choice, check_count, check_integer
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import REMOVED, USUAL, Formats, refuse_removed
+from gpt2block.config.formats import BY_DEFAULT, REMOVED, FormatOptions, refuse_removed
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, load
 from gpt2block.run.model import Ids
@@ -43,7 +43,7 @@ class Arguments:
     task: TaskName
     model: str | Path = BUNDLED
     device: str | None = None
-    formats: Formats = USUAL
+    formats: FormatOptions = BY_DEFAULT
     tokenizer: str | Path | None = None
     revision: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the task
@@ -54,7 +54,7 @@ class Arguments:
         if "formats" not in state:
             refuse_removed(name for name in state if state[name] is not None)
             names = {"dtype", "kv_dtype", *REMOVED}
-            formats = Formats(state["dtype"], state.get("kv_dtype"))
+            formats = FormatOptions(state["dtype"], state.get("kv_dtype"))
             state = {name: each for name, each in state.items() if name not in names}
             state["formats"] = formats
         vars(self).update(state)
@@ -81,7 +81,8 @@ class Predictor:
     For token ids a tokenizer is used only if its files are next to the weights, or named here.
 
     The constructor loads the model. A pickled Predictor holds the arguments only; an unpickled one
-    loads the model at its first call, so each process loads it once.
+    loads the model at its first call, so each process loads it once; a GGUF file by default in the
+    dtype of that process's device.
 
     The result of a record depends on the record, its seed and the options, not on the rest of the
     batch. With NumPy each record is computed separately, as the last bits of a BLAS product depend
@@ -96,7 +97,7 @@ class Predictor:
         model: str | Path = BUNDLED,
         *,
         device: str | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         tokenizer: str | Path | None = None,
         revision: str | None = None,
         kv_dtype: str | None = None,
@@ -108,7 +109,7 @@ class Predictor:
             task,
             model,
             device,
-            Formats(dtype, kv_dtype),
+            FormatOptions(dtype, kv_dtype),
             tokenizer,
             revision,
             options,

@@ -13,13 +13,13 @@ from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
 from gpt2block.cli.model import json_option, revision_option
 from gpt2block.cli.options import argument, option_of
-from gpt2block.config.formats import CACHE_WITH_FP8, FILE, Formats, itemsize, with_cache
+from gpt2block.config.formats import CACHE_WITH_FP8, FILE, FormatOptions, itemsize, with_cache
 
 
 def info(
     model: str = argument("As in generate --model.", BUNDLED, complete=complete.models),
     revision: str | None = revision_option(),
-    kv_dtype: str | None = option_of(Formats, "kv_dtype"),
+    kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
@@ -36,7 +36,8 @@ def info(
         }
         for formats in with_cache(kv_dtype)
     }
-    if in_blocks := checkpoint.nbytes_in_blocks:
+    in_blocks = checkpoint.nbytes_in_blocks
+    if in_blocks and CACHE_WITH_FP8 in memory:  # which fits the same kv_dtypes
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     facts = {
         "name": checkpoint.name,
@@ -47,6 +48,7 @@ def info(
         "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
         "memory": memory,
+        "default_dtype": FormatOptions().resolved(in_blocks > 0).dtype,
         "tensors": [
             {
                 "name": name,
@@ -84,10 +86,13 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
     for dtype, sizes in facts["memory"].items():
         cache = f"{_megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
-        table.add_row(dtype, _megabytes(sizes["weights"]), cache)
+        named = f"{dtype}, the default" if dtype == facts["default_dtype"] else dtype
+        table.add_row(named, _megabytes(sizes["weights"]), cache)
     out.print()
     print_table(out, table)
     out.print("On the CPU every dtype but file takes the memory of float32.")
+    if facts["default_dtype"] == FILE:
+        out.print("Before compute capability 8.0, and on the CPU, the default is float32.")
     table = new_table(("tensor", "shape", "stored as", "in the file"))
     for tensor in _without_repetition(facts["tensors"], c.n_layer):
         shape = "x".join(map(str, tensor["shape"]))

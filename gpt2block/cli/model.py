@@ -12,7 +12,7 @@ from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import option, path_option
-from gpt2block.config.formats import USUAL, Formats
+from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.options import KEYWORDS
@@ -57,7 +57,7 @@ class ModelOptions:
 
     model: str = model_option(BUNDLED)
     revision: str | None = revision_option()
-    formats: Formats = USUAL
+    formats: FormatOptions = BY_DEFAULT
     device: str | None = device_option()
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
@@ -141,7 +141,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
 def load_draft(
     loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
 ) -> None:
-    """Let a model of this name, if there is one, guess for a loaded one, in its dtypes."""
+    """Let a model of this name, if there is one, guess for a loaded one, with its options."""
     if name is None:
         return
     if not speculate:

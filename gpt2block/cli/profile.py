@@ -31,7 +31,7 @@ from gpt2block.cli.model import (
     revision_option,
 )
 from gpt2block.cli.options import argument, option, path_option
-from gpt2block.config.formats import USUAL, Formats
+from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.errors import InputError
 from gpt2block.files import check_file, write_file
 
@@ -52,7 +52,7 @@ class ProfileOptions:
     size: str | None = option(
         "Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.", complete=complete.sizes
     )
-    formats: Formats = USUAL
+    formats: FormatOptions = BY_DEFAULT
     device: str | None = device_option()
     rows: int = option("Sequences that are computed together.", 1)
     tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
@@ -112,7 +112,7 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     from gpt2block.parameters.gpt2 import GPT2Weights  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
-    given = options.formats
+    given = options.formats.resolved(in_blocks=False)
     made = GPT2(weights, options.device, given.dtype, given.allow_nonfinite, given.kv_dtype)
     return made, f"random weights, the shape of {options.size}", made.dtypes
 
@@ -127,7 +127,8 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     from gpt2block.parameters.llama import LlamaBlockWeights  # noqa: PLC0415
 
     made: Block | LlamaBlock
-    where: dict[str, Any] = {"device": options.device, "dtype": options.formats.dtype}
+    dtype = options.formats.resolved(in_blocks=False).dtype
+    where: dict[str, Any] = {"device": options.device, "dtype": dtype}
     if options.size is not None:
         made = Block(BlockWeights.random(0, size(options.size)), **where)
         return made, f"random weights, the shape of {options.size}", made.dtype

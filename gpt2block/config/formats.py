@@ -34,29 +34,64 @@ def told(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
 
 
 @dataclass(frozen=True)
-class Formats:
-    """How the numbers of a model are stored.
+class FormatOptions:
+    """What a user says of `Formats`, which follow when a checkpoint and a device are known.
 
     dtype: of the matrices of the weights, or "file": those of a GGUF file stay in its blocks of 4
-    to 8 bits where kernels read them, and others become float16. kv_dtype: of keys and values, or
-    None for what follows from dtype. allow_nonfinite: whether weights may be infinite or NaN.
-    Raises InputError.
-
-    cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
+    to 8 bits where kernels read them, and others become float16; None: as `resolved` says.
+    kv_dtype: of keys and values, or None for what follows from dtype. allow_nonfinite: whether
+    weights may be infinite or NaN. Raises InputError.
     """
 
-    dtype: str = told(
-        "float32",
+    dtype: str | None = told(
+        None,
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
-        "the blocks of a GGUF file as they are, with activations of float16.",
+        "the blocks of a GGUF file as they are, with activations of float16. By default file for "
+        "a GGUF file with such blocks on a GPU, and float32 otherwise.",
         (*DTYPES, FILE),
     )
     kv_dtype: str | None = told(
         None,
         "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; "
-        "by default that of the weights, float16 with FP8.",
+        "by default that of the weights, float16 with FP8 and file.",
     )
     allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None or self.kv_dtype is None:
+            self.resolved(in_blocks=False)
+        else:  # whether it fits the dtype shows when that is known
+            check_choice("kv_dtype", self.kv_dtype, DTYPES)
+
+    def resolved(self, in_blocks: bool) -> Formats:
+        """Those of a model. InputError where they do not fit each other.
+
+        in_blocks: whether its checkpoint has matrices in blocks that its device reads. Where no
+        dtype is given, it is "file" then, and float32 otherwise.
+        """
+        usual = FILE if in_blocks else "float32"
+        dtype = usual if self.dtype is None else self.dtype
+        return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
+
+    def identity(self) -> dict[str, Any]:
+        """What the manifest of a job has of them; what came later only where it was chosen."""
+        found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
+        found["activations"] = None  # which there was
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.init and each.name not in found and value != each.default:
+                found[each.name] = value
+        return found
+
+
+@dataclass(frozen=True)
+class Formats(FormatOptions):
+    """How the numbers of a model are stored.
+
+    cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
+    """
+
+    dtype: str = "float32"
     cache_dtype: str = field(init=False, repr=False, compare=False)
     fp8_cache: str | None = field(init=False, repr=False, compare=False)
 
@@ -98,18 +133,9 @@ class Formats:
         """What --json prints of them."""
         return {"dtype": self.dtype, "kv_dtype": self.cache_dtype}
 
-    def identity(self) -> dict[str, Any]:
-        """What the manifest of a job has of them; what came later only where it was chosen."""
-        found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
-        found["activations"] = None  # which there was
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.init and each.name not in found and value != each.default:
-                found[each.name] = value
-        return found
-
 
 USUAL = Formats()
+BY_DEFAULT = FormatOptions()
 
 
 def with_cache(kv_dtype: str | None) -> Iterator[Formats]:

