@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,21 @@ from gpt2block import (
 )
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_types import InBlocks
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda import cupy
 from gpt2block.emulator import Checks, emulated
+from gpt2block.ops import _linear_hopper
+from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import WIDEN
-from gpt2block.ops.linear import LINEAR_ROPE
+from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import GPU, running_on
+from tests.gpus import cupy_with
+from tests.test_terms import assert_terms, terms
 
 LLAMA = LlamaConfig(
     n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=512, n_ctx=96, vocab_size=101
@@ -192,6 +198,47 @@ def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None
                     )
                 for got, exact in zip(product_of(few, given), whole, strict=True):
                     np.testing.assert_array_equal(got, exact[:few])
+
+
+def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: Any) -> Iterator[Any]:
+    """Plain, with GELU and a residual, of two matrices, of q, k and v, and with RoPE."""
+    M, D = len(x), w.N // 3
+    plain = {"decoding": True, **given}
+    for inputs, options in (
+        ((x, w, bias), plain),
+        ((x, w, bias, None, None, residual), {"gelu": True, **plain}),
+        ((x, w, None, None, None, None, up), plain),
+    ):
+        yield LINEAR.bind_on_device(inputs, **options).run()
+    angles = reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)).astype(np.float32)
+    extra = {LINEAR_QKV: (bias, None, None), LINEAR_ROPE: (bias, cupy.asarray(angles))}
+    for operation, options in ((LINEAR_QKV, given), (LINEAR_ROPE, {"n_head": 1, **given})):
+        k, v = (cupy.zeros((M, 1, D), "float16") for _ in range(2))
+        rows = cupy.arange(M, dtype="int32"), cupy.zeros(M, "int32")
+        q = operation.bind_on_device((x, w, *extra[operation], k, v, *rows), **options).run()
+        yield from (q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("types", [*((name,) for name in TYPES), ("Q4_K", "Q6_K", "Q5_K")])
+def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...]) -> None:
+    cupy_with(HOPPER_CAPABILITY)
+    K = 2304 if TYPES[types[0]].size == 256 else 1152  # splits of 3 and of 2 units
+    D, order = 128, _linear_hopper.terms(GGUF, rounded=True)
+    ranges = [(name, 3 * D // len(types)) for name in types]
+    w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
+    rng = np.random.default_rng(7)
+    bias = cupy.asarray(rng.standard_normal(w.N, np.float32))
+    for M in (1, 9, 16, 17, 64, 65, 200):
+        x = rng.standard_normal((M, K)).astype(np.float16).astype(np.float32)
+        weights = w, up, bias, cupy.asarray(rng.standard_normal((M, w.N), np.float32))
+        ordered = cupy.asarray(terms(x, "float16", order.width, rounded=True))
+        expected = list(every_product(cupy.asarray(x), *weights, x_dtype="float16"))
+        for got, one in zip(every_product(ordered, *weights, terms=order), expected, strict=True):
+            np.testing.assert_array_equal(got.get(), one.get())
+        options = {"decoding": True, "terms": order, "to_terms": order}
+        made = LINEAR.bind_on_device((ordered, w, bias), **options).run()
+        assert_terms(made.get(), expected[0].get(), order)
 
 
 @pytest.mark.parametrize("M", [2, 9])

@@ -24,7 +24,7 @@ THREADS = 128 * (1 + CONSUMERS)
 BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
 MOST_SHARED = 227 * 1024  # of a block
-GGUF_STAGES = 2  # of blocks
+MOST_GGUF_STAGES = 3  # of blocks
 
 
 class HopperGemmTile(NamedTuple):
@@ -68,8 +68,9 @@ TILES = (
     HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
-# For weights in registers: rows are those of w, columns those of a. Fitted, with FP8 ones, to products of GPT-2 and of Llama
-# 7B at M from 128 to 2048. Other tiles, most of them of one warpgroup, were never the fastest.
+# For weights in registers: rows are those of w, columns those of a. Fitted, with FP8 ones, to
+# products of GPT-2 and of Llama 7B at M from 128 to 2048. Other tiles, most of them of one
+# warpgroup, were never the fastest.
 OF_REGISTERS = (
     HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
     HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
@@ -153,7 +154,7 @@ def geometry(
     of_w = 0 if octet else 1 if fp8 else 2
     shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
     if octet:
-        shared += GGUF_STAGES * (tile.rows // OCTET * octet + 16) + 16
+        shared += MOST_GGUF_STAGES * (tile.rows // OCTET * octet + 16) + 16
         while shared > MOST_SHARED:
             tile = tile._replace(stages=tile.stages - 1)
             shared -= 2 * SLICE * tile.columns + 16

@@ -1,6 +1,7 @@
 """The linear layer for decoding by wgmma: its geometry and launches.
 
-Kernels: matmul/decode_hopper.cu and, with RoPE, matmul/decode_hopper_rope.cu.
+Kernels: matmul/decode_hopper.cu and, with RoPE, matmul/decode_hopper_rope.cu; for weights in blocks
+of GGUF matmul/decode_hopper_gguf.cu.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
+from gpt2block.config.formats import FILE as OF_FILE
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import check_address, device_attribute
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
@@ -18,11 +21,19 @@ from gpt2block.ops._products import gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
+from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import Unfit
+from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
+GGUF_FILE = "matmul/decode_hopper_gguf.cu"
+SUMS_FILE = "gguf/chunk_sums.cu"
+IN_ORDER = 2  # width of the terms for blocks of GGUF, whose codes are in the order of wgmma
+GGUF_TILES = 2  # of blocks in their ring
+CHUNK = 32  # of K, whose sum a thread of gguf_chunk_sums computes
+SUMS_BLOCK = 128
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row
@@ -63,6 +74,8 @@ class HopperLinearTile(NamedTuple):
 
 def width(dtype: str) -> int:
     """Values of a row of weights that a lane loads at once, which the order of terms depends on."""
+    if dtype in (GGUF, OF_FILE):
+        return IN_ORDER
     return LOADED // BYTES.get(dtype, 1)
 
 
@@ -76,27 +89,36 @@ def _static(tile: HopperLinearTile) -> int:
     return BARRIERS + CONSTANTS * tile.groups
 
 
-def _stage(tile: HopperLinearTile, dtype: str, rounded: bool) -> int:
-    """Bytes of a slice of K: of W, and of x, which has one term where rounded, else two."""
+def _stage(tile: HopperLinearTile, dtype: str, rounded: bool, octet: int = 0) -> int:
+    """Bytes of a slice of K: of W, and of x, which has one term where rounded, else two.
+
+    octet: bytes of a tile of blocks of GGUF, or 0.
+    """
     columns = max(FEWEST_COLUMNS, (1 if rounded else 2) * tile.rows)
+    if octet:
+        return ceil((2 * UNIT + UNIT // 8) * columns / ALIGNMENT) * ALIGNMENT
     of_x = 2 * columns * (LINE // BYTES.get(dtype, 1))
     return LINE * GROUP_COLUMNS * tile.groups + of_x
 
 
-def _sums(tile: HopperLinearTile, K: int) -> int:
-    """Bytes of the sums that a block receives."""
+def _sums(tile: HopperLinearTile, K: int, octet: int = 0) -> int:
+    """Bytes of the sums that a block receives, or of blocks of GGUF keeps."""
     if tile.splits == 1:
-        return 0
+        return GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS * 32 * PAIR if octet else 0
     own = ceil(GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS / tile.splits)
     return splits(K)[0] * own * 32 * PAIR
 
 
-def shared_bytes(tile: HopperLinearTile, K: int, dtype: str, rounded: bool = False) -> int:
+def shared_bytes(
+    tile: HopperLinearTile, K: int, dtype: str, rounded: bool = False, octet: int = 0
+) -> int:
     """The dynamic shared memory of a block: the ring, and received sums.
 
-    dtype: of the weights. rounded: x, to one term.
+    dtype: of the weights. rounded: x, to one term. octet: bytes of a tile of blocks of GGUF, or 0.
     """
-    return ALIGNMENT + tile.stages * _stage(tile, dtype, rounded) + _sums(tile, K)
+    ring = tile.stages * _stage(tile, dtype, rounded, octet)
+    ring += GGUF_TILES * GROUP_COLUMNS // OCTET * tile.groups * octet
+    return ALIGNMENT + ring + _sums(tile, K, octet)
 
 
 def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> HopperLinearTile:
@@ -152,13 +174,14 @@ def _few_rows(
 
 
 def _with_stages(
-    tile: HopperLinearTile, K: int, dtype: str, most_shared: int, rounded: bool
+    tile: HopperLinearTile, K: int, dtype: str, most_shared: int, rounded: bool, octet: int = 0
 ) -> HopperLinearTile | None:
     """The tile with as many stages as fit, with fewer blocks on an SM where two do not."""
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - _static(tile) - shared_bytes(tile, K, dtype, rounded)
-        stages = tile.stages + left // _stage(tile, dtype, rounded)
+        left = room(most_shared, blocks) - _static(tile)
+        left -= shared_bytes(tile, K, dtype, rounded, octet)
+        stages = tile.stages + left // _stage(tile, dtype, rounded, octet)
         if stages >= tile.stages:
             return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))
     return None
@@ -193,6 +216,26 @@ def choose(
 
 
 @lru_cache(maxsize=1024)
+def choose_blocks(
+    M: int, N: int, K: int, octet: int, gated: bool, sms: int, most_shared: int
+) -> HopperLinearTile:
+    """The tile for weights in blocks of GGUF, of `octet` bytes in a tile, as measured on an H100.
+
+    Unpacking bounds these products, so that K is divided until multiprocessors have three blocks of
+    up to 32 rows, or one of more. Blocks that do not share K share x.
+    """
+    rows, parts = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)[0]
+    many = rows == TERM_ROWS
+    tile = HopperLinearTile(rows, 1, blocks=2 if many else 3)
+    enough = (0.9 if many else 2.7) * sms / tile.grid(M, N, gated)
+    possible = [n for n in (1, 2, 4) if parts % n == 0]
+    n = next((n for n in possible if n >= enough), possible[-1])
+    tile = tile._replace(splits=n, shares=(4 if many else 2) if n == 1 else 1)
+    found = _with_stages(tile, K, GGUF, most_shared, True, octet)
+    return found or tile._replace(splits=1, shares=1, blocks=1)
+
+
+@lru_cache(maxsize=1024)
 def geometry(
     kernel: str,
     M: int,
@@ -205,11 +248,13 @@ def geometry(
     to_terms: bool = False,
     head: int = 0,
     rounded: bool = False,
+    octet: int = 0,
 ) -> Geometry:
     """The launch of a kernel for x (M, K) and N outputs, of weights of `dtype`.
 
     gated: of two matrices. to_terms: whether the result has terms. head: the channels of a head
-    whose pairs RoPE turns; an output is a pair. rounded: x and the result, to one term.
+    whose pairs RoPE turns; an output is a pair. rounded: x and the result, to one term. octet:
+    bytes of a tile of blocks of GGUF, or 0.
     """
     defines = (
         ("DH_ROWS", tile.rows),
@@ -224,7 +269,8 @@ def geometry(
         *count_define(rounded),
     )
     grid = (tile.grid(M, N, gated or head > 0),)
-    return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype, rounded), defines)
+    shared = shared_bytes(tile, K, dtype, rounded, octet)
+    return Geometry(kernel, grid, (tile.threads,), shared, defines)
 
 
 def launch(
@@ -263,3 +309,45 @@ def launch(
         made = made._replace(shared=max(made.shared, room(most_shared, 2) + 1))
     file = ROPE_FILE if head else FILE
     return launch_at(file, made, (c.x, *maps, *args), *storage_of(c.w, c.T), c.kv_dtype)
+
+
+def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
+    """Whether a product by wgmma takes these blocks. head: the channels of a head, with RoPE."""
+    columns = head or GROUP_COLUMNS
+    return w.K % UNIT == 0 and not any(begin % columns for begin in w.begins)
+
+
+def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
+    """Launch a kernel of matmul/decode_hopper_gguf.cu, or raise Unfit; as `launch`.
+
+    The sums of x come first, where a type has minimums, in the half of x that rounded terms leave
+    free.
+    """
+    if not c.rounded or not takes_blocks(c.w, head):
+        raise Unfit(f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats")
+    if c.up is not None and c.up.ranges != c.w.ranges:
+        raise Unfit(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
+    two = c.up is not None or head > 0
+    octet = max(TYPES[t].tile for t, _ in c.w.ranges)
+    sizes = c.M, c.N // 2 if head else c.N, c.K
+    sms = device_attribute("MultiProcessorCount")
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    tile = choose_blocks(*sizes, octet, two, sms, most_shared)
+    for name, array in (("x", c.x), ("w", c.w.data)):
+        check_address(name, array)
+    sums = None
+    if any(TYPES[name].minimum for name, _ in c.w.ranges):
+        sums = c.x.reshape(-1)[c.M * c.K // 2 :]
+        count = c.M * c.K // CHUNK
+        of_sums = Geometry("gguf_chunk_sums", (ceil(count / SUMS_BLOCK),), (SUMS_BLOCK,))
+        c.before = (launch_at(SUMS_FILE, of_sums, (c.x, sums, c.M, c.K), "float16", GGUF),)
+    up = () if head or kernel.startswith("qkv") else (None if c.up is None else c.up.data,)
+    to_terms = c.to_terms is not None
+    made = geometry(
+        kernel, *sizes, GGUF, tile, gated=c.up is not None, to_terms=to_terms, head=head,
+        rounded=True, octet=octet,
+    ).with_defines(range_defines(c.w))  # fmt: skip
+    if c.up is not None:
+        made = made.with_defines(gate_define(c.gelu))
+    args = (c.x, c.w.data, *up, sums, c.bias, *args)
+    return launch_at(GGUF_FILE, made, args, *storage_of(c.w, c.T), c.kv_dtype)

@@ -82,8 +82,12 @@ def terms_of(
     or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
     all products of a layer are of one kind: with two in turn, launches overlap less.
     """
-    if dtype in ("float32", FILE) or compute_capability() < MMA_CAPABILITY:
+    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
+    if dtype in (FILE, GGUF):
+        possible = rounded and M > MORE_ROWS and compute_capability() == HOPPER_CAPABILITY
+        fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
+        return dict.fromkeys(shapes, (hopper.terms(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
     if dtype == TWO_PART:
         fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
@@ -243,6 +247,31 @@ def _by_wgmma(
     return hopper.launch(c, kernel, matrices, args)
 
 
+def _blocks_by_wgmma(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
+    """A kernel of matmul/decode_hopper_gguf.cu; args: the arguments after the bias."""
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): pass floats")
+    _check_sizes(c)
+    return hopper.launch_blocks(c, kernel, args, head)
+
+
+@variant("gguf hopper", hopper.GGUF_FILE, "linear_hopper_gguf")
+def _blocks_hopper(c: Call) -> Launch:
+    return _blocks_by_wgmma(c, "linear_hopper_gguf", _tile_ends(c))
+
+
+@variant("qkv_gguf hopper", hopper.GGUF_FILE, "qkv_hopper_gguf")
+def _qkv_blocks_hopper(c: Call) -> Launch:
+    return _blocks_by_wgmma(c, "qkv_hopper_gguf", _cache_ends(c, c.M, c.K))
+
+
+@variant("rope_gguf hopper", hopper.GGUF_FILE, "rope_hopper_gguf")
+def _rope_blocks_hopper(c: Call) -> Launch:
+    sizes = c.M, c.K, c.n_head, c.C // (2 * c.P), c.B, c.S
+    args = (c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
+    return _blocks_by_wgmma(c, "rope_hopper_gguf", args, 2 * c.P)
+
+
 def _ends(c: Call) -> tuple[Any, ...]:
     """The last arguments of a product of few rows."""
     return c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
@@ -374,6 +403,8 @@ def _rope_hopper(c: Call) -> Launch:
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
+    if c.terms and c.terms.width and c.w.dtype == GGUF:
+        return (_qkv_blocks_hopper if operation is LINEAR_QKV else _blocks_hopper,)
     if c.terms and c.terms.width:
         return (by_wgmma,)
     if c.w.dtype == GGUF:
@@ -451,7 +482,8 @@ def _prepare_rope(asked: Asked) -> Call:
     c = asked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_hopper,)
+    of_blocks = _rope_blocks_hopper if c.terms else _rope_blocks
+    c.order = (of_blocks if c.w.dtype == GGUF else _rope_hopper,)
     if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -476,7 +508,8 @@ def _check(c: Call) -> None:
         return
     if any(each.rounded != c.rounded for each in given):
         raise InputError(f"terms of {c.to_terms}: expected both x and out rounded, or neither")
-    known = terms_of(c.w.dtype, MORE_ROWS + 1, {"w": (c.K, c.N)}).get("w", ())
+    shapes = {"w": (c.K, c.N)}
+    known = terms_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
@@ -524,7 +557,10 @@ OPERATION = Operation(
         "x_dtype": None,
     },
     prepare=_prepare,
-    parts=(_linear_blocks, _qkv_blocks, _rope_blocks),
+    parts=(
+        *(_linear_blocks, _qkv_blocks, _rope_blocks),
+        *(_blocks_hopper, _qkv_blocks_hopper, _rope_blocks_hopper),
+    ),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),

@@ -163,7 +163,7 @@ class DecodePass(Pass):
 
     def _turns(self, terms: Terms | None) -> bool:
         """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
-        multiple = 16 if self.in_blocks else 64
+        multiple = 16 if terms is None else 64
         possible = self.in_blocks or (terms is not None and terms.width > 0)
         return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
 

@@ -23,12 +23,13 @@ from gpt2block import doctor
 from gpt2block.architectures import architecture_of
 from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
 from gpt2block.cuda.kernels import IN_BYTES, TWO_PART
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops._linear_gguf import normalizes
+from gpt2block.ops._linear_hopper import takes_blocks
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import stored
 from gpt2block.ops._terms import ROUNDED, Terms
@@ -191,6 +192,10 @@ class CudaModel(StoredModel):
         head = self.config.n_embd, self.config.vocab_size
         shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
         rounded = self._x_dtype is not None
+        if self.formats.dtype == FILE:
+            shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
+            if len(shapes) < len(matrices):
+                return {}
         return terms_of(TWO_PART if self._two_part else self.formats.dtype, rows, shapes, rounded)
 
     @property
@@ -539,6 +544,14 @@ class CudaModel(StoredModel):
             if any(begin % self.config.head_size for begin in blocks[0].begins):
                 return False
         return True
+
+    def _by_wgmma(self, name: str) -> bool:
+        """Whether all matrices of this name are blocks that products by wgmma take."""
+        head = self.config.head_size if name == "w_qkv" and self._settings.rope else 0
+        names = [n for n in self._matrices if n == name or n.endswith(f".{name}")]
+        found = [self._matrices[n] for n in names]
+        gates = name not in ("w_gate", "w_up") or self._in_blocks()
+        return gates and all(isinstance(w, GgufMatrix) and takes_blocks(w, head) for w in found)
 
 
 def _check_room(config: ModelConfig, formats: Formats) -> None:

@@ -30,6 +30,7 @@ struct OfRange {
     static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
     static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // the first output of the next one, if any
     typedef Part<TYPE> Of;
+    static constexpr int STORED = Of::LOW_BYTES + Of::HIGH_BYTES + Of::SCALE_BYTES;  // of 128 of K of eight rows
 
     // Bytes before the range.
     __device__ __forceinline__ static long long begin(int K) {
@@ -40,5 +41,11 @@ struct OfRange {
         return bytes;
     }
 };
+
+// Bytes of a tile of eight rows of the type with most of them.
+__device__ constexpr int largest_tile() {
+    constexpr int OF[3] = {OfRange<0>::Of::BYTES, OfRange<1>::Of::BYTES, OfRange<2>::Of::BYTES};
+    return OF[0] > OF[1] ? (OF[0] > OF[2] ? OF[0] : OF[2]) : OF[1] > OF[2] ? OF[1] : OF[2];
+}
 
 }  // namespace gguf

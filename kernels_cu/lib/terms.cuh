@@ -14,7 +14,7 @@
 #pragma once
 #include "lib/two_part.cuh"
 
-#ifndef TERM_WIDTH  // order of the terms that a kernel stores: 0 in the places of the floats, 8 or 16 as in term_place
+#ifndef TERM_WIDTH  // order of the terms that a kernel stores: 0 in the places of the floats, else as in term_place
 #define TERM_WIDTH 0
 #endif
 
@@ -55,11 +55,12 @@ __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
 
 constexpr unsigned TERM_ROWS = 64;  // of a tile of terms
 
-// Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 8 or 16: as the
+// Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 2, 8 or 16: as the
 // products of matmul/decode_hopper.cu have them in shared memory, a tile of rows after the other, and in a tile 64 of K
 // after the other. These have a line of 128 bytes for the high terms of each row, followed by one for its low terms if
 // it has them, in which 16-byte units are swizzled for wgmma. WIDTH is the number of values that a lane loads at once
-// of a row of weights: of each 4 WIDTH of K, a unit has two neighbouring values of each of four lanes.
+// of a row of weights: of each 4 WIDTH of K, a unit has two neighbouring values of each of four lanes. With 2 these are
+// in order.
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     if constexpr (WIDTH == 0) return (long long)m * K + k;
@@ -87,5 +88,5 @@ __device__ constexpr bool has_low() {
 // From the place of the high terms at k, a multiple of 4 or of 8: where those of the pair at k + e are, with e less
 // than this multiple.
 __device__ __forceinline__ long long further_place(long long first, int e) {
-    return TERM_WIDTH == 0 ? first + e : first ^ 2 * e;
+    return TERM_WIDTH == 0 ? first + e : TERM_WIDTH == 2 ? first ^ e / 2 : first ^ 2 * e;
 }

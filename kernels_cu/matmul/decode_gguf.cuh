@@ -32,7 +32,7 @@ struct Blocks {
     typedef gguf::OfRange<RANGE> OfRange;
     typedef typename OfRange::Of Part;
     // Of an octet in the ring: low bits, high bits, scales.
-    static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
+    static constexpr int OCTET_BYTES = OfRange::STORED;
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
     const W* w;   // of the range

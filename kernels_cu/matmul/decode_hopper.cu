@@ -56,23 +56,7 @@
 #define STORAGE_BF16
 #endif
 #include "matmul/decode_hopper_tile.cuh"
-
-// As `AddTwo`, with the terms of out in the order of the next product.
-struct AddTerms : AddTwo {
-    int M;
-
-    __device__ void store(int m, int n, float v, Late) const {
-        if (has_low<order::WIDTH>() || n % 2 == 0) out[term_place<order::WIDTH>(m, n, M, N)] = v;
-    }
-
-    __device__ void store_two(int m, int n, float2 v, LateTwo) const {
-        unsigned high, low;
-        split_pair<order::KIND>(v.x, v.y, 1.0f, high, low);
-        const long long place = term_place<order::WIDTH>(m, n, M, N);
-        out[place] = __int_as_float((int)high);
-        if (has_low<order::WIDTH>()) out[low_place<order::WIDTH>(place)] = __int_as_float((int)low);
-    }
-};
+#include "matmul/decode_hopper_ends.cuh"
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_decode_hopper(
     const float* x,                        // (M, K), terms
@@ -86,9 +70,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     int M, int N, int K, int gelu) {
     const Scales scales{scale, up_scale, bias};
 #if DH_OUT_TERMS
-    run(x, w, up, scales, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
+    run(x, {w, up}, scales, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
 #else
-    run(x, w, up, scales, AddTwo{{residual, out, N, gelu}}, M, N, K);
+    run(x, {w, up}, scales, AddTwo{{residual, out, N, gelu}}, M, N, K);
 #endif
 }
 
@@ -105,5 +89,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     KV* v_cache,                          // (B, n_ctx, C)
     int M, int K, int C, int B, int n_ctx) {
     const AppendTwo end{{q, k_cache, v_cache, row, position, C, B, n_ctx}};
-    run(x, w, w, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
+    run(x, {w, w}, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
 }

@@ -3,6 +3,9 @@
 #pragma once
 #include "lib/sm90_wgmma.cuh"
 #include "matmul/decode_order.cuh"
+#if defined(WEIGHT_GGUF)
+#include "lib/gguf_ranges.cuh"
+#endif
 
 #ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
 #define DH_ROWS 8
@@ -41,8 +44,13 @@ constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of 
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
-constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS, STAGE = W_BYTES + X_BYTES;
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS;
 constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // of x: K, and bytes in shared memory
+#if defined(WEIGHT_GGUF)
+constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // of x; blocks have a ring of their own
+#else
+constexpr int STAGE = W_BYTES + X_BYTES;
+#endif
 constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
 static_assert(!order::FLOATS, "terms are of 16 bits");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
@@ -54,6 +62,13 @@ struct Ring {
     char* stages;
     Barrier* full;
     Barrier* empty;
+#if defined(WEIGHT_GGUF)
+    char* tiles;
+    Barrier* tile_full;
+    Barrier* tile_empty;
+
+    __device__ __forceinline__ char* tile(int i) const { return tiles + i * 8 * DH_GROUPS * gguf::largest_tile(); }
+#endif
 
     __device__ __forceinline__ char* stage(int i) const { return stages + i * STAGE; }
 };
@@ -79,9 +94,18 @@ struct Share {
     }
 };
 
+#if defined(WEIGHT_GGUF)
+#include "matmul/decode_hopper_gguf.cuh"
+#else
+// What a block multiplies with x.
+struct Sources {
+    const TensorMap& w;
+    const TensorMap& up;
+};
+
 // Requests all slices; called by one warp.
-__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const TensorMap& w, const TensorMap& up,
-                                        const float* x, int K) {
+__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x, int,
+                                        int K) {
     const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes of a value of all rows of x
     const auto load_w = [&](int slice, int stage) {
         char* to = ring.stage(stage);
@@ -89,21 +113,21 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load_box(to + at, map, ring.full[stage], share.k + slice * SLICE, row, 0);
         };
         arrive_and_expect(ring.full[stage], W_BYTES + SLICE * of_rows);
-        if (!DH_ROPE) load(w, 0, share.column);
-        if (DH_GATED) load(up, W_BYTES / 2, share.column);
+        if (!DH_ROPE) load(from.w, 0, share.column);
+        if (DH_GATED) load(from.up, W_BYTES / 2, share.column);
 #pragma unroll
         for (int box = 0; DH_ROPE && box < DH_GROUPS; ++box) {
             const int row = first_row(share.column + ROPE_BOX * box), at = 128 * ROPE_BOX * box;
-            load(w, at, row), load(w, W_BYTES / 2 + at, row + HALF_HEAD);
+            load(from.w, at, row), load(from.w, W_BYTES / 2 + at, row + HALF_HEAD);
         }
     };
     const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // value
-    const char* from = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
+    const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
     const auto load_x = [&](int slice, int stage) {
         const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
         const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
         char* to = ring.stage(stage) + W_BYTES + at;
-        const char* of_x = from + (long long)slice * SLICE * of_rows + at;
+        const char* of_x = of_tile + (long long)slice * SLICE * of_rows + at;
 #pragma unroll
         for (int i = 0; i < SLICE / BOX; ++i) {
             if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
@@ -156,7 +180,7 @@ struct Consumer {
     unsigned phase = 0;
     int own[2];  // where a stage has the lane's first 16 bytes of rows g and g + 8 of the warp's part of A
 
-    __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
+    __device__ __forceinline__ Consumer(const Ring& ring, const Share& share) : ring(ring), rank(share.rank) {
         const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
         const int first = 128 * own_row() + threadIdx.x % 4 * 16;
         own[0] = of_warp + swizzled(first);
@@ -206,8 +230,9 @@ struct Consumer {
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
     }
 
-    // The sums of a split of so many pairs of pieces. While one is multiplied, the next one is loaded into registers.
-    __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int pairs) {
+    // The sums of a split of so many units, which are pairs of pieces. While one piece is multiplied, the next one is
+    // loaded into registers.
+    __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
         Piece a = load<0>(), b;
         start(sums, a, false);
 #pragma unroll 1
@@ -230,3 +255,4 @@ struct Consumer {
         pin(sums);
     }
 };
+#endif

@@ -20,12 +20,13 @@ constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;                    // of 32 rows
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in the order in which it writes them
 
-static_assert(DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "the rows of W of a warp have room for its sums");
+static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
 
 // The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
 // are exchanged: (splits, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those of
-// a block alone are kept where the warp's rows of W were, once it has multiplied all of them.
+// a block alone are kept where the warp's rows of W were, once it has multiplied all of them; of blocks of GGUF, which
+// have less room, in the place of pairs.
 struct Totals {
     const Ring& ring;
     float2* pairs;
@@ -36,6 +37,7 @@ struct Totals {
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
 
     __device__ __forceinline__ float2* kept(int tile, int lane) const {
+        if (order::BLOCKS) return pairs + (warp * TILES + tile) * 32 + lane;
         const int at = tile % IN_STAGE * BYTES;
         char* const of_warp = ring.stage(tile / IN_STAGE) + HALF * warp;
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
@@ -223,7 +225,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     __shared__ float4 constants[8 * WARPS];
     load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     float totals[FOUND] = {};
-    Consumer consumer(ring, share.rank);
+    Consumer consumer(ring, share);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
     Rows<End> rows;
@@ -232,7 +234,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
         float sums[TERMS / 2];
-        consumer.multiply_split(sums, min(each, left) * SLICE / order::UNIT);
+        const int units = min(each, left) * SLICE / order::UNIT;
+        consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
         float found[FOUND];
         by_tile(sums, found);
         if (DH_SPLITS > 1) all.send(split, found);
@@ -264,19 +267,30 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 }
 
 template <typename End>
-__device__ __forceinline__ void run(const float* x, const TensorMap& w, const TensorMap& up, const Scales& scales,
-                                    const End& end, int M, int N, int K) {
+__device__ __forceinline__ void run(const float* x, const Sources& from, const Scales& scales, const End& end, int M,
+                                    int N, int K) {
     extern __shared__ char unaligned[];
     __shared__ Barrier full[DH_STAGES], empty[DH_STAGES], arrived;
     char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+#if defined(WEIGHT_GGUF)
+    __shared__ Barrier tile_full[DH_TILES], tile_empty[DH_TILES];
+    const Ring ring{stages, full, empty, stages + DH_STAGES * STAGE, tile_full, tile_empty};
+    char* const after = ring.tile(DH_TILES);
+#else
     const Ring ring{stages, full, empty};
+    char* const after = stages + DH_STAGES * STAGE;
+#endif
     const Share share(M, K);
-    float2* const pairs = reinterpret_cast<float2*>(stages + DH_STAGES * STAGE);
+    float2* const pairs = reinterpret_cast<float2*>(after);
     const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32};
     __shared__ Corner corner;
     if (threadIdx.x == 32 * WARPS) {
         corner = {share.row, share.column};
-        prefetch(w);
+#if defined(WEIGHT_GGUF)
+        for (int i = 0; i < DH_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], WARPS);
+#else
+        prefetch(from.w);
+#endif
         for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], DH_SHARES * WARPS);
         init(arrived, 1);
         fence_inits();
@@ -288,7 +302,7 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x >= 32 * WARPS) {
         if constexpr (MOVES_REGISTERS) give_registers<FEW_REGISTERS>();
-        if (threadIdx.x / 32 == WARPS) produce(ring, share, w, up, x, K);
+        if (threadIdx.x / 32 == WARPS) produce(ring, share, from, x, N, K);
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();

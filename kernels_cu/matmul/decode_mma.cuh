@@ -296,18 +296,13 @@ struct Input {
         add_chunk(four, r, split, unit, term);
     }
 
-    // The sum of a term of a chunk, by which minimums are multiplied: over eight lanes, divided by 32 and as two numbers
-    // of float16.
+    // The sum of a term of a chunk, over eight lanes.
     __device__ __forceinline__ void add_chunk(uint2 four, int r, int split, int unit, int term) const {
         float first[2], last[2];
         unpack2_fp16(four.x, first), unpack2_fp16(four.y, last);
-        const float sum = lanes_sum<8>(first[0] + first[1] + (last[0] + last[1])) * 0.03125f;
-        unsigned high, low;
-        high = pack2_fp16(sum, 0.0f);
-        unpack2_fp16(high, first);
-        low = pack2_fp16(0.0f, sum - first[0]);
+        const float sum = lanes_sum<8>(first[0] + first[1] + (last[0] + last[1]));
         const int lane = threadIdx.x % 32;
-        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = high | low;
+        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = order::split_sum(sum);
     }
 
     __device__ __forceinline__ unsigned* chunk_sum(int r, int split, int unit, int term, int chunk) const {

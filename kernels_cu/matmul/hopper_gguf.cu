@@ -25,16 +25,11 @@
 #include "lib/sm80.cuh"
 #include "lib/gguf_ranges.cuh"
 
-#ifndef GGUF_STAGES
-#define GGUF_STAGES 2
-#endif
-
 static_assert(BLOCKS_M == 1, "a lane has two rows");
 
 constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
-constexpr int FIRST = gguf::OfRange<0>::Of::BYTES, SECOND = gguf::OfRange<1>::Of::BYTES;
-constexpr int THIRD = gguf::OfRange<2>::Of::BYTES, LARGER = FIRST > SECOND ? FIRST : SECOND;
-constexpr int BLOCK_BYTES = TILE_OCTETS * (LARGER > THIRD ? LARGER : THIRD);  // of a stage
+constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // of a stage
+constexpr int GGUF_STAGES = gguf::OfRange<0>::Of::WIDE ? 2 : 3;
 
 struct Blocks {
     struct Ring {
@@ -132,12 +127,6 @@ struct Blocks {
                               of_stage, group.lane / 4);
                 own[i] = parts[i].factors(of_stage);
             }
-            if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
-                show_writes();  // orders the loads above before later copies, too: without it, a copy overtook some
-                __syncwarp();
-                if (group.lane == 0) arrive(ring->empty[stage]);
-                ++count;
-            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int k = 2 * unit + half;
@@ -158,6 +147,12 @@ struct Blocks {
                 }
                 if (k > 0) release(barriers, group, slice - 1);  // its products have ended
                 ++slice;
+            }
+            // Only when all that was loaded has been used: right after the loads, a copy into this place overtook some.
+            if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
+                __syncwarp();
+                if (group.lane == 0) arrive(ring->empty[stage]);
+                ++count;
             }
         }
         wait_for_products<0>();

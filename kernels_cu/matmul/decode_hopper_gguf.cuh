@@ -1,0 +1,231 @@
+// The loop of matmul/decode_hopper.cuh over K where W is in blocks of GGUF: the rings, the warp that requests stages, and
+// those that multiply.
+//
+// A stage of x is a unit of 128 of K: two boxes, and the sums of its chunks (gguf/chunk_sums.cu). W has a ring of its
+// own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each 128, of low bits, high bits
+// and scales, the copy engine was the bound.
+//
+// A lane unpacks codes of two rows, as A, while the products of those before are under way: of Q4_K and Q5_K half a
+// unit, with s, of others a sub-block. Their sums begin at 0 and are added to those of the split with a scale, so that
+// they have the bits of matmul/decode_gguf.cuh. For minimums a warp has an mma of eight rows of x, with the sums.
+#pragma once
+
+#ifndef DH_TILES  // in the ring of W
+#define DH_TILES 2
+#endif
+
+constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // of a block; where an output has two rows, the second half are second ones
+constexpr int SUMS_AT = X_BYTES;           // in a stage
+
+// What a block multiplies with x. sums: of the chunks of x; none where no type has minimums.
+struct Sources {
+    const W* w;
+    const W* up;
+    const float* sums;
+};
+
+// Requests all stages and tiles; called by one warp. A lane has eight rows of W, the last one x.
+template <int RANGE = 0>
+__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x,
+                                        int N, int K) {
+    typedef gguf::OfRange<RANGE> OfRange;
+    typedef typename OfRange::Of Part;
+    if constexpr (!OfRange::LAST) {
+        if (first_row(share.column) >= OfRange::NEXT) return produce<RANGE + 1>(ring, share, from, x, N, K);
+    }
+    const int lane = threadIdx.x % 32, of_rows = 2 * share.rows;
+    const int begin = share.k / order::UNIT, end = begin + share.slices;  // units
+    const int each = TWO ? ROW_OCTETS / 2 : ROW_OCTETS, there = min(each, (max(0, N - share.column) + 7) / 8);
+    const bool own = lane < ROW_OCTETS && lane % each < there;
+    const int row = first_row(share.column + lane % each * 8) + (DH_ROPE && lane >= each ? HALF_HEAD : 0);
+    const W* const octet = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
+                           (long long)((row - OfRange::FROM) / gguf::OCTET) * Part::row_bytes(K);
+    const int first_tile = begin / Part::UNITS, tiles = (end - 1) / Part::UNITS + 1 - first_tile;
+    const auto load_w = [&](int count) {  // in any order: a phase ends with the bytes that lane 0 expects
+        const int stage = count % DH_TILES;
+        if (lane == 0) arrive_and_expect(ring.tile_full[stage], (TWO ? 2 : 1) * there * Part::BYTES);
+        char* const to = ring.tile(stage) + lane * Part::BYTES;
+        if (own) load_bytes(to, octet + (first_tile + count) * Part::BYTES, Part::BYTES, ring.tile_full[stage]);
+    };
+    const long long value = (long long)share.row * K + (long long)share.k * share.rows;
+    const char* const of_tile = reinterpret_cast<const char*>(x) + 2 * value;
+    const int box = BOX * of_rows, part = box / DH_SHARES, at = share.part * part;
+    const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
+    const auto load_x = [&](int unit, int stage) {
+        char* const to = ring.stage(stage);
+        arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
+#pragma unroll
+        for (int i = 0; i < SLICE / BOX; ++i) {
+            const char* of_x = of_tile + ((long long)(unit - begin) * (SLICE / BOX) + i) * box + at;
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x, part, ring.full[stage]);
+            else load_bytes(to + i * BOX_BYTES + at, of_x, part, ring.full[stage]);
+        }
+        if (Part::MINIMUM) {
+            const float* sum = from.sums + (long long)share.row * (K / 32) + (long long)unit * share.rows * 4;
+            load_bytes(to + SUMS_AT, sum, 16 * share.rows, ring.full[stage]);
+        }
+    };
+    for (int count = 0; count < min(DH_TILES, tiles); ++count) load_w(count);
+    if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
+    wait_before_copies();
+    if (lane < ROW_OCTETS) {
+        for (int count = DH_TILES; count < tiles; ++count) {
+            wait(ring.tile_empty[count % DH_TILES], (count / DH_TILES - 1) & 1, "empty tile");
+            load_w(count);
+        }
+    }
+    if (lane != 31) return;
+    for (int unit = begin; unit < end; ++unit) {
+        const int count = unit - begin;
+        if (count >= DH_STAGES) wait(ring.empty[count % DH_STAGES], (count / DH_STAGES - 1) & 1, "empty");
+        load_x(unit, count % DH_STAGES);
+    }
+    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+    for (int count = share.slices; DH_SHARES > 1 && count < share.slices + min(DH_STAGES, share.slices); ++count) {
+        if (count >= DH_STAGES) wait(ring.empty[count % DH_STAGES], (count / DH_STAGES - 1) & 1, "empty at the end");
+    }
+}
+
+// The row of W, of those of a warp, that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the second
+// matrix, or with RoPE half a head further.
+__device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
+
+struct Consumer {
+    typedef float Products[TERMS / 2];
+
+    const Ring& ring;
+    const int rank;
+    int stage = 0, tile = 0;  // the next ones
+    unsigned phase = 0, tile_phase = 0;
+    const int begin, end;  // units of the block
+
+    __device__ __forceinline__ Consumer(const Ring& ring, const Share& share)
+        : ring(ring), rank(share.rank), begin(share.k / order::UNIT), end(begin + share.slices) {}
+
+    // The sums of a split of so many units, from unit `first` of K on. row: the first one of the block.
+    template <int RANGE = 0>
+    __device__ __forceinline__ void multiply_split(Products& sums, int first, int units, int row) {
+        if constexpr (!gguf::OfRange<RANGE>::LAST) {
+            if (row >= gguf::OfRange<RANGE>::NEXT) return multiply_split<RANGE + 1>(sums, first, units, row);
+        }
+#pragma unroll
+        for (int i = 0; i < TERMS / 2; ++i) sums[i] = 0.0f;
+#pragma unroll 1
+        for (int unit = first; unit < first + units; ++unit) {
+            constexpr int UNITS = gguf::OfRange<RANGE>::Of::UNITS;
+            if (unit == begin || unit % UNITS == 0) wait(ring.tile_full[tile], tile_phase, "full tile");
+            wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
+            add_unit<RANGE>(sums, ring.stage(stage), ring.tile(tile), unit);
+            release(unit + 1 == end || unit % UNITS == UNITS - 1);
+        }
+    }
+
+   private:
+    // All that was loaded has been used, so that no copy into this place can overtake a load.
+    __device__ __forceinline__ void release(bool whole) {
+        const int lane = threadIdx.x % 32;
+        __syncwarp();
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[stage], rank * DH_SHARES + lane);
+        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[stage]);
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+        if (!whole) return;
+        if (lane == 0) arrive(ring.tile_empty[tile]);
+        if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
+    }
+
+    template <int RANGE>
+    __device__ __forceinline__ static void add_unit(Products& sums, const char* of_x, const char* of_w,
+                                                    int unit) {
+        typedef typename gguf::OfRange<RANGE>::Of Part;
+        constexpr int PIECES = Part::INTEGERS ? 2 : Part::HALVES ? 8 : 4, EACH = 8 / PIECES;  // EACH: steps of one
+        const int warp = threadIdx.x / 32, row = own_row();
+        Part parts[2];
+        typename Part::Own own[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int octet = TWO ? warp + i * ROW_OCTETS / 2 : 2 * warp + row / 8;
+            const W* of = reinterpret_cast<const W*>(of_w) + octet * Part::BYTES;
+            const int half = unit % Part::UNITS;
+            parts[i].load(of + Part::low_at(half), of + Part::high_at(half), of + Part::scales_at(0), unit,
+                          TWO ? row : row % 8 + i);
+            own[i] = parts[i].own(unit);
+        }
+        const Matrix x = matrix_at(of_x);
+        Products found[2];
+        unsigned codes[2][2][2][4];  // of two chunks of either half of the unit: steps
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int step = piece * EACH;
+#pragma unroll
+            for (int chunk = step / 2; step % 2 == 0 && chunk < (step + EACH + 1) / 2; ++chunk) {
+                unpack(parts, own, chunk, codes[Part::INTEGERS ? chunk / 2 : chunk % 2][Part::INTEGERS ? chunk % 2 : 0]);
+            }
+            fence_sums();
+#pragma unroll
+            for (int s = step; s < step + EACH; ++s) {
+                const int chunk = s / 2;
+                const auto& a = codes[Part::INTEGERS ? chunk / 2 : chunk % 2][Part::INTEGERS ? chunk % 2 : 0];
+                const Matrix b = further(x, s / 4 * BOX_BYTES + s % 4 * 32);
+                multiply(found[piece % 2], a[s % 2], b, s > step);
+            }
+            end_products();
+            if (!Part::INTEGERS && piece > 0) {
+                wait_for_products<1>();
+                add<Part>(sums, found[(piece - 1) % 2], own, piece - 1);
+            }
+        }
+        wait_for_products<0>();
+        if constexpr (Part::INTEGERS) {
+            pin(found[0]), pin(found[1]);
+#pragma unroll
+            for (int i = 0; i < TERMS / 2; ++i) {
+                sums[i] = fmaf(own[i % 4 / 2].d, found[0][i] + found[1][i], sums[i]);
+            }
+        } else {
+            add<Part>(sums, found[(PIECES - 1) % 2], own, PIECES - 1);
+        }
+        if constexpr (Part::MINIMUM) add_minimums(sums, own, of_x + SUMS_AT);
+    }
+
+    template <typename Part>
+    __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Own (&own)[2], int chunk,
+                                                  unsigned (&to)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            unsigned pairs[4];
+            parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+            to[0][i] = pairs[0], to[0][i + 2] = pairs[1], to[1][i] = pairs[2], to[1][i + 2] = pairs[3];
+        }
+    }
+
+    // Adds the products of a sub-block times its scales.
+    template <typename Part>
+    __device__ __forceinline__ static void add(Products& sums, Products& found, const typename Part::Own (&own)[2],
+                                               int piece) {
+        constexpr int OF_CHUNK = Part::HALVES ? 2 : 1;
+        pin(found);
+        float by[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            by[i] = gguf::of_lane(piece % OF_CHUNK ? own[i].second : own[i].first, piece / OF_CHUNK);
+        }
+#pragma unroll
+        for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
+    }
+
+    // Lane t has m and the sums of x of chunk t.
+    template <typename Own>
+    __device__ __forceinline__ static void add_minimums(Products& sums, const Own (&own)[2], const char* of_x) {
+        const unsigned least[4] = {own[0].least, own[1].least, 0u, 0u};
+#pragma unroll
+        for (int j = 0; j < TERMS / 8; ++j) {
+            float minimum[4] = {};
+            const unsigned x[2] = {reinterpret_cast<const unsigned*>(of_x)[32 * j + threadIdx.x % 32], 0u};
+            mma_fp16(minimum, least, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[4 * j + i] = fmaf(own[i / 2].minimum, minimum[i], sums[4 * j + i]);
+            }
+        }
+    }
+};
