@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, stored_as
 from gpt2block.ops import (
     _gemm_hopper,
@@ -26,6 +27,8 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._gemm_hopper import HopperGemmTile, choose_tile
 from gpt2block.ops._products import fastest
 from gpt2block.ops._rmsnorm_matvec import geometry as rmsnorm_matvec
+from gpt2block.ops.gguf import range_defines
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests.compiling import Job, assert_clean
 from tests.gpus import A100, GPUS, H200, RTX, Gpu
 from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
@@ -388,6 +391,28 @@ def gemm_fp8_tiles() -> Iterator[Job]:
             yield _gemm_hopper.FP8_FILE, "sm_90a", (*stored_as("float16", format), *how.defines)
 
 
+def gguf_hopper_tiles() -> Iterator[Job]:
+    """Prompts with each type and epilogue by turns, and decoding of each number of rows."""
+    names = cycle(TYPES)
+    for other_out, tile in product((False, True), _gemm_hopper.OF_REGISTERS):
+        w = GgufMatrix.random([(next(names), 128), (next(names), 128)], 256)
+        ends = {"residual": other_out, "scaled": not other_out, "other_out": other_out}
+        octet = max(TYPES[name].tile for name, _ in w.ranges)
+        how, _ = _gemm_hopper.geometry(500, 768, 768, octet=octet, sms=SMS, tile=tile, **ends)
+        assert how.shared <= MOST_SHARED
+        defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
+        yield _gemm_hopper.GGUF_FILE, "sm_90a", defines
+    for rows, gated, (N, K) in product((1, 17, 32), (False, True), ((4096, 4096), (12288, 4096))):
+        w = GgufMatrix.random([(next(names), 64)], 256)
+        octet = TYPES[w.ranges[0][0]].tile
+        chosen = _linear_hopper.choose_blocks(rows, N, K, octet, gated, SMS, MOST_SHARED)
+        sizes: Any = rows, N, K, GGUF, chosen
+        how = _linear_hopper.geometry("", *sizes, gated=gated, rounded=True, octet=octet)
+        assert how.shared <= MOST_SHARED
+        defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
+        yield _linear_hopper.GGUF_FILE, "sm_90a", defines
+
+
 def matmul_tiles() -> Iterator[Job]:
     """By turns with each width of loads, for each architecture."""
     for i, (tile, groups) in enumerate(GROUPED):
@@ -440,8 +465,8 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
 @pytest.mark.parametrize(
     "jobs",
     [
-        *(decoding_tiles, gemm_tiles, gemm_hopper_tiles, gemm_fp8_tiles, matmul_tiles),
-        *(rmsnorm_hopper_tiles, rmsnorm_mma_tiles),
+        *(decoding_tiles, gemm_tiles, gemm_hopper_tiles, gemm_fp8_tiles, gguf_hopper_tiles),
+        *(matmul_tiles, rmsnorm_hopper_tiles, rmsnorm_mma_tiles),
     ],
 )
 def test_no_tile_spills(jobs: Callable[[], Iterator[Job]]) -> None:

@@ -43,9 +43,10 @@ from gpt2block import (
 from gpt2block.architectures import ARCHITECTURES
 from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
-from gpt2block.config.formats import DTYPES
+from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
+from gpt2block.ops import _linear_hopper
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
@@ -203,6 +204,35 @@ def blocks() -> None:
             inputs = rows_of_x, given, None, by, k, v, row, cupy.zeros_like(row)
             q, turned = y[:, : w.N - 32], f"{label} {M} turned"
             checked(turned, q, limit, bound_and_run, LINEAR_ROPE, inputs, **heads)
+
+
+def blocks_by_wgmma() -> None:
+    """The bits that few rows have; of two matrices, with RoPE, and one tile of rows or two."""
+    if _arrays.compute_capability() != HOPPER_CAPABILITY:
+        return
+    rng, order = np.random.default_rng(0), _linear_hopper.terms(GGUF, rounded=True)
+    for names in (*((name, name) for name in TYPES), ("Q4_K", "Q6_K"), ("Q5_1", "Q8_0")):
+        ranges = tuple((name, 128) for name in dict.fromkeys(names))
+        w = GgufMatrix.random((*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1))), 768)
+        w = w.mapped(cupy.asarray)
+        for M in (20, 66):
+            rows = cupy.asarray(rng.standard_normal((M, w.K), np.float32))
+            norm = partial(OPERATIONS["rmsnorm"].bind_on_device, (rows, cupy.ones(w.K, "float32")))
+            how: tuple[Any, ...] = {"x_dtype": "float16"}, {"terms": order}
+            xs = norm(variant="stream").run(), norm(variant="stream", to_terms=order).run()
+            row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")
+            found: list[list[Any]] = [[], []]
+            for x, options, to in zip(xs, how, found, strict=True):
+                for inputs in ((x, w), (x, w, None, None, None, None, w)):
+                    made = OPERATIONS["linear"].bind_on_device(inputs, decoding=True, **options)
+                    to.append(made.run().get())
+                k, v = (cupy.zeros((M, 1, 64), "float16") for _ in range(2))
+                turned = x, w, None, by, k, v, row, cupy.zeros_like(row)
+                to.append(LINEAR_ROPE.bind_on_device(turned, n_head=2, **options).run().get())
+                to += [k.get(), v.get()]
+            for one, other in zip(*found, strict=True):
+                np.testing.assert_array_equal(one, other)
+        print(f"checked {w} by wgmma")
 
 
 def prefixes() -> None:
@@ -446,6 +476,7 @@ def main() -> None:
         gemm,
         fp8_gemm,
         blocks,
+        blocks_by_wgmma,
         prefixes,
     ):
         parts[part.__name__] = part

@@ -1,7 +1,7 @@
 """The linear layer for decoding by wgmma: its geometry and launches.
 
 Kernels: matmul/decode_hopper.cu and, with RoPE, matmul/decode_hopper_rope.cu; for weights in blocks
-of GGUF matmul/decode_hopper_gguf.cu.
+of GGUF matmul/decode_hopper_gguf.cu and decode_hopper_gguf_rope.cu.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2block.ops._products import gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
-from gpt2block.ops.gguf import range_defines
+from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import Unfit
 from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -29,11 +29,9 @@ from gpt2block.weights.matrix import WeightMatrix
 FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
 GGUF_FILE = "matmul/decode_hopper_gguf.cu"
-SUMS_FILE = "gguf/chunk_sums.cu"
+GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
 IN_ORDER = 2  # width of the terms for blocks of GGUF, whose codes are in the order of wgmma
 GGUF_TILES = 2  # of blocks in their ring
-CHUNK = 32  # of K, whose sum a thread of gguf_chunk_sums computes
-SUMS_BLOCK = 128
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row
@@ -318,7 +316,7 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
 
 
 def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
-    """Launch a kernel of matmul/decode_hopper_gguf.cu, or raise Unfit; as `launch`.
+    """Launch a kernel for blocks of GGUF, or raise Unfit; as `launch`.
 
     The sums of x come first, where a type has minimums, in the half of x that rounded terms leave
     free.
@@ -335,12 +333,10 @@ def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) ->
     tile = choose_blocks(*sizes, octet, two, sms, most_shared)
     for name, array in (("x", c.x), ("w", c.w.data)):
         check_address(name, array)
-    sums = None
+    c.sums = None
     if any(TYPES[name].minimum for name, _ in c.w.ranges):
-        sums = c.x.reshape(-1)[c.M * c.K // 2 :]
-        count = c.M * c.K // CHUNK
-        of_sums = Geometry("gguf_chunk_sums", (ceil(count / SUMS_BLOCK),), (SUMS_BLOCK,))
-        c.before = (launch_at(SUMS_FILE, of_sums, (c.x, sums, c.M, c.K), "float16", GGUF),)
+        c.sums = c.x.reshape(-1)[c.M * c.K // 2 :]
+        c.before = (chunk_sums.launch(c),)
     up = () if head or kernel.startswith("qkv") else (None if c.up is None else c.up.data,)
     to_terms = c.to_terms is not None
     made = geometry(
@@ -349,5 +345,6 @@ def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) ->
     ).with_defines(range_defines(c.w))  # fmt: skip
     if c.up is not None:
         made = made.with_defines(gate_define(c.gelu))
-    args = (c.x, c.w.data, *up, sums, c.bias, *args)
-    return launch_at(GGUF_FILE, made, args, *storage_of(c.w, c.T), c.kv_dtype)
+    args = (c.x, c.w.data, *up, c.sums, c.bias, *args)
+    file = GGUF_ROPE_FILE if head else GGUF_FILE
+    return launch_at(file, made, args, *storage_of(c.w, c.T), c.kv_dtype)

@@ -20,6 +20,8 @@ from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
+SUMS_FILE = "gguf/chunk_sums.cu"
+CHUNK, SUMS_BLOCK = 32, 128  # inputs whose sum is a thread's, and threads of a block
 WARPS = 8  # of a block of gguf_widen
 
 
@@ -82,3 +84,11 @@ def encoder_rows(c: Call) -> Launch:
 def pack(c: Call) -> Launch:
     """The bytes `raw` of rows of blocks as a file has them, in `out` as kernels read them."""
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
+
+
+@variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
+def chunk_sums(c: Call) -> Launch:
+    """Sums of the terms x, in order, in `sums`: what minimums are multiplied by."""
+    grid = (ceil(c.M * c.K / (CHUNK * SUMS_BLOCK)),)
+    geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
+    return launch_at(SUMS_FILE, geometry, (c.x, c.sums, c.M, c.K), "float16", GGUF)

@@ -47,6 +47,7 @@ from gpt2block.ops._products import (
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Asked, Call
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
+from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, Variant, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
@@ -248,7 +249,7 @@ def _by_wgmma(
 
 
 def _blocks_by_wgmma(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
-    """A kernel of matmul/decode_hopper_gguf.cu; args: the arguments after the bias."""
+    """A kernel of matmul/decode_hopper_gguf*.cu; args: the arguments after the bias."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise Unfit("needs a GPU of compute capability 9.0 (Hopper): pass floats")
     _check_sizes(c)
@@ -265,7 +266,7 @@ def _qkv_blocks_hopper(c: Call) -> Launch:
     return _blocks_by_wgmma(c, "qkv_hopper_gguf", _cache_ends(c, c.M, c.K))
 
 
-@variant("rope_gguf hopper", hopper.GGUF_FILE, "rope_hopper_gguf")
+@variant("rope_gguf hopper", hopper.GGUF_ROPE_FILE, "rope_hopper_gguf")
 def _rope_blocks_hopper(c: Call) -> Launch:
     sizes = c.M, c.K, c.n_head, c.C // (2 * c.P), c.B, c.S
     args = (c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
@@ -559,7 +560,7 @@ OPERATION = Operation(
     prepare=_prepare,
     parts=(
         *(_linear_blocks, _qkv_blocks, _rope_blocks),
-        *(_blocks_hopper, _qkv_blocks_hopper, _rope_blocks_hopper),
+        *(_blocks_hopper, _qkv_blocks_hopper, _rope_blocks_hopper, chunk_sums),
     ),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     draw=_make,

@@ -144,6 +144,8 @@ class CudaModel(StoredModel):
                         config, self._divisors, self._matrices, self._vectors
                     )
                 self.stream.synchronize()
+            if formats.dtype == FILE:  # what blocks were packed from
+                cupy.get_default_memory_pool().free_all_blocks()
 
     def __getstate__(self) -> Any:
         raise InputError(

@@ -193,8 +193,8 @@ struct Part {
         }
     }
 
-    // The four pairs of weights of a chunk, which are 8 apart in K, as float16: rounded once, of HALVES and INTEGERS but
-    // for 2^-12 of what is left.
+    // The four pairs of weights of a chunk, which are 8 apart in K, as float16: rounded once, of HALVES and INTEGERS
+    // but for 2^-12 of what is left.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
         constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
         unsigned by[4];
@@ -216,8 +216,10 @@ struct Part {
             codes(chunk, 0u, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const unsigned more = HALVES ? fma2_fp16(pairs[i], by[i / 2 * 2 + 1], 0u) : MINIMUM ? by[1] : 0x80008000u;
-                pairs[i] = fma2_fp16(pairs[i], by[HALVES ? i / 2 * 2 : 0], more);
+                const int half = HALVES ? i / 2 * 2 : 0;
+                unsigned more = MINIMUM ? by[1] : 0x80008000u;
+                if (HALVES) more = fma2_fp16(pairs[i], by[half + 1], 0u);
+                pairs[i] = fma2_fp16(pairs[i], by[half], more);
             }
         }
     }

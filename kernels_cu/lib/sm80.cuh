@@ -102,7 +102,13 @@ __device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
 
 __device__ __forceinline__ unsigned pack2_fp16(float low, float high) {
     unsigned pair;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("{\n.reg .f16 low, high;\ncvt.rn.f16.f32 low, %1;\ncvt.rn.f16.f32 high, %2;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(pair)
+        : "f"(low), "f"(high));
+#endif
     return pair;
 }
 

@@ -41,7 +41,8 @@ struct Blocks {
     const int N;
 
     __device__ __forceinline__ Blocks(const W* all, const W* all_up, char* ring, int N)
-        : w(all + OfRange::begin(LM_K)), up(LM_UP ? all_up + OfRange::begin(LM_K) : nullptr), ring(reinterpret_cast<W*>(ring)), N(N) {}
+        : w(all + OfRange::begin(LM_K)), up(LM_UP ? all_up + OfRange::begin(LM_K) : nullptr),
+          ring(reinterpret_cast<W*>(ring)), N(N) {}
 
     // The rows of the first and of the second of two octets of the columns from n on, and those that a lane copies high
     // bits and scales of: lanes 0 to 15 of the first ones, the others of the second ones.

@@ -3,9 +3,8 @@
 //   linear_hopper_gguf: blocks of GGUF by wgmma, with the bits of linear_decode_gguf, x as rounded terms.
 //       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, of two matrices, out = silu(x W^T) (x U^T)
 //   qkv_hopper_gguf: linear_hopper_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
-//   rope_hopper_gguf: qkv_hopper_gguf of a Llama, of whose heads RoPE turns those of q and k
 //
-// matmul/decode_hopper.cu describes tiles and launches, matmul/decode_hopper_gguf.cuh how blocks are multiplied.
+// matmul/decode_hopper_gguf_rope.cu has the latter with RoPE, matmul/decode_hopper_gguf.cuh how blocks are multiplied.
 //
 // Any M and N; K is a multiple of 128; a block's columns are of one type.
 //
@@ -21,7 +20,6 @@
 
 static_assert(TERM_COUNT == 1 && DH_GROUPS < 3, "x is rounded, and a thread has many registers");
 
-#if !DH_ROPE
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_hopper_gguf(
     const float* x,                  // (M, K), terms
     const W* w,                      // (N, K) in blocks
@@ -54,22 +52,3 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const AppendTwo end{{q, k_cache, v_cache, row, position, C, B, n_ctx}};
     run(x, {w, nullptr, sums}, Scales{nullptr, nullptr, bias}, end, M, 3 * C, K);
 }
-
-#else
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_hopper_gguf(
-    const float* x,                  // (M, K), terms
-    const W* w,                      // (heads D, K) in blocks, heads = n_head + 2 n_kv_head
-    const float* sums,               // (M, K / 32), of gguf_chunk_sums, or null
-    const float* __restrict__ bias,  // (heads D) or null
-    const float* rotations,          // (M, D / 2, 2)
-    const int* row,                  // (M)
-    const int* position,             // (M)
-    float* q,                        // (M, n_head D)
-    KV* k_cache,                     // (B, n_ctx, n_kv_head D)
-    KV* v_cache,                     // (B, n_ctx, n_kv_head D)
-    int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
-    const RopeAppend end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
-    const Scales scales{nullptr, nullptr, bias};
-    run(x, {w, nullptr, sums}, scales, end, M, (n_head + 2 * n_kv_head) * HALF_HEAD, K);
-}
-#endif

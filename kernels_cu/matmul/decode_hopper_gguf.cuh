@@ -1,13 +1,22 @@
-// The loop of matmul/decode_hopper.cuh over K where W is in blocks of GGUF: the rings, the warp that requests stages, and
-// those that multiply.
+// The loop of matmul/decode_hopper.cuh over K where W is in blocks of GGUF: its rings, the warp that requests
+// stages, and the warps that multiply.
 //
 // A stage of x is a unit of 128 of K: two boxes, and the sums of its chunks (gguf/chunk_sums.cu). W has a ring of its
-// own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each 128, of low bits, high bits
-// and scales, the copy engine was the bound.
+// own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each unit, of low bits, high
+// bits and scales, the copy engine was the bound: 12,288 x 4,096 with 16 rows took 23.4 us.
 //
 // A lane unpacks codes of two rows, as A, while the products of those before are under way: of Q4_K and Q5_K half a
 // unit, with s, of others a sub-block. Their sums begin at 0 and are added to those of the split with a scale, so that
 // they have the bits of matmul/decode_gguf.cuh. For minimums a warp has an mma of eight rows of x, with the sums.
+//
+// NVIDIA H100, Q4_K, us in a graph with gguf_chunk_sums (by matmul/decode_gguf.cu). Predicted: 230 instructions of a
+// warp for a unit of 64 rows, which take longer than reading W. There are 412, of which about 100 compute addresses
+// again that registers have no room for, and a warp waits for its own products after each unit:
+//
+//   rows    12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
+//   16      20.2  (23.0)      12.0  (11.0)     23.7  (22.0)      35.9  (36.4)
+//   32      24.0  (30.9)      14.2  (15.3)     27.7  (31.2)      42.1  (58.1)
+//   64      36.2  (48.4)      18.0  (22.8)     37.3  (61.1)      62.3  (85.6)
 #pragma once
 
 #ifndef DH_TILES  // in the ring of W
@@ -86,8 +95,8 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     }
 }
 
-// The row of W, of those of a warp, that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the second
-// matrix, or with RoPE half a head further.
+// The row of W, of those of a warp, that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the
+// second matrix, or with RoPE half a head further.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
 
 struct Consumer {
@@ -152,21 +161,20 @@ struct Consumer {
         }
         const Matrix x = matrix_at(of_x);
         Products found[2];
-        unsigned codes[2][2][2][4];  // of two chunks of either half of the unit: steps
+        constexpr int SLOTS = Part::INTEGERS ? 4 : 2;
+        unsigned codes[SLOTS][2][4];  // of chunks, two steps each
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const int step = piece * EACH;
 #pragma unroll
             for (int chunk = step / 2; step % 2 == 0 && chunk < (step + EACH + 1) / 2; ++chunk) {
-                unpack(parts, own, chunk, codes[Part::INTEGERS ? chunk / 2 : chunk % 2][Part::INTEGERS ? chunk % 2 : 0]);
+                unpack(parts, own, chunk, codes[chunk % SLOTS]);
             }
             fence_sums();
 #pragma unroll
             for (int s = step; s < step + EACH; ++s) {
-                const int chunk = s / 2;
-                const auto& a = codes[Part::INTEGERS ? chunk / 2 : chunk % 2][Part::INTEGERS ? chunk % 2 : 0];
                 const Matrix b = further(x, s / 4 * BOX_BYTES + s % 4 * 32);
-                multiply(found[piece % 2], a[s % 2], b, s > step);
+                multiply(found[piece % 2], codes[s / 2 % SLOTS][s % 2], b, s > step);
             }
             end_products();
             if (!Part::INTEGERS && piece > 0) {

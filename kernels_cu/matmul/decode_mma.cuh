@@ -287,7 +287,8 @@ struct Input {
         }
     }
 
-    // Of blocks of GGUF. In a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are neighbours.
+    // Of blocks of GGUF. In a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are
+    // neighbours.
     __device__ __forceinline__ void store_pairs(uint2 four, int r, int split, int unit, int term) const {
         const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
         char* to = values(r, split) + term * TERM + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;

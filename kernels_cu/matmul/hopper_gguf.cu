@@ -2,17 +2,25 @@
 //
 //   gemm_gguf_hopper: weights in blocks of GGUF become float16 in registers, rounded once, for wgmma's first operand
 //
-// Besides the ring of slices of a, there is one of blocks: a warp of the loading warpgroup copies, for each eight rows of
-// w, the bytes of a tile of 128 or 256 along K, which lie next to each other. A lane unpacks 32 along K of two rows while
+// Besides the ring of slices of a, there is one of blocks: a warp of the loading warpgroup copies, for each eight rows
+// of w, a tile of 128 or 256 along K, whose bytes lie next to each other. A lane unpacks 32 along K of two rows while
 // the products of the 32 before are under way:
 //
 //   copies     | a 64 | a 64 | a 64 | a 64 |   blocks 256   |
 //   unpack     32 | 32 | 32 | ...
 //   multiply        32 | 32 | 32 | ...
 //
-// For 32 of K, in Q4_K, a lane has about 72 instructions for its 16 weights: a weight is computed in float32, as
-// gguf_widen does, so that it is rounded once. A warpgroup with 256 rows of a multiplies them in 256 cycles, in which a
-// scheduler can issue 256 instructions.
+// Predicted for 32 of K in Q4_K, with weights computed as floats: 72 instructions of a lane for its 16 weights. There
+// were 120, and a warp, which waits for its own results, issued one in 4.2 cycles: 505 cycles for the two warpgroups of
+// a block with 128 rows of a, of which the tensor cores need 256. As pairs of float16 it is 92 instructions, of which
+// 53 are those of the weights.
+//
+// NVIDIA H100, 512 rows, us a launch in a graph (with weights of 16 bits; E5M2; widened in memory first, in all):
+//
+//           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
+//   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
+//   Q6_K    110                38               86                94
+//   Q8_0    104                35               78                87
 //
 // K is a multiple of 32. Types begin at multiples of GEMM_M.
 //
@@ -21,6 +29,9 @@
 #define WEIGHT_GGUF
 #endif
 #define GEMM_A_ITEM 0  // blocks have a ring of their own
+#ifndef GEMM_GROUP_M
+#define GEMM_GROUP_M 64
+#endif
 #include "matmul/hopper_registers.cuh"
 #include "lib/sm80.cuh"
 #include "lib/gguf_ranges.cuh"

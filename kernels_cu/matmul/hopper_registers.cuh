@@ -225,7 +225,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
 
     Work at(p.N, p.M, p.K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<24>();
+        give_registers<32>();
         weights.produce(p, ring, barriers, at);
         __syncwarp();
         return;
