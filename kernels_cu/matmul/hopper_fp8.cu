@@ -83,7 +83,7 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
 }
 
 struct Fp8 {
-    static constexpr int BYTES = 0;
+    static constexpr int BYTES = 0, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
     const TensorMap& w;
 
     __device__ __forceinline__ void place(char*) {}

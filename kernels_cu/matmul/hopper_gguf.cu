@@ -47,7 +47,7 @@ struct Blocks {
         Barrier full[GGUF_STAGES], empty[GGUF_STAGES];
         char tiles[GGUF_STAGES][BLOCK_BYTES];
     };
-    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16;
+    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16, FEW_REGISTERS = 40, MANY_REGISTERS = 232;
 
     const W* w;
     Ring* ring = nullptr;

@@ -225,12 +225,12 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
 
     Work at(p.N, p.M, p.K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<32>();
+        give_registers<Weights::FEW_REGISTERS>();
         weights.produce(p, ring, barriers, at);
         __syncwarp();
         return;
     }
-    take_registers<240>();
+    take_registers<Weights::MANY_REGISTERS>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
