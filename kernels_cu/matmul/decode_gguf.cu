@@ -20,6 +20,8 @@
 //   rows    1             8             16            64
 //           13.0  13.1    17.1  18.2    23.1  22.1    49.1  62.0    (64: 76)
 //
+// On Hopper matmul/decode_hopper_gguf.cu is for more than 16 rows.
+//
 // grid (any; apart GGUF_CLUSTER times any, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
 // `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of the columns of a block, and with
 // LM_ROPE of a head.
