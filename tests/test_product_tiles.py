@@ -16,6 +16,7 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, stored_as
 from gpt2block.ops import (
     _gemm_hopper,
     _gemm_mma,
+    _linear_gguf,
     _linear_hopper,
     _linear_mma_tiles,
     _linear_tiles,
@@ -391,6 +392,19 @@ def gemm_fp8_tiles() -> Iterator[Job]:
             yield _gemm_hopper.FP8_FILE, "sm_90a", (*stored_as("float16", format), *how.defines)
 
 
+def gguf_tiles() -> Iterator[Job]:
+    """Decoding of few and of more rows, on GPUs without clusters and on one that has them."""
+    for (arch, gpu), (M, name) in product(GPUS[::2], product((1, 8, 9), ("Q4_K", "Q6_K"))):
+        w = GgufMatrix.random([(name, 64)], 256)
+        capability = int(arch.removeprefix("sm_"))
+        sizes: Any = "linear_decode_gguf", M, 4096, ((name, 4096),)
+        how = _linear_gguf.geometry(*sizes, terms=2, capability=capability, **gpu)
+        assert how is not None
+        assert how.shared <= gpu["most_shared"]
+        stored = stored_as("float16", GGUF)
+        yield _linear_gguf.FILE, arch, (*stored, *how.defines, *range_defines(w))
+
+
 def gguf_hopper_tiles() -> Iterator[Job]:
     """Prompts with each type and epilogue by turns, and decoding of each number of rows."""
     names = cycle(TYPES)
@@ -465,7 +479,8 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
 @pytest.mark.parametrize(
     "jobs",
     [
-        *(decoding_tiles, gemm_tiles, gemm_hopper_tiles, gemm_fp8_tiles, gguf_hopper_tiles),
+        *(decoding_tiles, gemm_tiles, gemm_hopper_tiles, gemm_fp8_tiles),
+        *(gguf_tiles, gguf_hopper_tiles),
         *(matmul_tiles, rmsnorm_hopper_tiles, rmsnorm_mma_tiles),
     ],
 )

@@ -198,7 +198,8 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
         float4 each[2][GGUF_CLUSTER];
 #pragma unroll
         for (int s = 0; s < GGUF_CLUSTER; ++s) {
-            const float* from = in_block_of_cluster(plane, s) + row * PLANE_PITCH + at;
+            const float* of_split = GGUF_CLUSTER > 1 ? in_block_of_cluster(plane, s) : plane;
+            const float* from = of_split + row * PLANE_PITCH + at;
             each[0][s] = *reinterpret_cast<const float4*>(from);
             each[1][s] = *reinterpret_cast<const float4*>(from + 8);
         }
