@@ -315,8 +315,14 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     return w.K % UNIT == 0 and not any(begin % columns for begin in w.begins)
 
 
-def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
-    """Launch a kernel for blocks of GGUF, or raise Unfit; as `launch`.
+def launch_blocks(
+    c: Call,
+    kernel: str,
+    matrices: tuple[WeightMatrix | None, ...],
+    args: tuple[Any, ...],
+    head: int = 0,
+) -> Launch:
+    """Launch a kernel for blocks of GGUF, or raise Unfit; as `launch`, with the bias among args.
 
     The sums of x come first, where a type has minimums, in the half of x that rounded terms leave
     free.
@@ -326,7 +332,7 @@ def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) ->
     if c.up is not None and c.up.ranges != c.w.ranges:
         raise Unfit(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     two = c.up is not None or head > 0
-    octet = max(TYPES[t].tile for t, _ in c.w.ranges)
+    octet = c.w.tile
     sizes = c.M, c.N // 2 if head else c.N, c.K
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
@@ -337,7 +343,7 @@ def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) ->
     if any(TYPES[name].minimum for name, _ in c.w.ranges):
         c.sums = c.x.reshape(-1)[c.M * c.K // 2 :]
         c.before = (chunk_sums.launch(c),)
-    up = () if head or kernel.startswith("qkv") else (None if c.up is None else c.up.data,)
+    blocks = (m if m is None else m.data for m in matrices)
     to_terms = c.to_terms is not None
     made = geometry(
         kernel, *sizes, GGUF, tile, gated=c.up is not None, to_terms=to_terms, head=head,
@@ -345,6 +351,6 @@ def launch_blocks(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) ->
     ).with_defines(range_defines(c.w))  # fmt: skip
     if c.up is not None:
         made = made.with_defines(gate_define(c.gelu))
-    args = (c.x, c.w.data, *up, c.sums, c.bias, *args)
+    args = (c.x, *blocks, c.sums, *args)
     file = GGUF_ROPE_FILE if head else GGUF_FILE
     return launch_at(file, made, args, *storage_of(c.w, c.T), c.kv_dtype)

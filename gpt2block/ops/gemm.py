@@ -42,7 +42,7 @@ from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.conversions import LARGEST_OPERAND
-from gpt2block.weights.gguf import TYPES, GgufMatrix
+from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -191,8 +191,7 @@ def _hopper_fp8(c: Call) -> Launch:
 
 @variant("gguf hopper", hopper.GGUF_FILE, hopper.GGUF_KERNEL)
 def _hopper_gguf(c: Call) -> Launch:
-    octet = max(TYPES[name].tile for name, _ in c.w.ranges)
-    geometry, args = _hopper_launch(c, octet=octet)
+    geometry, args = _hopper_launch(c, octet=c.w.tile)
     geometry = geometry.with_defines(gguf.range_defines(c.w))
     return launch_at(hopper.GGUF_FILE, geometry, args, c.storage, GGUF)
 

@@ -11,7 +11,8 @@ activations; `matmul_bias` takes plain float32 matrices (K, N).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -236,41 +237,40 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
 
 
 def _by_wgmma(
-    c: Call, kernel: str, matrices: tuple[WeightMatrix | None, ...], args: tuple[Any, ...]
+    c: Call,
+    kernel: str,
+    matrices: tuple[WeightMatrix | None, ...],
+    args: tuple[Any, ...],
+    launch: Callable[..., Launch] = hopper.launch,
 ) -> Launch:
-    """A kernel of matmul/decode_hopper.cu; args: the arguments after the matrices."""
+    """A kernel of matmul/decode_hopper*.cu; args: the arguments after the matrices."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles")
     _check_sizes(c)
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
         raise Unfit("takes and gives terms in the order of wgmma: use variant mma_tiles")
-    return hopper.launch(c, kernel, matrices, args)
-
-
-def _blocks_by_wgmma(c: Call, kernel: str, args: tuple[Any, ...], head: int = 0) -> Launch:
-    """A kernel of matmul/decode_hopper_gguf*.cu; args: the arguments after the bias."""
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): pass floats")
-    _check_sizes(c)
-    return hopper.launch_blocks(c, kernel, args, head)
+    return launch(c, kernel, matrices, args)
 
 
 @variant("gguf hopper", hopper.GGUF_FILE, "linear_hopper_gguf")
 def _blocks_hopper(c: Call) -> Launch:
-    return _blocks_by_wgmma(c, "linear_hopper_gguf", _tile_ends(c))
+    args = (c.bias, *_tile_ends(c))
+    return _by_wgmma(c, "linear_hopper_gguf", (c.w, c.up), args, hopper.launch_blocks)
 
 
 @variant("qkv_gguf hopper", hopper.GGUF_FILE, "qkv_hopper_gguf")
 def _qkv_blocks_hopper(c: Call) -> Launch:
-    return _blocks_by_wgmma(c, "qkv_hopper_gguf", _cache_ends(c, c.M, c.K))
+    args = (c.bias, *_cache_ends(c, c.M, c.K))
+    return _by_wgmma(c, "qkv_hopper_gguf", (c.w,), args, hopper.launch_blocks)
 
 
 @variant("rope_gguf hopper", hopper.GGUF_ROPE_FILE, "rope_hopper_gguf")
 def _rope_blocks_hopper(c: Call) -> Launch:
     sizes = c.M, c.K, c.n_head, c.C // (2 * c.P), c.B, c.S
-    args = (c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
-    return _blocks_by_wgmma(c, "rope_hopper_gguf", args, 2 * c.P)
+    args = (c.bias, c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
+    launch = partial(hopper.launch_blocks, head=2 * c.P)
+    return _by_wgmma(c, "rope_hopper_gguf", (c.w,), args, launch)
 
 
 def _ends(c: Call) -> tuple[Any, ...]:
@@ -404,12 +404,13 @@ def _rope_hopper(c: Call) -> Launch:
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
-    if c.terms and c.terms.width and c.w.dtype == GGUF:
-        return (_qkv_blocks_hopper if operation is LINEAR_QKV else _blocks_hopper,)
-    if c.terms and c.terms.width:
-        return (by_wgmma,)
+    ordered = c.terms is not None and c.terms.width > 0
+    if c.w.dtype == GGUF and operation is LINEAR_QKV:
+        return (_qkv_blocks_hopper if ordered else _qkv_blocks,)
     if c.w.dtype == GGUF:
-        return (_qkv_blocks if operation is LINEAR_QKV else _linear_blocks,)
+        return (_blocks_hopper if ordered else _linear_blocks,)
+    if ordered:
+        return (by_wgmma,)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
@@ -474,7 +475,7 @@ def _prepare_qkv(asked: Asked) -> Call:
 def _prepare_rope(asked: Asked) -> Call:
     """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
-    With a GgufMatrix x has floats, which x_dtype "float16" rounds.
+    With a GgufMatrix x may have floats, which x_dtype "float16" rounds.
 
     RoPE turns half-split pairs of q and k. k and v are as in `linear_qkv`; row and position are not
     read back: K and V of rows outside the cache are left out. q has the bits of `linear` and

@@ -133,6 +133,11 @@ class GgufMatrix(WeightMatrix):
         return sum(n for _, n in self.ranges)
 
     @property
+    def tile(self) -> int:
+        """Bytes of a tile of the type with the most."""
+        return max(TYPES[name].tile for name, _ in self.ranges)
+
+    @property
     def begins(self) -> tuple[int, ...]:
         """The first output of each range."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))

@@ -42,6 +42,11 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
 template <typename Value>
 __device__ __forceinline__ Value of_lane(Value value, int from) { return __shfl_sync(0xffffffffu, value, from, 4); }
 
+// Gives the pairs of a chunk of row g (i 0) or g + 8 (i 1) their places in A, in two steps of an mma.
+__device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigned (&steps)[2][4]) {
+    steps[0][i] = pairs[0], steps[0][i + 2] = pairs[1], steps[1][i] = pairs[2], steps[1][i + 2] = pairs[3];
+}
+
 // A lane's part of a tile: 32 weights of a row.
 template <int TYPE>
 struct Part {

@@ -100,8 +100,7 @@ struct Blocks {
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 unsigned pairs[4];
                 part.codes(chunk, Part::INTEGERS ? gguf::of_lane(own.by, chunk) : 0u, pairs);
-                unsigned(&to)[2][4] = columns[chunk].value;
-                to[0][i] = pairs[0], to[0][i + 2] = pairs[1], to[1][i] = pairs[2], to[1][i + 2] = pairs[3];
+                gguf::place(pairs, i, columns[chunk].value);
                 if (!Part::INTEGERS) by[chunk][i][0] = gguf::of_lane(own.first, chunk);
                 if (Part::HALVES) by[chunk][i][1] = gguf::of_lane(own.second, chunk);
             }

@@ -202,7 +202,7 @@ struct Consumer {
         for (int i = 0; i < 2; ++i) {
             unsigned pairs[4];
             parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
-            to[0][i] = pairs[0], to[0][i + 2] = pairs[1], to[1][i] = pairs[2], to[1][i + 2] = pairs[3];
+            gguf::place(pairs, i, to);
         }
     }
 

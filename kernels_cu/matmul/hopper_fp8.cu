@@ -48,61 +48,56 @@ __device__ __forceinline__ void load_step(unsigned (&w)[BLOCKS_M][4], const char
     for (int i = 0; i < 4 * BLOCKS_M; ++i) w[i / 4][i % 4] = W::halves(two[i / 4][i % 4], 0);
 }
 
-// Computes the sums of a tile from the ring's slices, from `count` on. While products are under way, the numbers of w
-// for the next one are loaded into other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time, whose
-// swizzled units are in different banks.
-__device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
-                                              unsigned count, int slices) {
-    const int row = group.warp * 16 + group.lane / 4;
-    const int own = (group.row + row) * A_ROW_BYTES + row / 2 % 4 * UNIT_BYTES + group.lane % 4 * 2;
-    unsigned w[AHEAD][BLOCKS_M][4];
-#pragma unroll 1
-    for (int k = 0; k < slices; ++k, ++count) {
-        const char* from = arrived(ring, barriers, count);
-        if (k == slices - 1) give_turn(barriers, group);
-        const Matrix a = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            wait_for_products<AHEAD - 1>();  // all but those that use the other sets of registers
-            load_step(w[step % AHEAD], from + (own ^ step * UNIT_BYTES));
-            fence_sums();
-#pragma unroll
-            for (int m = 0; m < BLOCKS_M; ++m) {
-                multiply(sums[m], w[step % AHEAD][m], further(a, 32 * step), k > 0 || step > 0);
-            }
-            end_products();
-        }
-        // The products of the slice before have ended. Between two steps, this code would make the compiler wait for
-        // each product.
-        if (k > 0) release(barriers, group, count - 1);
-    }
-    wait_for_products<0>();
-#pragma unroll
-    for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
-    release(barriers, group, count - 1);
-}
-
 struct Fp8 {
     static constexpr int BYTES = 0, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
-    const TensorMap& w;
+    const TensorMap& map;
 
     __device__ __forceinline__ void place(char*) {}
-    __device__ __forceinline__ void start() const { prefetch(w); }
+    __device__ __forceinline__ void start() const { prefetch(map); }
     __device__ __forceinline__ void skip(int, int) const {}
 
     __device__ __forceinline__ void produce(const Product& p, char* ring, Barriers& barriers, const Work& at) const {
         if (threadIdx.x / 32 != 0 || !elect_one()) return;
         const auto load_fp8 = [&](int slice, int row, int, int stage) {
-            load_box(ring + stage * STAGE_BYTES, w, barriers.full[stage], slice * SLICE, row, 0);
+            load_box(ring + stage * STAGE_BYTES, map, barriers.full[stage], slice * SLICE, row, 0);
         };
         produce_slices(barriers, at, load_fp8, [&](int slice, int, int column, int stage) {
             p.load(ring, barriers, at.rank, slice, column, stage);
         });
     }
 
+    // While products are under way, the numbers of w for the next one are loaded into other registers. The lanes of a
+    // warp read 8 bytes of each of 8 rows at a time, whose swizzled units are in different banks.
     __device__ __forceinline__ void multiply(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                              unsigned count, const Work& at) const {
-        multiply_tile(sums, ring, barriers, group, count, at.last - at.first);
+        const int slices = at.last - at.first;
+        const int row = group.warp * 16 + group.lane / 4;
+        const int own = (group.row + row) * A_ROW_BYTES + row / 2 % 4 * UNIT_BYTES + group.lane % 4 * 2;
+        unsigned w[AHEAD][BLOCKS_M][4];
+#pragma unroll 1
+        for (int k = 0; k < slices; ++k, ++count) {
+            const char* from = arrived(ring, barriers, count);
+            if (k == slices - 1) give_turn(barriers, group);
+            const Matrix a = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                wait_for_products<AHEAD - 1>();  // all but those that use the other sets of registers
+                load_step(w[step % AHEAD], from + (own ^ step * UNIT_BYTES));
+                fence_sums();
+#pragma unroll
+                for (int m = 0; m < BLOCKS_M; ++m) {
+                    ::multiply(sums[m], w[step % AHEAD][m], further(a, 32 * step), k > 0 || step > 0);
+                }
+                end_products();
+            }
+            // The products of the slice before have ended. Between two steps, this code would make the compiler wait
+            // for each product.
+            if (k > 0) release(barriers, group, count - 1);
+        }
+        wait_for_products<0>();
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        release(barriers, group, count - 1);
     }
 };
 

@@ -179,8 +179,7 @@ struct Blocks {
         for (int i = 0; i < 2; ++i) {
             unsigned pairs[4];
             parts[i].halves(chunk, own[i], pairs);
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) to[pair / 2][pair % 2 * 2 + i] = pairs[pair];
+            gguf::place(pairs, i, to);
         }
     }
 };
