@@ -287,11 +287,12 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     if (threadIdx.x == 32 * WARPS) {
         corner = {share.row, share.column};
 #if defined(WEIGHT_GGUF)
-        for (int i = 0; i < DH_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], WARPS);
+        for (int i = 0; i < DH_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], 32 * WARPS);
 #else
         prefetch(from.w);
 #endif
-        for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], DH_SHARES * WARPS);
+        constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals of a warp
+        for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * WARPS);
         init(arrived, 1);
         fence_inits();
         const int tiles = (WARPS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;

@@ -58,7 +58,7 @@ struct Blocks {
     __device__ __forceinline__ void start() {
         for (int i = 0; i < GGUF_STAGES; ++i) {
             init(ring->full[i], 1);
-            init(ring->empty[i], GROUPS * (GROUP / 32));
+            init(ring->empty[i], GROUPS * GROUP);
         }
     }
 
@@ -160,9 +160,9 @@ struct Blocks {
                 ++slice;
             }
             // Only when all that was loaded has been used: right after the loads, a copy into this place overtook some.
+            // Each lane arrives for its own loads, as in matmul/decode_hopper_gguf.cuh.
             if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
-                __syncwarp();
-                if (group.lane == 0) arrive(ring->empty[stage]);
+                arrive(ring->empty[stage]);
                 ++count;
             }
         }
