@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -100,10 +98,7 @@ def made(case: Case, device: str) -> Model[Any]:
     name, dtype, wide = case
     kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
-    return model_of(kind(**{**SIZES, **(WIDE if wide else {}), **own}), device, dtype)
-
-
-def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
+    config = kind(**{**SIZES, **(WIDE if wide else {}), **own})
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 
 
@@ -131,42 +126,6 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
         assert np.abs(found[each]).max() <= bound, each
     for stream, bound in zip(streams, of.stream_bounds(config, largest), strict=True):
         assert np.abs(stream).max() <= bound
-
-
-@pytest.mark.parametrize(
-    ("where", "dtype"),
-    [("numpy", "float32"), ("forward", "bfloat16")]
-    + [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in ("float32", "bfloat16")],
-)
-def test_each_sequence_has_the_short_or_the_long_factors(where: str, dtype: str) -> None:
-    """Those of a model with these alone, by what it may have at most; on a GPU to the last bit."""
-    scaling = replace(LONG, factors=tuple(1.5 + n for n in range(24)))
-    config = Phi3Config(**SIZES, rotary=48, scaling=scaling)
-    assert (config.short_context, replace(config, n_ctx=8).short_context) == (8, 0)
-    alike = (
-        replace(scaling, factors=f, long_factors=()) for f in (scaling.factors, LONG.long_factors)
-    )
-    configs = config, *(replace(config, scaling=each) for each in alike)
-    limit = 1e-6 if where == "numpy" else 0  # BLAS rounds by the number of rows
-    device = "cpu" if where == "numpy" else "cuda"
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(53, size=n).astype(np.int32) for n in (8, 9, 5, 30)]
-    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "stop_ids": ()}
-    with nullcontext() if where == "numpy" else running_on(where):
-        model, *others = [model_of(each, device, dtype) for each in configs]
-        found, scores, embedded = model(rows), model.score(rows), model.embed(rows)
-        texts = model.generate([row[:20] for row in (*rows[1:3], rows[2][:4])], **options)
-        for row, logits, score, vector in zip(rows, found, scores, embedded, strict=True):
-            own, other = others if len(row) <= 8 else others[::-1]
-            np.testing.assert_allclose(logits, own(row), rtol=0, atol=limit)
-            assert np.abs(logits - other(row)).max() > 1e-3
-            likely = own.score(row).log_likelihood
-            assert score.log_likelihood == pytest.approx(likely, rel=limit, abs=0)
-            np.testing.assert_allclose(vector, own.embed(row), rtol=0, atol=limit)
-        for text, row, of in zip(texts, (rows[1], rows[2], rows[2][:4]), (1, 1, 0), strict=True):
-            expected = others[of].generate(row, **options)
-            assert text.tokens == expected.tokens
-            np.testing.assert_allclose(text.logprobs, expected.logprobs, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])

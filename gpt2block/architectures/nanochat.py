@@ -67,9 +67,9 @@ class NanoChatConfig(LlamaConfig):
         """As in ModelConfig."""
         return True
 
-    def frequencies(self, n_tokens: int | None = None) -> NDArray[np.float64]:
+    def frequencies(self) -> NDArray[np.float64]:
         """As in LlamaConfig, negative."""
-        return -super().frequencies(n_tokens)
+        return -super().frequencies()
 
     def block_shapes(self) -> Shapes:
         """As in LlamaConfig, without weights of norms and with two matrices in the feed-forward."""

@@ -98,7 +98,6 @@ class Steps:
             batch = {"tokens": tokens, "positions": positions, "row": rows[:M]}
             batch |= {"cu_seqlens": rows, "start": positions}
             caches = cache_tensors(cache.layers, engine.config.n_layer)
-            caches |= cache.frequencies.tensors
             recording = engine.recordings.make(
                 lambda do: staged(do, engine.config, fusions),
                 {**engine.given(), **caches, **batch},

@@ -52,8 +52,7 @@ class RopeScaling:
     original_context / low_freq_factor are divided by `factor`, those with one below
     original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
     is divided by its own of `factors`, as in GGUF files, or of `long_factors`, if there are any,
-    for a sequence that may have more tokens than original_context; a pair that RoPE turns is
-    multiplied by attention_factor.
+    in a context above original_context; a pair that RoPE turns is multiplied by attention_factor.
 
     Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
     et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024).
@@ -86,12 +85,12 @@ class RopeScaling:
                               self.original_context, ALL_LIMITS["n_ctx"])  # fmt: skip
         object.__setattr__(self, "original_context", context)
 
-    def scaled(self, frequencies: NDArray[np.float64], n_tokens: int) -> NDArray[np.float64]:
-        """The frequencies of a sequence of up to n_tokens instead of these, as radians."""
+    def scaled(self, frequencies: NDArray[np.float64], n_ctx: int) -> NDArray[np.float64]:
+        """The frequencies to use instead of these in this context, in radians per position."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "longrope":
-            long = self.long_factors if n_tokens > self.original_context else ()
+            long = self.long_factors if n_ctx > self.original_context else ()
             return frequencies / np.array(long or self.factors, np.float64)
         turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -213,23 +212,12 @@ class LlamaConfig(ModelConfig):
         """As in ModelConfig."""
         return Scales(self.eps, rope=1.0 if self.scaling is None else self.scaling.attention_factor)
 
-    @property
-    def short_context(self) -> int:
-        """As in ModelConfig."""
-        scaling = self.scaling
-        if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
-            return 0
-        return scaling.original_context
-
-    def frequencies(self, n_tokens: int | None = None) -> NDArray[np.float64]:
-        """Radians per position by which RoPE turns each pair of channels: (head_size / 2,).
-
-        n_tokens: the most that a sequence may have; None: n_ctx.
-        """
+    def frequencies(self) -> NDArray[np.float64]:
+        """Radians per position by which RoPE turns each pair of channels: (head_size / 2,)."""
         k = np.arange(-(-self.rotary_size // 2))
         frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.rotary_size)
         if self.scaling is not None:
-            frequencies = self.scaling.scaled(frequencies, n_tokens or self.n_ctx)
+            frequencies = self.scaling.scaled(frequencies, self.n_ctx)
         return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:

@@ -199,8 +199,7 @@ def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> E
         given = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
         ids = frozenset(given.tolist())
     truncate = options.overflow == "truncate"
-    most, n_ctx, short = options.max_new_tokens, config.n_ctx, config.short_context
-    return Ends(most, n_ctx, truncate, options.stop, ids, encoding, short)
+    return Ends(options.max_new_tokens, config.n_ctx, truncate, options.stop, ids, encoding)
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpt2block.generation.rows import Row
@@ -14,7 +14,7 @@ LEAST_SHARED = 200  # tokens: fewer take no longer than one, as a pass has to re
 # and a token for each byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
 MOST_COMPARED = 4  # slots that begin like a prompt; others are older
-Key = tuple[Hashable, bytes]
+Key = tuple[str, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
@@ -44,7 +44,7 @@ NOTHING = Found(-1, 0)
 
 
 class Prefixes:
-    """What each slot holds, and for whom: an owner finds its own tokens only.
+    """What each slot holds, and for whom: a client finds its own tokens only.
 
     Slots are found by their first `least` tokens, twice as many, four times as many, and so on.
 
@@ -56,10 +56,10 @@ class Prefixes:
         self._of_slot: dict[int, _Held] = {}
         self._alike: dict[Key, dict[int, None]] = {}  # slots that begin alike, the latest last
 
-    def hold(self, slot: int, owner: Hashable, ids: Ids, done: int) -> None:
+    def hold(self, slot: int, client: str, ids: Ids, done: int) -> None:
         """Note what a slot holds in the place of what it held."""
         self.drop(slot)
-        keys = tuple((owner, ids[:n].tobytes()) for n in self._sizes(len(ids)))
+        keys = tuple((client, ids[:n].tobytes()) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
         for key in keys:
             self._alike.setdefault(key, {})[slot] = None
@@ -76,7 +76,7 @@ class Prefixes:
         self._of_slot.clear()
         self._alike.clear()
 
-    def longest(self, owner: Hashable, ids: Ids) -> tuple[Found, Found]:
+    def longest(self, client: str, ids: Ids) -> tuple[Found, Found]:
         """The slots that hold most first tokens of a prompt; of equal ones the latest.
 
         First of those whose keys and values are there, then of all. Never all of the prompt, whose
@@ -85,7 +85,7 @@ class Prefixes:
         """
         done = coming = NOTHING
         for n in reversed(self._sizes(len(ids) - 1)):
-            slots = self._alike.get((owner, ids[:n].tobytes()), {})
+            slots = self._alike.get((client, ids[:n].tobytes()), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
                 held = self._of_slot[slot]
                 tokens = _common(held.ids, ids)
@@ -102,7 +102,7 @@ class Prefixes:
 
         Not one most of whose tokens would be lost: the row gets a copy of the others.
         """
-        (slot, tokens), _ = self.longest(row.owner, row.start(free[0]).ids)
+        (slot, tokens), _ = self.longest(row.client, row.start(free[0]).ids)
         if slot in free and 2 * tokens >= len(self._of_slot[slot].ids):
             return slot
         return next((each for each in free if each != slot), slot)

@@ -66,10 +66,7 @@ class Generation(ReadLater):
 
 @dataclass(frozen=True)
 class Ends:
-    """The conditions that end a row. encoding: for stop strings; None without any.
-
-    short_context: as in ModelConfig.
-    """
+    """The conditions that end a row. encoding: for stop strings; None without any."""
 
     max_new_tokens: int
     n_ctx: int
@@ -77,7 +74,6 @@ class Ends:
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     encoding: Encoding | None
-    short_context: int = 0
 
 
 class Row:
@@ -99,7 +95,6 @@ class Row:
         """alternatives: the number of most likely tokens in `tops`, at the place of each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
         self.alternatives = alternatives
-        self._limit = len(prompt) + ends.max_new_tokens  # the most tokens that it may have
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
@@ -127,13 +122,7 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        more = self.alternatives, self._limit
-        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, *more)
-
-    @property
-    def owner(self) -> tuple[str, bool]:
-        """Whose keys and values it may begin with: its client's, with the same frequencies."""
-        return self.client, self._limit > self.ends.short_context
+        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives)
 
     def add(
         self,

@@ -101,12 +101,11 @@ class Pass(ABC):
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
         """RoPE of rows [Q | K | V] in place, and before it the norms of heads, as in `qkv`."""
+        inputs = (qkv, "positions", rope, *norms)
         if norms:
-            inputs = (qkv, "positions", rope, *norms)
             options = {**self.c.heads, "eps": self.c.eps}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
-        op, inputs = self.c.step_of_rope(qkv, rope)
-        return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
+        return self.do(f"{h}rope", "rope_qkv", inputs, into=qkv, **self.c.turn)
 
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:

@@ -63,7 +63,6 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
-        self.cache_tensors |= cache.frequencies.tensors
         # By slots, the most any changes, and rows of each.
         self._steps: dict[tuple[int, int, int], DecodingStep] = {}
         self.changes: CudaArray = None  # of logits in the slots, once one has any

@@ -208,34 +208,6 @@ class KVCache(Protocol):
         """Bytes of all keys and values."""
 
 
-class RowFrequencies:
-    """The frequencies of RoPE of each row of a kv_cache, where they depend on its sequence.
-
-    tensors: those of all rows, (batch, head_size / 2) float64, by their name in a pass; none where
-    all sequences have the same.
-    """
-
-    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
-        """A row has those of a sequence of up to n_ctx tokens until another one begins.
-
-        library: NumPy or CuPy, of whose arrays the cache is.
-        """
-        self.tensors: dict[str, Any] = {}
-        self._short, self._copy = config.short_context, library.copyto
-        if self._short:
-            of: Any = config
-            sets = np.stack([of.frequencies(self._short), of.frequencies()])
-            self._long, self._sets = [n_ctx > self._short] * batch, library.asarray(sets)
-            self.tensors["frequencies"] = library.asarray(sets[np.array(self._long, int)])
-
-    def begin(self, row: int, n_tokens: int) -> None:
-        """A sequence of up to n_tokens tokens begins in a row."""
-        long = n_tokens > self._short
-        if self._short and long != self._long[row]:
-            self._copy(self.tensors["frequencies"][row], self._sets[int(long)])
-            self._long[row] = long
-
-
 def cache_tensors(layers: Any, n_layer: int) -> dict[str, Any]:
     """Keys and values by their names in a plan of n_layer layers.
 
@@ -268,12 +240,6 @@ class Start(NamedTuple):
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
     cached: int = 0  # tokens of ids, fewer than all, whose keys and values the slot has
     alternatives: int = 0  # most likely tokens to report with each sampled one
-    limit: int = 0  # tokens that the whole sequence may have; 0: those of ids and steps
-
-    @property
-    def n_tokens(self) -> int:
-        """The most tokens of the sequence, by which RoPE may choose its frequencies."""
-        return self.limit or len(self.ids) + self.steps
 
     def counts(self, V: int) -> Ids:
         """How often the sequence has drawn each token, (V,)."""
