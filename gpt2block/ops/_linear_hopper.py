@@ -271,6 +271,14 @@ def geometry(
     return Geometry(kernel, grid, (tile.threads,), shared, defines)
 
 
+def _check_addresses(c: Call, matrices: tuple[WeightMatrix | None, ...]) -> None:
+    """Raise InputError unless x and the matrices, w and up, are aligned for the copy engine."""
+    check_address("x", c.x)
+    for name, matrix in zip(("w", "up"), matrices, strict=False):
+        if matrix is not None:
+            check_address(name, matrix.data)
+
+
 def launch(
     c: Call,
     kernel: str,
@@ -292,10 +300,7 @@ def launch(
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(*sizes, two, sms, most_shared, c.rounded)
     box = (1, ROPE_BOX if head else tile.columns(two), LINE // c.w.data.itemsize)
-    check_address("x", c.x)
-    for name, matrix in zip(("w", "up"), matrices, strict=False):
-        if matrix is not None:
-            check_address(name, matrix.data)
+    _check_addresses(c, matrices)
     maps = [NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices]
     to_terms = c.to_terms is not None
     made = geometry(
@@ -337,8 +342,7 @@ def launch_blocks(
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose_blocks(*sizes, octet, two, sms, most_shared)
-    for name, array in (("x", c.x), ("w", c.w.data)):
-        check_address(name, array)
+    _check_addresses(c, matrices)
     c.sums = None
     if any(TYPES[name].minimum for name, _ in c.w.ranges):
         c.sums = c.x.reshape(-1)[c.M * c.K // 2 :]

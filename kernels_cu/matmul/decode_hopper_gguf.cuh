@@ -17,6 +17,9 @@
 //   16      20.2  (23.0)      12.0  (11.0)     23.7  (22.0)      35.9  (36.4)
 //   32      24.0  (30.9)      14.2  (15.3)     27.7  (31.2)      42.1  (58.1)
 //   64      36.2  (48.4)      18.0  (22.8)     37.3  (61.1)      62.3  (85.6)
+//
+// NVIDIA H200, 12,288 x 4,096, by ncu: with 16 rows 365 instructions of a warp for a unit, 0.58 a cycle of a scheduler,
+// DRAM at 31 % of its rate; with 64 rows 492, 0.46 and 17 %, nine of them accesses to registers that were spilled.
 #pragma once
 
 #ifndef DH_TILES  // in the ring of W
