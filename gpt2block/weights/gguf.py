@@ -303,12 +303,9 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
     both = b[..., 12:16]
     scale = np.concatenate([s & 63, both & 15 | s >> 6 << 4], axis=-1)
     least = np.concatenate([m & 63, both >> 4 | m >> 6 << 4], axis=-1)
-    parts = [b[..., :4]]
-    parts += [each[..., ::2] & 15 | (each[..., 1::2] & 15) << 4 for each in (scale, least)]
-    for each in (scale >> 4, least >> 4):
-        fours = each.reshape(*each.shape[:-1], 2, 4) << SHIFTS[:4] * 2
-        parts.append(fours[..., 0] | fours[..., 1] | fours[..., 2] | fours[..., 3])
-    return codes.reshape(*b.shape[:2], 256), np.concatenate(parts, axis=-1)
+    low = least[..., :4] & 15 | (least[..., 4:] & 15) << 4
+    scales = np.concatenate([b[..., :4], scale | least >> 4 << 6, low], axis=-1)
+    return codes.reshape(*b.shape[:2], 256), scales
 
 
 def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
@@ -390,10 +387,7 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
         return halves[..., 0], -halves[..., -1]
     words = rest.reshape(O, G, OCTET, 16)
     d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
-    found = []
-    for at in (0, 1):
-        nibbles = words[..., 4 + 4 * at : 8 + 4 * at, None] >> SHIFTS[[0, 4]] & 15
-        twos = words[..., 12 + 2 * at : 14 + 2 * at, None] >> SHIFTS[:4] * 2 & 3
-        six = nibbles.reshape(O, G, OCTET, 8) | twos.reshape(O, G, OCTET, 8) << 4
-        found.append(d[..., at, None] * six.astype(np.float32))
-    return found[0], found[1]
+    both, low = words[..., 4:12], words[..., None, 12:] >> SHIFTS[[0, 4], None] & 15
+    least = both >> 6 << 4 | low.reshape(both.shape)
+    scale, minimum = (d[..., i, None] * six.astype(np.float32) for i, six in enumerate((both & 63, least)))
+    return scale, minimum

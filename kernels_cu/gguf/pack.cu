@@ -78,14 +78,15 @@ struct Block {
     }
 };
 
-// Word t of the scales of a row, of Q4_K and Q5_K: d and dmin; 4 bits of each s; of each m; 2 bits of each.
+// Word t of the scales of a row, of Q4_K and Q5_K.
 __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     if (t == 0) return b.four(0);
     unsigned word = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const unsigned s = b.six(i, false), m = b.six(i, true);
-        word |= t == 3 ? s >> 4 << 2 * i | m >> 4 << (16 + 2 * i) : (t == 1 ? s & 15 : m & 15) << 4 * i;
+    for (int i = 0; i < 4; ++i) {
+        const int of = t == 2 ? i + 4 : i;
+        const unsigned m = b.six(of, true);
+        word |= (t == 3 ? (m & 15) | (b.six(i + 4, true) & 15) << 4 : b.six(of, false) | m >> 4 << 6) << 8 * i;
     }
     return word;
 }

@@ -35,11 +35,10 @@ template <typename Use>
 __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, Use use) {
     Part part;
     part.load(w, K, row, unit);
-    const Part::Own own = part.own(unit);
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {
         float2 v[4];
-        part.weights(chunk, own, v);
+        part.weights(unit, chunk, v);
         const int k = unit * gguf::UNIT + chunk * 32;
 #pragma unroll
         for (int i = 0; i < 4 && k < K; ++i) use(v[i], k + 8 * i + threadIdx.x % 4 * 2);

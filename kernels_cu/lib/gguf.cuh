@@ -18,7 +18,10 @@
 //   word     of a chunk, codes by their number:  bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    of 4 bits each
 //
 // Q8_0 has 32 lanes x 16 bytes twice, for two chunks each. Types with blocks of 256 have two tiles of low bits, two of
-// high bits, and scales for both. Rows are filled up to whole tiles with zeros; eight rows follow each other.
+// high bits, and scales for both. Rows are filled up to whole tiles with zeros; eight rows follow each other. Scales of
+// a row of Q4_K and Q5_K, of which lane t takes byte t of a word:
+//
+//   [ d, dmin ] [ s of sub-blocks 0-3, m >> 4 above it ] [ the same of 4-7 ] [ m & 15 of 0-3, that of 4-7 above it ]
 //
 // All codes, and those of Q4_K and Q5_K times s, are exact in float16. A code is put into the mantissa of 1024 or 64,
 // which is then subtracted; or, where it is multiplied by s anyway, of 0, as a subnormal number. The including file
@@ -100,30 +103,42 @@ struct Part {
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    // What the lane has of the scales: those of chunk t. by: of INTEGERS s, twice, as 64 + s in float16. least: m in
-    // float16, twice, of INTEGERS times 32. first, second: d s, of Q6_K of both halves of the chunk. d, minimum: what
-    // the sums of codes() and of `least` are multiplied by.
+    // What the lane has of the scales of a unit: those of chunk t. by: of INTEGERS s 2^5 in float16, twice. first,
+    // second: d s, of Q6_K of both halves of the chunk.
     struct Own {
-        float first, second, d, minimum;
-        unsigned by, least;
+        float first, second;
+        unsigned by;
     };
 
     __device__ __forceinline__ Own own(int unit) const {
-        const int i = 4 * (unit % 2) + threadIdx.x % 4;
         if constexpr (HALVES) {
             const float of_block = floats_of((unsigned)d.raw).x;
             const int two = (int)scale.raw;
-            return {of_block * (float)(signed char)(two & 255), of_block * (float)(signed char)(two >> 8 & 255)};
+            return {of_block * (float)(signed char)(two & 255), of_block * (float)(signed char)(two >> 8 & 255), 0u};
         } else if constexpr (INTEGERS) {
-            const float2 of_block = floats_of(scale.raw.x);
-            const unsigned s = six(scale.raw.y, i, scale.raw.w, 2 * i);
-            const unsigned m = six(scale.raw.z, i, scale.raw.w, 2 * i + 16);
-            const unsigned twice_m = m * 0x100010u + 0x54005400u;  // 64 + m
-            return {0.0f, 0.0f, FINE * of_block.x, -of_block.y, s * 0x100010u + 0x54005400u,
-                    fma2_fp16(twice_m, 0x50005000u, 0xe800e800u)};
+            const unsigned s = own_byte(unit % 2 ? scale.raw.z : scale.raw.y) & 0x3f003fu;
+            return {0.0f, 0.0f, fma2_fp16(s | 0x64006400u, 0x50005000u, 0xf800f800u)};  // 2^5 (1024 + s) - 2^15
         } else {
-            const unsigned halves = (unsigned)scale.raw;
-            return {floats_of(halves).x, 0.0f, 0.0f, 32.0f, 0u, __byte_perm(halves, 0u, 0x3232)};
+            return {floats_of((unsigned)scale.raw).x, 0.0f, 0u};
+        }
+    }
+
+    // What the sums of a tile are multiplied by at its end: d those of codes(), minimum those of `least`, which are m
+    // of chunk t of each unit in float16, twice; of INTEGERS, as a subnormal number, m 2^-22.
+    struct End {
+        float d, minimum;
+        unsigned least[UNITS];
+    };
+
+    __device__ __forceinline__ End end() const {
+        if constexpr (INTEGERS) {
+            const float2 of_block = floats_of(scale.raw.x);
+            const unsigned low = own_byte(scale.raw.w);
+            return {FINE * of_block.x, -134217728.0f * of_block.y,  // 2^22, and 32 of split_sum
+                    {own_byte(scale.raw.y) & 0xc000c0u | low << 2 & 0x3c003cu,
+                     own_byte(scale.raw.z) & 0xc000c0u | low >> 2 & 0x3c003cu}};
+        } else {
+            return {0.0f, 32.0f, {__byte_perm((unsigned)scale.raw, 0u, 0x3232)}};
         }
     }
 
@@ -153,8 +168,7 @@ struct Part {
         pairs[2] = (second & 0xf000fu) | (down & ONES);
         pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
         // As float16 these are the codes times 2^-24 and 2^-20. Of INTEGERS they are multiplied by s 2^9 and s 2^5.
-        const unsigned near = INTEGERS ? fma2_fp16(by, 0x60006000u, 0xf800f800u) : NEAR;
-        const unsigned far = INTEGERS ? fma2_fp16(by, 0x50005000u, 0xe800e800u) : FAR;
+        const unsigned near = INTEGERS ? fma2_fp16(by, 0x4c004c00u, 0x80008000u) : NEAR, far = INTEGERS ? by : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (INTEGERS) pairs[i] = fma2_fp16(pairs[i], i % 2 ? far : near, 0x80008000u);
@@ -169,7 +183,6 @@ struct Part {
     };
 
     __device__ __forceinline__ Factors factors(int unit) const {
-        const int i = 4 * (unit % 2) + threadIdx.x % 4;
         if constexpr (HALVES) {
             const float of_block = floats_of((unsigned)d.raw).x;
             Factors found;
@@ -184,8 +197,9 @@ struct Part {
         } else if constexpr (INTEGERS) {
             // d s q - dmin m = d (s (64 + q) - near) + left: near is about 64 s + dmin m / d, and exact in float16.
             const float2 of_block = floats_of(scale.raw.x);
-            const float s = (float)six(scale.raw.y, i, scale.raw.w, 2 * i);
-            const float least = of_block.y * (float)six(scale.raw.z, i, scale.raw.w, 2 * i + 16);
+            const unsigned both = unit % 2 ? scale.raw.z : scale.raw.y, at = 8 * (threadIdx.x % 4);
+            const float s = (float)(both >> at & 63);
+            const float least = of_block.y * (float)((both >> at >> 2 & 48) | (scale.raw.w >> at >> unit % 2 * 4 & 15));
             const float n = __fdividef(least, of_block.x);
             const float near = fmaf(64.0f, s, fminf(fmaxf(n, -2048.0f), 2048.0f));
             const unsigned rounded = pack2_fp16(near, near);
@@ -230,24 +244,26 @@ struct Part {
     }
 
     // The same as floats.
-    __device__ __forceinline__ void weights(int chunk, const Own& own, float2 (&v)[4]) const {
+    __device__ __forceinline__ void weights(int unit, int chunk, float2 (&v)[4]) const {
+        const Own own = this->own(unit);
+        const End end = this->end();
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
-        const unsigned by_s = of_lane(own.by, chunk), least = of_lane(own.least, chunk);
+        const unsigned by_s = of_lane(own.by, chunk), least = of_lane(end.least[unit % UNITS], chunk);
         unsigned pairs[4];
         codes(chunk, by_s, pairs);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q = floats_of(pairs[i]);
-            const float by = INTEGERS ? own.d : HALVES && i > 1 ? second : first;
-            const float more = MINIMUM ? own.minimum * 0.03125f * floats_of(least).x : 0.0f;
+            const float by = INTEGERS ? end.d : HALVES && i > 1 ? second : first;
+            const float more = MINIMUM ? end.minimum * 0.03125f * floats_of(least).x : 0.0f;
             v[i] = {fmaf(by, q.x, more), fmaf(by, q.y, more)};
         }
     }
 
    private:
-    // The 6 bits of sub-block i: 4 of them in `low`, 2 from bit `at` of `high` on.
-    __device__ __forceinline__ static unsigned six(unsigned low, int i, unsigned high, int at) {
-        return (low >> 4 * i & 15) | (high >> at << 4 & 48);
+    // Byte t of a word, in both halves of one.
+    __device__ __forceinline__ static unsigned own_byte(unsigned word) {
+        return __byte_perm(word, 0u, 0x4040 + threadIdx.x % 4 * 0x101);
     }
 
     template <int COUNT>

@@ -76,62 +76,84 @@ struct Blocks {
         if (at < Part::SCALE_BYTES) copy16(more + Part::HIGH_BYTES, rows.of[2] + Part::scales_at(unit) + at, true);
     }
 
-    // Adds a unit of a split to its sums.
-    __device__ __forceinline__ void use(int slot, int split, int unit, const Input& input, Sums& sums) const {
+    // Adds a unit of a split to its sums. found: of INTEGERS, the sums of the units of a tile.
+    typedef float Found[Part::INTEGERS ? ROW_TILES : 1][4];
+
+    __device__ __forceinline__ void use(int slot, int split, int unit, const Input& input, Sums& sums,
+                                        Found& found) const {
         if (SPLITS * LENGTH > LM_K && (split * UNITS + unit) * order::UNIT >= LM_K) return;
-        use_tile(ring + slot * SLOT, split, unit, input, sums);
+        use_unit(ring + slot * SLOT, split, unit, input, sums, found);
     }
 
    private:
-    __device__ __forceinline__ static void use_tile(const W* from, int split, int unit, const Input& input,
-                                                    Sums& sums) {
-        float d[2], of_minimum[2], by[UNIT_CHUNKS][2][2];  // of columns g and g + 8; by: of a chunk, first and second
-        unsigned least[4] = {};
-        order::Columns columns[UNIT_CHUNKS];
+    __device__ __forceinline__ static void use_unit(const W* from, int split, int unit, const Input& input,
+                                                    Sums& sums, Found& found) {
+        const int of_k = split * UNITS + unit;
+        Part parts[2];  // of columns g and g + 8
+        typename Part::Own own[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            Part part;
             const W* const lows = from + i * OCTET_BYTES;
             const W* const highs = lows + Part::LOW_BYTES;
-            part.load(lows, highs, highs + Part::HIGH_BYTES, split * UNITS + unit, threadIdx.x % 32 / 4);
-            const typename Part::Own own = part.own(split * UNITS + unit);
-            d[i] = own.d, of_minimum[i] = own.minimum, least[i] = own.least;
-#pragma unroll
-            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
-                unsigned pairs[4];
-                part.codes(chunk, Part::INTEGERS ? gguf::of_lane(own.by, chunk) : 0u, pairs);
-                gguf::place(pairs, i, columns[chunk].value);
-                if (!Part::INTEGERS) by[chunk][i][0] = gguf::of_lane(own.first, chunk);
-                if (Part::HALVES) by[chunk][i][1] = gguf::of_lane(own.second, chunk);
-            }
+            parts[i].load(lows, highs, highs + Part::HIGH_BYTES, of_k, threadIdx.x % 32 / 4);
+            own[i] = parts[i].own(of_k);
         }
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-            float (&to)[4] = sums.of[0][r];
-            float half[2][4] = {}, minimum[4] = {};  // of INTEGERS, chunks 0 and 1, and 2 and 3
+        for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+            order::Columns columns;
+            float by[2][2];  // of a column, first and second
 #pragma unroll
-            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+            for (int i = 0; i < 2; ++i) {
+                unsigned pairs[4];
+                parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+                gguf::place(pairs, i, columns.value);
+                if (!Part::INTEGERS) by[i][0] = gguf::of_lane(own[i].first, chunk);
+                if (Part::HALVES) by[i][1] = gguf::of_lane(own[i].second, chunk);
+            }
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
                 order::Rows x;
                 input.get(x, r, split, unit, chunk);
                 float part[2][4] = {};
-                float (&first)[4] = Part::INTEGERS ? half[chunk / 2] : part[0];
-                float (&second)[4] = Part::INTEGERS ? half[chunk / 2] : part[Part::HALVES];
-                mma_fp16(first, columns[chunk].value[0], x.value[0]);
-                mma_fp16(second, columns[chunk].value[1], x.value[1]);
+                float (&first)[4] = Part::INTEGERS ? found[Part::INTEGERS ? r : 0] : part[0];
+                float (&second)[4] = Part::INTEGERS ? first : part[Part::HALVES];
+                mma_fp16(first, columns.value[0], x.value[0]);
+                mma_fp16(second, columns.value[1], x.value[1]);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    if (!Part::INTEGERS) to[i] = fmaf(by[chunk][i / 2][0], part[0][i], to[i]);
-                    if (Part::HALVES) to[i] = fmaf(by[chunk][i / 2][1], part[1][i], to[i]);
+                    float& to = sums.of[0][r][i];
+                    if (!Part::INTEGERS) to = fmaf(by[i / 2][0], part[0][i], to);
+                    if (Part::HALVES) to = fmaf(by[i / 2][1], part[1][i], to);
                 }
             }
-            if (Part::MINIMUM) {  // lane t has m and the sums of x of chunk t
-                const unsigned of_x[2] = {input.chunk_sums(r, split, unit), 0u};
-                mma_fp16(minimum, least, of_x);
-            }
+        }
+        if (Part::UNITS == 1 || of_k % 2 == 1 || unit + 1 == UNITS) end_tile(parts, split, unit, input, sums, found);
+    }
+
+    // Adds what the units of a tile have together, those of the split up to `unit`.
+    __device__ __forceinline__ static void end_tile(const Part (&parts)[2], int split, int unit, const Input& input,
+                                                    Sums& sums, Found& found) {
+        if constexpr (Part::MINIMUM) {
+            const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
+            const unsigned least[4] = {ends[0].least[0], ends[1].least[0], Part::UNITS > 1 ? ends[0].least[Part::UNITS - 1] : 0u,
+                                       Part::UNITS > 1 ? ends[1].least[Part::UNITS - 1] : 0u};
+            const int first = Part::UNITS > 1 ? unit - (split * UNITS + unit) % 2 : unit;  // unit of the tile, or -1
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (Part::INTEGERS) to[i] = fmaf(d[i / 2], half[0][i] + half[1][i], to[i]);
-                if (Part::MINIMUM) to[i] = fmaf(of_minimum[i / 2], minimum[i], to[i]);
+            for (int r = 0; r < ROW_TILES; ++r) {  // lane t has m and the sums of x of chunk t
+                float minimum[4] = {};
+                unsigned of_x[2] = {};
+                if (first >= 0) of_x[0] = input.chunk_sums(r, split, first);
+                if (first < unit) of_x[1] = input.chunk_sums(r, split, unit);
+                mma_fp16(minimum, least, of_x);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& to = sums.of[0][r][i];
+                    to = fmaf(ends[i / 2].minimum, minimum[i], to);
+                    if (Part::INTEGERS) {
+                        float& of_codes = found[Part::INTEGERS ? r : 0][i];
+                        to = fmaf(ends[i / 2].d, of_codes, to), of_codes = 0.0f;
+                    }
+                }
             }
         }
     }
@@ -144,6 +166,7 @@ struct Stream {
     const Blocks blocks;
     const int first, step, end;
     typename Blocks::Rows rows;
+    typename Blocks::Found found = {};
     int n, unit = 0, to = 0, from = 0;  // the next that is requested, and the slots of that and of the next one used
 
     __device__ __forceinline__ Stream(const Blocks& blocks, int first, int n, int step, int end)
@@ -169,7 +192,7 @@ struct Stream {
         wait_for_groups<LM_FLIGHT - 2>();
         __syncwarp();  // all lanes' copies are there, and all have used the slot before
         request();
-        blocks.use(from, split, unit, input, sums);
+        blocks.use(from, split, unit, input, sums, found);
         from = from + 1 == LM_FLIGHT ? 0 : from + 1;
     }
 };

@@ -117,18 +117,21 @@ struct Consumer {
     // The sums of a split of so many units, from unit `first` of K on. row: the first one of the block.
     template <int RANGE = 0>
     __device__ __forceinline__ void multiply_split(Products& sums, int first, int units, int row) {
-        if constexpr (!gguf::OfRange<RANGE>::LAST) {
-            if (row >= gguf::OfRange<RANGE>::NEXT) return multiply_split<RANGE + 1>(sums, first, units, row);
+        typedef gguf::OfRange<RANGE> OfRange;
+        if constexpr (!OfRange::LAST) {
+            if (row >= OfRange::NEXT) return multiply_split<RANGE + 1>(sums, first, units, row);
         }
+        constexpr int OF_TILE = OfRange::Of::UNITS;
+        const int last = first + units;
 #pragma unroll
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = 0.0f;
 #pragma unroll 1
-        for (int unit = first; unit < first + units; ++unit) {
-            constexpr int UNITS = gguf::OfRange<RANGE>::Of::UNITS;
-            if (unit == begin || unit % UNITS == 0) wait(ring.tile_full[tile], tile_phase, "full tile");
-            wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
-            add_unit<RANGE>(sums, ring.stage(stage), ring.tile(tile), unit);
-            release(unit + 1 == end || unit % UNITS == UNITS - 1);
+        for (int unit = first; unit < last;) {
+            if (unit == begin || unit % OF_TILE == 0) wait(ring.tile_full[tile], tile_phase, "full tile");
+            if constexpr (!OfRange::Of::INTEGERS) add_unit<RANGE>(sums, unit), unit += 1;
+            else if (unit % OF_TILE == 0 && unit + 1 < last) add_tile<RANGE, 2>(sums, unit), unit += 2;
+            else add_tile<RANGE, 1>(sums, unit), unit += 1;
+            if (unit == end || unit % OF_TILE == 0) release_tile();
         }
     }
 
@@ -136,67 +139,117 @@ struct Consumer {
     // All that was loaded has been used, so that no copy into this place can overtake a load. Each lane says so for its
     // own loads: with an arrival of lane 0 after __syncwarp() the time is the same, and racecheck, which does not see
     // that the warp is together, reports the loads of the others.
-    __device__ __forceinline__ void release(bool whole) {
-        if (DH_SHARES == 1) arrive(ring.empty[stage]);
+    __device__ __forceinline__ void release(int used) const {
+        if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
-        for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[stage], rank * DH_SHARES + i);
+        for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[used], rank * DH_SHARES + i);
+    }
+
+    // Waits for x of the next unit, whose stage it gives.
+    __device__ __forceinline__ int next() {
+        const int full = stage;
+        wait<(DH_SHARES > 1)>(ring.full[full], phase, "full");
         if (++stage == DH_STAGES) stage = 0, phase ^= 1;
-        if (!whole) return;
+        return full;
+    }
+
+    __device__ __forceinline__ void release_tile() {
         arrive(ring.tile_empty[tile]);
         if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
     }
 
-    template <int RANGE>
-    __device__ __forceinline__ static void add_unit(Products& sums, const char* of_x, const char* of_w,
-                                                    int unit) {
-        typedef typename gguf::OfRange<RANGE>::Of Part;
-        constexpr int PIECES = Part::INTEGERS ? 2 : Part::HALVES ? 8 : 4, EACH = 8 / PIECES;  // EACH: steps of one
-        const int warp = threadIdx.x / 32, row = own_row();
-        Part parts[2];
-        typename Part::Own own[2];
+    // A lane's rows of a unit.
+    template <typename Part>
+    __device__ __forceinline__ void load(Part (&parts)[2], int unit) const {
+        const int warp = threadIdx.x / 32, row = own_row(), half = unit % Part::UNITS;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int octet = TWO ? warp + i * ROW_OCTETS / 2 : 2 * warp + row / 8;
-            const W* of = reinterpret_cast<const W*>(of_w) + octet * Part::BYTES;
-            const int half = unit % Part::UNITS;
+            const W* of = reinterpret_cast<const W*>(ring.tile(tile)) + octet * Part::BYTES;
             parts[i].load(of + Part::low_at(half), of + Part::high_at(half), of + Part::scales_at(0), unit,
                           TWO ? row : row % 8 + i);
-            own[i] = parts[i].own(unit);
         }
-        const Matrix x = matrix_at(of_x);
+    }
+
+    // Of INTEGERS: so many units of a tile, which have one sum. While a chunk is unpacked, the one before is multiplied.
+    template <int RANGE, int COUNT>
+    __device__ __forceinline__ void add_tile(Products& sums, int first) {
+        typedef typename gguf::OfRange<RANGE>::Of Part;
+        Part parts[2];
+        Products found;
+        unsigned codes[2][2][4];           // of chunks, which alternate, two steps each
+        unsigned of_x[TERMS / 8][2] = {};  // sums
+        int used;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int unit = first + i, before = used;
+            used = next();
+            load(parts, unit);
+            const typename Part::Own own[2] = {parts[0].own(unit), parts[1].own(unit)};
+            const Matrix x = matrix_at(ring.stage(used));
+#pragma unroll
+            for (int chunk = 0; chunk < 4; ++chunk) {
+                wait_for_products<1>();  // all but those of the chunk before
+                if (i > 0 && chunk == 1) load_sums<Part, 0>(of_x, before), release(before);
+                unpack(parts, own, chunk, codes[chunk % 2]);
+                fence_sums();
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    const Matrix b = further(x, chunk / 2 * BOX_BYTES + (chunk % 2 * 2 + s) * 32);
+                    multiply(found, codes[chunk % 2][s], b, i > 0 || chunk > 0 || s > 0);
+                }
+                end_products();
+            }
+        }
+        load(parts, first);  // the scales again: they were not kept
+        const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
+        if (COUNT == 2 || first % 2 == 1) load_sums<Part, 1>(of_x, used);
+        else load_sums<Part, 0>(of_x, used);
+        add_minimums(sums, ends, of_x);
+        wait_for_products<0>();
+        pin(found);
+#pragma unroll
+        for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(ends[i % 4 / 2].d, found[i], sums[i]);
+        release(used);
+    }
+
+    // Of others: a unit, whose sub-blocks have sums of their own.
+    template <int RANGE>
+    __device__ __forceinline__ void add_unit(Products& sums, int unit) {
+        typedef typename gguf::OfRange<RANGE>::Of Part;
+        constexpr int PIECES = Part::HALVES ? 8 : 4, EACH = 8 / PIECES;  // EACH: steps of one
+        Part parts[2];
+        load(parts, unit);
+        const typename Part::Own own[2] = {parts[0].own(unit), parts[1].own(unit)};
+        const int used = next();
+        const Matrix x = matrix_at(ring.stage(used));
         Products found[2];
-        constexpr int SLOTS = Part::INTEGERS ? 4 : 2;
-        unsigned codes[SLOTS][2][4];  // of chunks, two steps each
+        unsigned codes[2][2][4];  // of chunks, two steps each
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const int step = piece * EACH;
-#pragma unroll
-            for (int chunk = step / 2; step % 2 == 0 && chunk < (step + EACH + 1) / 2; ++chunk) {
-                unpack(parts, own, chunk, codes[chunk % SLOTS]);
-            }
+            if (step % 2 == 0) unpack(parts, own, step / 2, codes[step / 2 % 2]);
             fence_sums();
 #pragma unroll
             for (int s = step; s < step + EACH; ++s) {
                 const Matrix b = further(x, s / 4 * BOX_BYTES + s % 4 * 32);
-                multiply(found[piece % 2], codes[s / 2 % SLOTS][s % 2], b, s > step);
+                multiply(found[piece % 2], codes[s / 2 % 2][s % 2], b, s > step);
             }
             end_products();
-            if (!Part::INTEGERS && piece > 0) {
+            if (piece > 0) {
                 wait_for_products<1>();
                 add<Part>(sums, found[(piece - 1) % 2], own, piece - 1);
             }
         }
         wait_for_products<0>();
-        if constexpr (Part::INTEGERS) {
-            pin(found[0]), pin(found[1]);
-#pragma unroll
-            for (int i = 0; i < TERMS / 2; ++i) {
-                sums[i] = fmaf(own[i % 4 / 2].d, found[0][i] + found[1][i], sums[i]);
-            }
-        } else {
-            add<Part>(sums, found[(PIECES - 1) % 2], own, PIECES - 1);
+        add<Part>(sums, found[(PIECES - 1) % 2], own, PIECES - 1);
+        if constexpr (Part::MINIMUM) {
+            const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
+            unsigned of_x[TERMS / 8][2] = {};
+            load_sums<Part, 0>(of_x, used);
+            add_minimums(sums, ends, of_x);
         }
-        if constexpr (Part::MINIMUM) add_minimums(sums, own, of_x + SUMS_AT);
+        release(used);
     }
 
     template <typename Part>
@@ -225,19 +278,27 @@ struct Consumer {
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
     }
 
-    // Lane t has m and the sums of x of chunk t.
-    template <typename Own>
-    __device__ __forceinline__ static void add_minimums(Products& sums, const Own (&own)[2], const char* of_x) {
-        const unsigned least[4] = {own[0].least, own[1].least, 0u, 0u};
+    // The sums of x of chunk t of unit AT of a tile.
+    template <typename Part, int AT>
+    __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
+        const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
+#pragma unroll
+        for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) of_x[j][AT] = from[32 * j + threadIdx.x % 32];
+    }
+
+    // Lane t has m and the sums of x of chunk t of each unit of a tile.
+    template <typename End>
+    __device__ __forceinline__ static void add_minimums(Products& sums, const End (&ends)[2],
+                                                        const unsigned (&of_x)[TERMS / 8][2]) {
+        constexpr int LAST = sizeof(ends[0].least) / 4 - 1;
+        const unsigned least[4] = {ends[0].least[0], ends[1].least[0], LAST ? ends[0].least[LAST] : 0u,
+                                   LAST ? ends[1].least[LAST] : 0u};
 #pragma unroll
         for (int j = 0; j < TERMS / 8; ++j) {
             float minimum[4] = {};
-            const unsigned x[2] = {reinterpret_cast<const unsigned*>(of_x)[32 * j + threadIdx.x % 32], 0u};
-            mma_fp16(minimum, least, x);
+            mma_fp16(minimum, least, of_x[j]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sums[4 * j + i] = fmaf(own[i / 2].minimum, minimum[i], sums[4 * j + i]);
-            }
+            for (int i = 0; i < 4; ++i) sums[4 * j + i] = fmaf(ends[i / 2].minimum, minimum[i], sums[4 * j + i]);
         }
     }
 };

@@ -43,15 +43,18 @@ struct Totals {
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Keeps the sums of all splits.
-    __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
+    // Keeps the sums of all splits; of blocks of GGUF adds those of a split, as its lane has no registers for both.
+    __device__ __forceinline__ void keep(const float (&found)[FOUND], bool first = true) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
         if constexpr (IN_PAIRS) {
 #pragma unroll
             for (int i = 0; i < FOUND; i += 4) {
                 const int tile = i / 2 + t / 2;
-                const float4 two = {found[i], found[i + 1], found[i + 2], found[i + 3]};
-                if (tile < TILES) *reinterpret_cast<float4*>(kept(tile, lane - t + t % 2 * 2)) = two;
+                if (tile >= TILES) continue;
+                float4* const to = reinterpret_cast<float4*>(kept(tile, lane - t + t % 2 * 2));
+                float4 two = order::BLOCKS && !first ? *to : float4{};
+                two.x += found[i], two.y += found[i + 1], two.z += found[i + 2], two.w += found[i + 3];
+                *to = two;
             }
             __syncwarp();
         } else {
@@ -238,11 +241,16 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
         float found[FOUND];
         by_tile(sums, found);
-        if (DH_SPLITS > 1) all.send(split, found);
+        if constexpr (DH_SPLITS > 1) {
+            all.send(split, found);
+        } else if constexpr (order::BLOCKS) {
+            all.keep(found, split == share.first);
+        } else {
 #pragma unroll
-        for (int i = 0; DH_SPLITS == 1 && i < FOUND; ++i) totals[i] += found[i];
+            for (int i = 0; i < FOUND; ++i) totals[i] += found[i];
+        }
     }
-    if (DH_SPLITS == 1) all.keep(totals);
+    if constexpr (DH_SPLITS == 1 && !order::BLOCKS) all.keep(totals);
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
