@@ -32,6 +32,7 @@ GGUF_FILE = "matmul/decode_hopper_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
 IN_ORDER = 2  # width of the terms for blocks of GGUF, whose codes are in the order of wgmma
 GGUF_TILES = 2  # of blocks in their ring
+HALF_SPLITS = 4  # of blocks, whose sums are added to each other before the others are
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row
@@ -101,10 +102,11 @@ def _stage(tile: HopperLinearTile, dtype: str, rounded: bool, octet: int = 0) ->
 
 def _sums(tile: HopperLinearTile, K: int, octet: int = 0) -> int:
     """Bytes of the sums that a block receives, or of blocks of GGUF keeps."""
-    if tile.splits == 1:
-        return GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS * 32 * PAIR if octet else 0
-    own = ceil(GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS / tile.splits)
-    return splits(K)[0] * own * 32 * PAIR
+    tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(K)[0]
+    messages, kept = (0 if tile.splits == 1 else parts), 0
+    if octet and tile.splits < 3:  # of the halves of the splits that a block has
+        messages, kept = (0, ceil(parts / HALF_SPLITS)) if tile.splits == 1 else (2, 1)
+    return (messages * ceil(tiles / tile.splits) + kept * tiles) * 32 * PAIR
 
 
 def shared_bytes(
@@ -226,7 +228,7 @@ def choose_blocks(
     many = rows == TERM_ROWS
     tile = HopperLinearTile(rows, 1, blocks=2 if many else 3)
     enough = (0.9 if many else 2.7) * sms / tile.grid(M, N, gated)
-    possible = [n for n in (1, 2, 4) if parts % n == 0]
+    possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
     n = next((n for n in possible if n >= enough), possible[-1])
     tile = tile._replace(splits=n, shares=(4 if many else 2) if n == 1 else 1)
     found = _with_stages(tile, K, GGUF, most_shared, True, octet)

@@ -157,7 +157,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
         Sums sums = {};
-#pragma unroll 1
+#pragma unroll UNROLLED
         for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
         Totals of_split = {};
         sums.add_to(of_split);
@@ -174,10 +174,12 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
             Output<End> output;
             output.load(of, end, input.first + row, input.M, start, i % ACROSS);
             output.finish(end, [&](int at) {
-                float total = 0.0f;
+                float halves[2] = {};
 #pragma unroll
-                for (int s = 0; s < SPLITS; ++s) total += totals[s * OUTPUTS + row * ACROSS + at];
-                return total;
+                for (int s = 0; s < SPLITS; ++s) {
+                    halves[s / order::HALF_SPLITS] += totals[s * OUTPUTS + row * ACROSS + at];
+                }
+                return halves[0] + halves[1];
             });
         }
     }
@@ -204,7 +206,7 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
             each[1][s] = *reinterpret_cast<const float4*>(from + 8);
         }
         Output<End> outputs[2][4];
-        float total[2][4] = {};
+        float total[2][2][4] = {};  // of halves of the splits
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -214,14 +216,18 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
 #pragma unroll
             for (int s = 0; s < GGUF_CLUSTER; ++s) {
                 const float4 v = each[half][s];
-                total[half][0] += v.x, total[half][1] += v.y, total[half][2] += v.z, total[half][3] += v.w;
+                float (&to)[4] = total[half][s / order::HALF_SPLITS];
+                to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
             }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                outputs[half][e].finish(end, [&](int of) { return total[of - at < 8 ? 0 : 1][e]; });
+                outputs[half][e].finish(end, [&](int of) {
+                    const float (&halves)[2][4] = total[of - at < 8 ? 0 : 1];
+                    return halves[0][e] + halves[1][e];
+                });
             }
         }
     }
@@ -253,12 +259,20 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     for (int start = range.first; start < range.end; start += range.step) {
         Totals totals = {};
 #pragma unroll 1
-        for (int split = rank; split < rank + OF_BLOCK; ++split) {
-            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
-            Sums sums = {};
+        for (int split = rank, half = rank; half < rank + OF_BLOCK;) {
+            Totals of_half = {};
+            half = min(split + order::HALF_SPLITS, rank + OF_BLOCK);
 #pragma unroll 1
-            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
-            sums.add_to(totals);
+            for (; split < half; ++split) {
+                if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
+                Sums sums = {};
+                if (start + own < range.end) {
+#pragma unroll UNROLLED
+                    for (int unit = 0; unit < UNITS; ++unit) stream.use(split, unit, input, sums);
+                }
+                sums.add_to(of_half);
+            }
+            add(totals, of_half);
         }
         add_last(of, input, end, last);
         float* const plane = Shared::plane(input, last.count);

@@ -26,6 +26,11 @@
 
 static_assert(LM_COLUMNS == 16 && !LM_LOOP, "a warp has a tile of columns");
 
+constexpr int UNROLLED = UNITS % 2 == 0 ? 2 : 1;  // units, where it is known in the code which of a tile they are
+
+// The same number, which the compiler cannot compute again from threadIdx: it would do so at each use.
+__device__ __forceinline__ int kept(int v) { return __shfl_sync(0xffffffffu, v, threadIdx.x % 32); }
+
 // The weights of a warp: a ring of LM_FLIGHT units of its columns in shared memory.
 template <int RANGE>
 struct Blocks {
@@ -39,41 +44,69 @@ struct Blocks {
     const W* up;  // the same of the other matrix, with LM_UP
     W* ring;
     const int N;
+    const int to_low, to_more;  // where a lane puts what it copies, in a slot
 
     __device__ __forceinline__ Blocks(const W* all, const W* all_up, char* ring, int N)
         : w(all + OfRange::begin(LM_K)), up(LM_UP ? all_up + OfRange::begin(LM_K) : nullptr),
-          ring(reinterpret_cast<W*>(ring)), N(N) {}
+          ring(reinterpret_cast<W*>(ring)), N(N), to_low(kept(threadIdx.x % 32 * 16)),
+          to_more(kept((threadIdx.x % 32 < 16 ? 0 : OCTET_BYTES) + Part::LOW_BYTES + own_byte())) {}
 
-    // The rows of the first and of the second of two octets of the columns from n on, and those that a lane copies high
-    // bits and scales of: lanes 0 to 15 of the first ones, the others of the second ones.
-    struct Rows {
-        const W* of[3];
+    // What a lane copies of the next unit: low bits of the first and of the second of two octets; high bits and scales of
+    // the first one (lanes 0 to 15) or of the second. Where these are up to 256 bytes, some lanes copy high bits, others
+    // scales.
+    static constexpr bool AT_ONCE = Part::HIGH_BYTES + Part::SCALE_BYTES <= 256;
+
+    struct Cursor {
+        const W* low[2];
+        const W* high;
+        const W* scales;
     };
 
-    __device__ __forceinline__ Rows rows(int n) const {
-        Rows found;
-#pragma unroll
-        for (int octet = 0; octet < 2; ++octet) {
-            const int row = Column(n + 8 * octet, N).n - OfRange::FROM;
-            found.of[octet] = (LM_UP && octet ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(LM_K);
-        }
-        found.of[2] = threadIdx.x % 32 < 16 ? found.of[0] : found.of[1];
+    // The number in its tile of unit `first` + `at` of K, where `at` begins with a split: a constant if `at` decides it.
+    __device__ __forceinline__ static int unit_of_tile(int first, int at) {
+        return Part::UNITS == 1 ? 0 : (UNITS % 2 == 0 ? at : first + at) % 2;
+    }
+
+    __device__ __forceinline__ static int own_byte() { return threadIdx.x % 16 * 16; }
+    __device__ __forceinline__ static bool of_scales() { return own_byte() >= Part::HIGH_BYTES; }  // with AT_ONCE
+
+    // That of the columns from n on.
+    __device__ __forceinline__ Cursor cursor(int n, int unit) const {
+        const auto octet = [&](int i) {
+            const int row = Column(n + 8 * i, N).n - OfRange::FROM;
+            return (LM_UP && i ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(LM_K);
+        };
+        const int low = Part::low_at(unit) + threadIdx.x % 32 * 16;
+        const W* const first = octet(0);
+        const W* const second = octet(1);
+        const W* const own = threadIdx.x % 32 < 16 ? first : second;
+        Cursor found = {{first + low, second + low}, nullptr, nullptr};
+        found.high = own + Part::high_at(unit) + own_byte(), found.scales = own + Part::scales_at(unit) + own_byte();
+        if (AT_ONCE && of_scales()) found.high = found.scales - Part::HIGH_BYTES;
         return found;
     }
 
-    // Requests a unit.
-    __device__ __forceinline__ void fetch(int slot, int unit, const Rows& rows) const {
+    // Requests a unit, to a slot that is so many bytes after the first, and goes on to the next one. half: its number in
+    // its tile.
+    __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from) const {
         if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) return;
-        const int lane = threadIdx.x % 32, at = lane % 16 * 16, low = Part::low_at(unit) + 16 * lane;
-        W* const to = ring + slot * SLOT;
+        W* const to = ring + slot + to_low;
+        W* const more = ring + slot + to_more;
+        const auto further = [&](int bytes) { return half == Part::UNITS - 1 ? Part::BYTES - half * bytes : bytes; };
 #pragma unroll
-        for (int i = 0; i < Part::VECTORS; ++i) {
-            copy16(to + 512 * i + 16 * lane, rows.of[0] + low + 512 * i, true);
-            copy16(to + OCTET_BYTES + 512 * i + 16 * lane, rows.of[1] + low + 512 * i, true);
+        for (int octet = 0; octet < 2; ++octet) {
+#pragma unroll
+            for (int i = 0; i < 512 * Part::VECTORS; i += 512) {
+                copy16(to + octet * OCTET_BYTES + i, from.low[octet] + i, true);
+            }
+            from.low[octet] += further(Part::LOW_BYTES);
         }
-        W* const more = to + (lane < 16 ? 0 : OCTET_BYTES) + Part::LOW_BYTES + at;
-        if (at < Part::HIGH_BYTES) copy16(more, rows.of[2] + Part::high_at(unit) + at, true);
-        if (at < Part::SCALE_BYTES) copy16(more + Part::HIGH_BYTES, rows.of[2] + Part::scales_at(unit) + at, true);
+        constexpr int FIRST = Part::HIGH_BYTES + (AT_ONCE ? Part::SCALE_BYTES : 0);
+        if (own_byte() < FIRST) copy16(more, from.high, true);
+        from.high += further(AT_ONCE && of_scales() ? 0 : Part::HIGH_BYTES);
+        if (AT_ONCE) return;
+        if (own_byte() < Part::SCALE_BYTES) copy16(more + Part::HIGH_BYTES, from.scales, true);
+        from.scales += further(0);
     }
 
     // Adds a unit of a split to its sums. found: of INTEGERS, the sums of the units of a tile.
@@ -82,21 +115,21 @@ struct Blocks {
     __device__ __forceinline__ void use(int slot, int split, int unit, const Input& input, Sums& sums,
                                         Found& found) const {
         if (SPLITS * LENGTH > LM_K && (split * UNITS + unit) * order::UNIT >= LM_K) return;
-        use_unit(ring + slot * SLOT, split, unit, input, sums, found);
+        use_unit(ring + slot, split, unit, input, sums, found);
     }
 
    private:
     __device__ __forceinline__ static void use_unit(const W* from, int split, int unit, const Input& input,
                                                     Sums& sums, Found& found) {
-        const int of_k = split * UNITS + unit;
+        const int half = unit_of_tile(split * UNITS, unit);
         Part parts[2];  // of columns g and g + 8
         typename Part::Own own[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const W* const lows = from + i * OCTET_BYTES;
             const W* const highs = lows + Part::LOW_BYTES;
-            parts[i].load(lows, highs, highs + Part::HIGH_BYTES, of_k, threadIdx.x % 32 / 4);
-            own[i] = parts[i].own(of_k);
+            parts[i].load(lows, highs, highs + Part::HIGH_BYTES, half, threadIdx.x % 32 / 4);
+            own[i] = parts[i].own(half);
         }
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
@@ -127,23 +160,23 @@ struct Blocks {
                 }
             }
         }
-        if (Part::UNITS == 1 || of_k % 2 == 1 || unit + 1 == UNITS) end_tile(parts, split, unit, input, sums, found);
+        if (half == Part::UNITS - 1 || unit + 1 == UNITS) end_tile(parts, half, split, unit, input, sums, found);
     }
 
-    // Adds what the units of a tile have together, those of the split up to `unit`.
-    __device__ __forceinline__ static void end_tile(const Part (&parts)[2], int split, int unit, const Input& input,
-                                                    Sums& sums, Found& found) {
+    // Adds what the units of a tile have together, those of the split up to `unit`, which is number `half` of it.
+    __device__ __forceinline__ static void end_tile(const Part (&parts)[2], int half, int split, int unit,
+                                                    const Input& input, Sums& sums, Found& found) {
         if constexpr (Part::MINIMUM) {
             const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
-            const unsigned least[4] = {ends[0].least[0], ends[1].least[0], Part::UNITS > 1 ? ends[0].least[Part::UNITS - 1] : 0u,
-                                       Part::UNITS > 1 ? ends[1].least[Part::UNITS - 1] : 0u};
-            const int first = Part::UNITS > 1 ? unit - (split * UNITS + unit) % 2 : unit;  // unit of the tile, or -1
+            constexpr int LAST = Part::UNITS - 1;
+            const unsigned least[4] = {ends[0].least[0], ends[1].least[0], LAST ? ends[0].least[LAST] : 0u,
+                                       LAST ? ends[1].least[LAST] : 0u};
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {  // lane t has m and the sums of x of chunk t
                 float minimum[4] = {};
                 unsigned of_x[2] = {};
-                if (first >= 0) of_x[0] = input.chunk_sums(r, split, first);
-                if (first < unit) of_x[1] = input.chunk_sums(r, split, unit);
+                if (unit >= half) of_x[0] = input.chunk_sums(r, split, unit - half);
+                if (half > 0) of_x[1] = input.chunk_sums(r, split, unit);
                 mma_fp16(minimum, least, of_x);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -165,35 +198,41 @@ template <typename Blocks, int COUNT>
 struct Stream {
     const Blocks blocks;
     const int first, step, end;
-    typename Blocks::Rows rows;
+    typename Blocks::Cursor next;
     typename Blocks::Found found = {};
-    int n, unit = 0, to = 0, from = 0;  // the next that is requested, and the slots of that and of the next one used
+    int n, unit = 0, to = 0, from = 0;  // the next that is requested; where that is put, and the next one used is
 
     __device__ __forceinline__ Stream(const Blocks& blocks, int first, int n, int step, int end)
-        : blocks(blocks), first(first), step(step), end(end), rows(blocks.rows(n)), n(n) {
+        : blocks(blocks), first(first), step(step), end(end), next(blocks.cursor(n, first)), n(n) {
 #pragma unroll
-        for (int i = 0; i < LM_FLIGHT - 1; ++i) request();
+        for (int i = 0; i < LM_FLIGHT - 1; ++i) request(i);
     }
 
-    __device__ __forceinline__ void request() {
+    // at: `unit`, or a number that is even if it is.
+    __device__ __forceinline__ void request(int at) {
         if (n < end) {
-            blocks.fetch(to, first + unit, rows);
+            blocks.fetch(to, first + unit, Blocks::unit_of_tile(first + unit - at, at), next);
             if (++unit == COUNT) {
                 asm volatile("");  // a branch: else these addresses are computed for every unit
-                unit = 0, n += step, rows = blocks.rows(n);
+                unit = 0, n += step, next = blocks.cursor(n, first);
             }
         }
         end_group();
-        to = to + 1 == LM_FLIGHT ? 0 : to + 1;
+        to = after(to);
     }
 
     // Adds the next unit, which is `unit` of a split.
     __device__ __forceinline__ void use(int split, int unit, const Input& input, Sums& sums) {
         wait_for_groups<LM_FLIGHT - 2>();
         __syncwarp();  // all lanes' copies are there, and all have used the slot before
-        request();
+        request(UNITS % 2 == 0 ? unit + LM_FLIGHT - 1 : this->unit);
         blocks.use(from, split, unit, input, sums, found);
-        from = from + 1 == LM_FLIGHT ? 0 : from + 1;
+        from = after(from);
+    }
+
+   private:
+    __device__ __forceinline__ static int after(int slot) {
+        return slot == (LM_FLIGHT - 1) * Blocks::SLOT ? 0 : slot + Blocks::SLOT;
     }
 };
 static_assert(LM_FLIGHT >= 2, "a unit is requested before it is used");

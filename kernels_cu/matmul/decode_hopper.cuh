@@ -82,7 +82,8 @@ struct Share {
 
     __device__ __forceinline__ Share(int M, int K) {
         const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
-        const int splits = order::splits(K), each = (splits + DH_SPLITS - 1) / DH_SPLITS;
+        const int splits = order::splits(K);
+        const int each = order::BLOCKS && DH_SPLITS == 2 ? order::HALF_SPLITS : (splits + DH_SPLITS - 1) / DH_SPLITS;
         part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
         row = tile % tiles_m * (int)TERM_ROWS;
         rows = min((int)TERM_ROWS, M - row);

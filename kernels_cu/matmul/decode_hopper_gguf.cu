@@ -18,7 +18,7 @@
 #include "matmul/decode_hopper_tile.cuh"
 #include "matmul/decode_hopper_ends.cuh"
 
-static_assert(TERM_COUNT == 1 && DH_GROUPS < 3, "x is rounded, and a thread has many registers");
+static_assert(TERM_COUNT == 1, "x is rounded");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_hopper_gguf(
     const float* x,                  // (M, K), terms

@@ -19,51 +19,76 @@ constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;                    // of 32 rows
 // the places of two lanes, 16 bytes, unless these are in tiles for different blocks.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in the order in which it writes them
+// Blocks of GGUF: whether a block has one half of the splits, or both, and keeps sums of halves in shared memory.
+constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
+constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // whether those are exchanged, instead of sums of splits
+
+// Sums of a tile that a block receives.
+__device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 2 : splits; }
 
 static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
 
 // The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
-// are exchanged: (splits, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those of
-// a block alone are kept where the warp's rows of W were, once it has multiplied all of them; of blocks of GGUF, which
-// have less room, in the place of pairs.
+// are exchanged: (messages, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those
+// of a block alone are kept where the warp's rows of W were, once it has multiplied all of them. Of blocks of GGUF, one
+// or two blocks keep the sums of a half of the splits while they add it up: they have no registers for that.
 struct Totals {
     const Ring& ring;
     float2* pairs;
     Barrier& arrived;
     int part, warp;
+    float2* halves;  // (1 or 2, WARPS, TILES, 32), with IN_HALVES
 
     static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // of the warp in W, and of a tile
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
 
-    __device__ __forceinline__ float2* kept(int tile, int lane) const {
-        if (order::BLOCKS) return pairs + (warp * TILES + tile) * 32 + lane;
+    __device__ __forceinline__ float2* kept(int tile, int lane, int half = 0) const {
+        if (IN_HALVES) return halves + ((half * WARPS + warp) * TILES + tile) * 32 + lane;
         const int at = tile % IN_STAGE * BYTES;
         char* const of_warp = ring.stage(tile / IN_STAGE) + HALF * warp;
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Keeps the sums of all splits; of blocks of GGUF adds those of a split, as its lane has no registers for both.
-    __device__ __forceinline__ void keep(const float (&found)[FOUND], bool first = true) const {
+    // What a lane keeps at a time, and use(that place, the number of its first sum) for each of a half.
+    typedef Vec<float, IN_PAIRS ? 4 : 2> Kept;
+
+    template <typename Use>
+    __device__ __forceinline__ void each_kept(int half, Use use) const {
+        constexpr int EACH = IN_PAIRS ? 4 : 2;
         const int lane = threadIdx.x % 32, t = lane % 4;
-        if constexpr (IN_PAIRS) {
 #pragma unroll
-            for (int i = 0; i < FOUND; i += 4) {
-                const int tile = i / 2 + t / 2;
-                if (tile >= TILES) continue;
-                float4* const to = reinterpret_cast<float4*>(kept(tile, lane - t + t % 2 * 2));
-                float4 two = order::BLOCKS && !first ? *to : float4{};
-                two.x += found[i], two.y += found[i + 1], two.z += found[i + 2], two.w += found[i + 3];
-                *to = two;
-            }
-            __syncwarp();
-        } else {
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) *kept(tile, lane) = {found[2 * tile], found[2 * tile + 1]};
+        for (int i = 0; i < FOUND; i += EACH) {
+            const int tile = i / 2 + (IN_PAIRS ? t / 2 : 0), of_lane = IN_PAIRS ? lane - t + t % 2 * 2 : lane;
+            if (tile < TILES) use(*reinterpret_cast<Kept*>(kept(tile, of_lane, half)), i);
         }
+        if (IN_PAIRS) __syncwarp();
     }
 
-    // Sends those of a split.
+    // Keeps the sums of all splits; with IN_HALVES, adds those of a split to those of its half. first: of these.
+    __device__ __forceinline__ void keep(const float (&found)[FOUND], int half = 0, bool first = true) const {
+        each_kept(half, [&](Kept& to, int i) {
+            float v[IN_PAIRS ? 4 : 2] = {};
+            if (IN_HALVES && !first) to.unpack(v);
+#pragma unroll
+            for (int e = 0; e < (IN_PAIRS ? 4 : 2); ++e) v[e] += found[i + e];
+            to = Kept::pack(v);
+        });
+    }
+
+    // Sends a half that was kept.
+    __device__ __forceinline__ void send_half(int rank) const {
+        float found[FOUND];
+        each_kept(0, [&](const Kept& from, int i) {
+            float v[IN_PAIRS ? 4 : 2];
+            from.unpack(v);
+#pragma unroll
+            for (int e = 0; e < (IN_PAIRS ? 4 : 2); ++e) found[i + e] = v[e];
+        });
+        send(rank, found);
+    }
+
+    // Sends those of a split, or of a half of them.
     __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -77,19 +102,36 @@ struct Totals {
 
     // Those of tiles first, first + DH_SPLITS, ...
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
+        const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i, threadIdx.x % 32);
+            for (int i = 0; i < AHEAD; ++i) {
+                totals[i] = *kept(first + i, lane);
+                if (!IN_HALVES || splits <= order::HALF_SPLITS) continue;
+                const float2 more = *kept(first + i, lane, 1);
+                totals[i].x += more.x, totals[i].y += more.y;
+            }
             return;
         }
-        const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
+        constexpr int AT_ONCE = OF_HALVES ? 2 : order::HALF_SPLITS;  // messages that are added to each other first
+        const int count = messages(splits);
 #pragma unroll 1
-        for (int split = 0; split < splits; ++split) {
+        for (int message = 0; message < count;) {
+            float2 sums[AHEAD];
+            const int begin = message, end = min(begin + AT_ONCE, count);
+#pragma unroll 1
+            for (; message < end; ++message) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) {
+                    const float2 more = pairs[(message * OWN + min(own + i, OWN - 1)) * 32 + lane];
+                    sums[i].x = message > begin ? sums[i].x + more.x : more.x;
+                    sums[i].y = message > begin ? sums[i].y + more.y : more.y;
+                }
+            }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const float2 more = pairs[(split * OWN + min(own + i, OWN - 1)) * 32 + lane];
-                totals[i].x = split ? totals[i].x + more.x : more.x;
-                totals[i].y = split ? totals[i].y + more.y : more.y;
+                totals[i].x = begin ? totals[i].x + sums[i].x : sums[i].x;
+                totals[i].y = begin ? totals[i].y + sums[i].y : sums[i].y;
             }
         }
     }
@@ -241,16 +283,17 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
         float found[FOUND];
         by_tile(sums, found);
-        if constexpr (DH_SPLITS > 1) {
+        if constexpr (IN_HALVES) {
+            all.keep(found, DH_SPLITS > 1 ? 0 : split / order::HALF_SPLITS, split % order::HALF_SPLITS == 0);
+        } else if constexpr (DH_SPLITS > 1) {
             all.send(split, found);
-        } else if constexpr (order::BLOCKS) {
-            all.keep(found, split == share.first);
         } else {
 #pragma unroll
             for (int i = 0; i < FOUND; ++i) totals[i] += found[i];
         }
     }
-    if constexpr (DH_SPLITS == 1 && !order::BLOCKS) all.keep(totals);
+    if constexpr (DH_SPLITS == 1 && !IN_HALVES) all.keep(totals);
+    if constexpr (OF_HALVES) all.send_half(share.rank);
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
@@ -290,7 +333,8 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
 #endif
     const Share share(M, K);
     float2* const pairs = reinterpret_cast<float2*>(after);
-    const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32};
+    float2* const halves = pairs + (OF_HALVES ? 2 * OWN * 32 : 0);
+    const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32, halves};
     __shared__ Corner corner;
     if (threadIdx.x == 32 * WARPS) {
         corner = {share.row, share.column};
@@ -304,7 +348,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
         init(arrived, 1);
         fence_inits();
         const int tiles = (WARPS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
-        if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * order::splits(K) * 32 * (int)sizeof(float2));
+        if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * messages(order::splits(K)) * 32 * (int)sizeof(float2));
     }
     __syncthreads();
     let_next_start();

@@ -14,9 +14,11 @@
 //           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
-// Weights in blocks of GGUF (matmul/decode_gguf.cuh): half a unit of codes times their scales of 6 bits, or a sub-block
-// of codes, is added in the tensor cores, from 0 on; the sum of both halves, or of the sub-block, times the scale of
-// float16 is added to the split outside of them, and so is that of a unit of minimums, of both terms by themselves.
+// Weights in blocks of GGUF (matmul/decode_gguf.cuh): what a split has of a block of 256 codes times their scales of 6
+// bits, or a sub-block of codes, is added in the tensor cores, from 0 on; that sum times the scale of float16 is added
+// to the split outside of them, and so, before that of 256 codes and after that of a unit of others, is that of the
+// minimums of a block or a unit, of both terms by themselves. The total is that of the first half of the splits, 0 to
+// 3, plus that of the others, so that two blocks of threads can have a half each and exchange one sum.
 //
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
 // change a sum.
@@ -67,6 +69,7 @@ constexpr int STEPS = CHUNK / STEP;         // of a chunk
 constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // of x, in an mma; the second one can be zero
 static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
 constexpr int UNIT = 128, MOST_SPLITS = 8;  // of K
+constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // whose sums are added to each other first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
 __host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_SPLITS - 1) / MOST_SPLITS; }

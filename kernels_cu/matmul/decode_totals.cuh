@@ -49,6 +49,16 @@ struct Sums {
     }
 };
 
+__device__ __forceinline__ void add(Totals& to, const Totals& from) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * order::TILE_OCTETS * LANE_ROWS; ++i) {
+            (&to[tile][0][0])[i] += (&from[tile][0][0])[i];
+        }
+    }
+}
+
 // Calls use(column, row, total) for each of a lane; the columns are those of the warp.
 template <typename Use>
 __device__ __forceinline__ void each(const Totals& totals, Use use) {
