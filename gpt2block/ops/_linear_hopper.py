@@ -106,7 +106,8 @@ def _sums(tile: HopperLinearTile, K: int, octet: int = 0) -> int:
     messages, kept = (0 if tile.splits == 1 else parts), 0
     if octet and tile.splits < 3:  # of the halves of the splits that a block has
         messages, kept = (0, ceil(parts / HALF_SPLITS)) if tile.splits == 1 else (2, 1)
-    return (messages * ceil(tiles / tile.splits) + kept * tiles) * 32 * PAIR
+        kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
+    return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
 
 
 def shared_bytes(

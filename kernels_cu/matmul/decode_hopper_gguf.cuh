@@ -36,7 +36,7 @@ struct Sources {
     const float* sums;
 };
 
-// Requests all stages and tiles; called by one warp. A lane has eight rows of W, the last one x.
+// Requests all stages and tiles; called by one warp. A lane requests eight rows of W, the last one x.
 template <int RANGE = 0>
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x,
                                         int N, int K) {
@@ -63,7 +63,9 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     const char* const of_tile = reinterpret_cast<const char*>(x) + 2 * value;
     const int box = BOX * of_rows, part = box / DH_SHARES, at = share.part * part;
     const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
-    const auto load_x = [&](int unit, int stage) {
+    const auto load_x = [&](int unit) {
+        if (lane != 31) return;
+        const int stage = (unit - begin) % DH_STAGES;
         char* const to = ring.stage(stage);
         arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
 #pragma unroll
@@ -77,24 +79,22 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load_bytes(to + SUMS_AT, sum, 16 * share.rows, ring.full[stage]);
         }
     };
-    for (int count = 0; count < min(DH_TILES, tiles); ++count) load_w(count);
+    for (int tile = 0; tile < min(DH_TILES, tiles); ++tile) load_w(tile);
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_before_copies();
-    if (lane < ROW_OCTETS) {
-        for (int count = DH_TILES; count < tiles; ++count) {
-            wait(ring.tile_empty[count % DH_TILES], (count / DH_TILES - 1) & 1, "empty tile");
-            load_w(count);
-        }
-    }
-    if (lane != 31) return;
+    for (int unit = begin; unit < min(begin + DH_STAGES, end); ++unit) load_x(unit);
+    // Places in the order in which they become free. One path for all lanes: where those of x and of W were two, each
+    // waited for what the other one waited for.
+    int tile = 0;
     for (int unit = begin; unit < end; ++unit) {
-        const int count = unit - begin;
-        if (count >= DH_STAGES) wait(ring.empty[count % DH_STAGES], (count / DH_STAGES - 1) & 1, "empty");
-        load_x(unit, count % DH_STAGES);
-    }
-    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
-    for (int count = share.slices; DH_SHARES > 1 && count < share.slices + min(DH_STAGES, share.slices); ++count) {
-        if (count >= DH_STAGES) wait(ring.empty[count % DH_STAGES], (count / DH_STAGES - 1) & 1, "empty at the end");
+        const int count = unit - begin, stage = count % DH_STAGES;
+        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares also the last: others arrive until then
+            wait(ring.empty[stage], count / DH_STAGES & 1, "empty");
+            if (unit + DH_STAGES < end) load_x(unit + DH_STAGES);
+        }
+        if ((unit + 1) % Part::UNITS != 0 || tile + DH_TILES >= tiles) continue;
+        wait(ring.tile_empty[tile % DH_TILES], tile / DH_TILES & 1, "empty tile");
+        load_w(DH_TILES + tile++);
     }
 }
 
@@ -175,23 +175,27 @@ struct Consumer {
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
-        Part parts[2];
+        Part parts[COUNT][2];
+        typename Part::Own own[COUNT][2];
         Products found;
         unsigned codes[2][2][4];           // of chunks, which alternate, two steps each
         unsigned of_x[TERMS / 8][2] = {};  // sums
         int used;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            const int unit = first + i, before = used;
+            load(parts[i], COUNT == 1 ? first : i);
+            own[i][0] = parts[i][0].own(COUNT == 1 ? first : i), own[i][1] = parts[i][1].own(COUNT == 1 ? first : i);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int before = used;
             used = next();
-            load(parts, unit);
-            const typename Part::Own own[2] = {parts[0].own(unit), parts[1].own(unit)};
             const Matrix x = matrix_at(ring.stage(used));
 #pragma unroll
             for (int chunk = 0; chunk < 4; ++chunk) {
                 wait_for_products<1>();  // all but those of the chunk before
                 if (i > 0 && chunk == 1) load_sums<Part, 0>(of_x, before), release(before);
-                unpack(parts, own, chunk, codes[chunk % 2]);
+                unpack(parts[i], own[i], chunk, codes[chunk % 2]);
                 fence_sums();
 #pragma unroll
                 for (int s = 0; s < 2; ++s) {
@@ -201,8 +205,8 @@ struct Consumer {
                 end_products();
             }
         }
-        load(parts, first);  // the scales again: they were not kept
-        const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
+        load(parts[0], first);  // the scales again: they were not kept
+        const typename Part::End ends[2] = {parts[0][0].end(), parts[0][1].end()};
         if (COUNT == 2 || first % 2 == 1) load_sums<Part, 1>(of_x, used);
         else load_sums<Part, 0>(of_x, used);
         add_minimums(sums, ends, of_x);

@@ -38,54 +38,62 @@ struct Totals {
     float2* pairs;
     Barrier& arrived;
     int part, warp;
-    float2* halves;  // (1 or 2, WARPS, TILES, 32), with IN_HALVES
+    float2* halves;  // with IN_HALVES
 
     static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // of the warp in W, and of a tile
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
 
-    __device__ __forceinline__ float2* kept(int tile, int lane, int half = 0) const {
-        if (IN_HALVES) return halves + ((half * WARPS + warp) * TILES + tile) * 32 + lane;
+    __device__ __forceinline__ float2* kept(int tile, int lane) const {
+        if (IN_HALVES) return halves + (warp * (TERMS / 4) + tile) * 32 + lane;
         const int at = tile % IN_STAGE * BYTES;
         char* const of_warp = ring.stage(tile / IN_STAGE) + HALF * warp;
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // What a lane keeps at a time, and use(that place, the number of its first sum) for each of a half.
-    typedef Vec<float, IN_PAIRS ? 4 : 2> Kept;
-
-    template <typename Use>
-    __device__ __forceinline__ void each_kept(int half, Use use) const {
-        constexpr int EACH = IN_PAIRS ? 4 : 2;
+    // Keeps the sums of all splits.
+    __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
+        if constexpr (IN_PAIRS) {
 #pragma unroll
-        for (int i = 0; i < FOUND; i += EACH) {
-            const int tile = i / 2 + (IN_PAIRS ? t / 2 : 0), of_lane = IN_PAIRS ? lane - t + t % 2 * 2 : lane;
-            if (tile < TILES) use(*reinterpret_cast<Kept*>(kept(tile, of_lane, half)), i);
+            for (int i = 0; i < FOUND; i += 4) {
+                const int tile = i / 2 + t / 2;
+                const float4 two = {found[i], found[i + 1], found[i + 2], found[i + 3]};
+                if (tile < TILES) *reinterpret_cast<float4*>(kept(tile, lane - t + t % 2 * 2)) = two;
+            }
+            __syncwarp();
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) *kept(tile, lane) = {found[2 * tile], found[2 * tile + 1]};
         }
-        if (IN_PAIRS) __syncwarp();
     }
 
-    // Keeps the sums of all splits; with IN_HALVES, adds those of a split to those of its half. first: of these.
-    __device__ __forceinline__ void keep(const float (&found)[FOUND], int half = 0, bool first = true) const {
-        each_kept(half, [&](Kept& to, int i) {
-            float v[IN_PAIRS ? 4 : 2] = {};
-            if (IN_HALVES && !first) to.unpack(v);
-#pragma unroll
-            for (int e = 0; e < (IN_PAIRS ? 4 : 2); ++e) v[e] += found[i + e];
-            to = Kept::pack(v);
-        });
+    // With IN_HALVES: a lane's own place for four sums of a half.
+    __device__ __forceinline__ float4& of_half(int half, int i) const {
+        return reinterpret_cast<float4*>(halves)[((half * WARPS + warp) * (TERMS / 8) + i / 4) * 32 + threadIdx.x % 32];
     }
 
-    // Sends a half that was kept.
-    __device__ __forceinline__ void send_half(int rank) const {
-        float found[FOUND];
-        each_kept(0, [&](const Kept& from, int i) {
-            float v[IN_PAIRS ? 4 : 2];
-            from.unpack(v);
+    // Adds the sums of a split to those of its half. first: of the half.
+    __device__ __forceinline__ void add(const float (&sums)[TERMS / 2], int half, bool first) const {
 #pragma unroll
-            for (int e = 0; e < (IN_PAIRS ? 4 : 2); ++e) found[i + e] = v[e];
-        });
-        send(rank, found);
+        for (int i = 0; i < TERMS / 2; i += 4) {
+            float4 v = first ? float4{} : of_half(half, i);
+            v.x += sums[i], v.y += sums[i + 1], v.z += sums[i + 2], v.w += sums[i + 3];
+            of_half(half, i) = v;
+        }
+    }
+
+    // The sums of the halves that the block has, whose places can be used again.
+    __device__ __forceinline__ void get_halves(float (&sums)[TERMS / 2], int count) const {
+#pragma unroll
+        for (int i = 0; i < TERMS / 2; i += 4) {
+            float4 v = of_half(0, i);
+            if (count > 1) {
+                const float4 more = of_half(1, i);
+                v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
+            }
+            sums[i] = v.x, sums[i + 1] = v.y, sums[i + 2] = v.z, sums[i + 3] = v.w;
+        }
+        __syncwarp();
     }
 
     // Sends those of a split, or of a half of them.
@@ -105,12 +113,7 @@ struct Totals {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                totals[i] = *kept(first + i, lane);
-                if (!IN_HALVES || splits <= order::HALF_SPLITS) continue;
-                const float2 more = *kept(first + i, lane, 1);
-                totals[i].x += more.x, totals[i].y += more.y;
-            }
+            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i, lane);
             return;
         }
         constexpr int AT_ONCE = OF_HALVES ? 2 : order::HALF_SPLITS;  // messages that are added to each other first
@@ -281,11 +284,13 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         float sums[TERMS / 2];
         const int units = min(each, left) * SLICE / order::UNIT;
         consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
+        if constexpr (IN_HALVES) {
+            all.add(sums, DH_SPLITS > 1 ? 0 : split / order::HALF_SPLITS, split % order::HALF_SPLITS == 0);
+            continue;
+        }
         float found[FOUND];
         by_tile(sums, found);
-        if constexpr (IN_HALVES) {
-            all.keep(found, DH_SPLITS > 1 ? 0 : split / order::HALF_SPLITS, split % order::HALF_SPLITS == 0);
-        } else if constexpr (DH_SPLITS > 1) {
+        if constexpr (DH_SPLITS > 1) {
             all.send(split, found);
         } else {
 #pragma unroll
@@ -293,7 +298,13 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         }
     }
     if constexpr (DH_SPLITS == 1 && !IN_HALVES) all.keep(totals);
-    if constexpr (OF_HALVES) all.send_half(share.rank);
+    if constexpr (IN_HALVES) {
+        float sums[TERMS / 2];
+        all.get_halves(sums, DH_SPLITS > 1 || splits <= order::HALF_SPLITS ? 1 : 2);
+        by_tile(sums, totals);
+        if constexpr (OF_HALVES) all.send(share.rank, totals);
+        else all.keep(totals);
+    }
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
