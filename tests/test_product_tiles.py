@@ -416,10 +416,10 @@ def gguf_hopper_tiles() -> Iterator[Job]:
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _gemm_hopper.GGUF_FILE, "sm_90a", defines
-    for rows, gated, (N, K) in product((1, 17, 32), (False, True), ((4096, 4096), (12288, 4096))):
+    for rows, gated, (N, K) in product((1, 32, 64), (False, True), ((4096, 4096), (12288, 4096))):
         w = GgufMatrix.random([(next(names), 64)], 256)
         octet = TYPES[w.ranges[0][0]].tile
-        chosen = _linear_hopper.choose_blocks(rows, N, K, octet, gated, SMS, MOST_SHARED)
+        chosen = _linear_hopper.choose_blocks(rows, (N,), K, octet, gated, SMS, MOST_SHARED)
         sizes: Any = rows, N, K, GGUF, chosen
         how = _linear_hopper.geometry("", *sizes, gated=gated, rounded=True, octet=octet)
         assert how.shared <= MOST_SHARED

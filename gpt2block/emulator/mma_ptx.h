@@ -168,6 +168,11 @@ inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
     return pack2_fp16(v[0] * w[0] + more[0], v[1] * w[1] + more[1]);
 }
 
+template <bool UPPER>
+unsigned twice(unsigned b) {
+    return (UPPER ? b >> 16 : b & 0xffffu) * 0x10001u;
+}
+
 inline unsigned add2(unsigned a, unsigned b) {
     float v[2], w[2];
     unpack2(a, v);

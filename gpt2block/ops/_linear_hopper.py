@@ -23,7 +23,7 @@ from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import Unfit
-from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix
+from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
@@ -65,10 +65,11 @@ class HopperLinearTile(NamedTuple):
     def columns(self, gated: bool) -> int:
         return GROUP_COLUMNS * self.groups // (1 + gated)
 
-    def grid(self, M: int, N: int, gated: bool) -> int:
-        """Blocks of a product (M, N); gated: of two matrices."""
-        clusters = ceil(N / (self.columns(gated) * self.shares)) * ceil(M / TERM_ROWS)
-        return self.splits * self.shares * clusters
+    def grid(self, M: int, N: int | tuple[int, ...], gated: bool) -> int:
+        """Blocks of a product (M, N); gated: of two matrices. N: or that of each type of blocks."""
+        parts = (N,) if isinstance(N, int) else N
+        groups = sum(ceil(n / self.columns(gated)) for n in parts)
+        return self.splits * self.shares * ceil(groups / self.shares) * ceil(M / TERM_ROWS)
 
 
 def width(dtype: str) -> int:
@@ -218,22 +219,41 @@ def choose(
 
 @lru_cache(maxsize=1024)
 def choose_blocks(
-    M: int, N: int, K: int, octet: int, gated: bool, sms: int, most_shared: int
+    M: int,
+    N: tuple[int, ...],
+    K: int,
+    octet: int,
+    gated: bool,
+    sms: int,
+    most_shared: int,
 ) -> HopperLinearTile:
     """The tile for weights in blocks of GGUF, of `octet` bytes in a tile, as measured on an H100.
 
-    Unpacking bounds these products, so that K is divided until multiprocessors have three blocks of
-    up to 32 rows, or one of more. Blocks that do not share K share x.
+    N: outputs of each type. K is divided until multiprocessors have three blocks of up to 32 rows.
+    Blocks that do not share K share x.
     """
-    rows, parts = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)[0]
-    many = rows == TERM_ROWS
-    tile = HopperLinearTile(rows, 1, blocks=2 if many else 3)
-    enough = (0.9 if many else 2.7) * sms / tile.grid(M, N, gated)
+    rows, (parts, units) = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
-    n = next((n for n in possible if n >= enough), possible[-1])
-    tile = tile._replace(splits=n, shares=(4 if many else 2) if n == 1 else 1)
+
+    def duration(tile: HopperLinearTile) -> float:
+        """Of more than 32 rows, in us: of so many units in turn, and what is the same for any K."""
+        waves, wide = tile.grid(M, N, gated) / sms, tile.groups > 1
+        turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
+        return turns * (unit * parts * units / tile.splits + (12 if wide else 8))
+
+    if rows == TERM_ROWS:
+        halves = possible[:2]  # sums of more splits than halves cost more than they save
+        tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
+        tile = min(tiles, key=duration)
+        tile = tile._replace(blocks=2 if tile.groups == 1 else 1)
+    else:
+        tile = HopperLinearTile(rows, 1, blocks=3)
+        enough = 2.7 * sms / tile.grid(M, N, gated)
+        tile = tile._replace(splits=next((n for n in possible if n >= enough), possible[-1]))
+    if tile.splits == 1 and tile.groups == 1:
+        tile = tile._replace(shares=4 if rows == TERM_ROWS else 2)
     found = _with_stages(tile, K, GGUF, most_shared, True, octet)
-    return found or tile._replace(splits=1, shares=1, blocks=1)
+    return found or HopperLinearTile(rows, 1)
 
 
 @lru_cache(maxsize=1024)
@@ -250,12 +270,13 @@ def geometry(
     head: int = 0,
     rounded: bool = False,
     octet: int = 0,
+    parts: tuple[int, ...] = (),
 ) -> Geometry:
     """The launch of a kernel for x (M, K) and N outputs, of weights of `dtype`.
 
     gated: of two matrices. to_terms: whether the result has terms. head: the channels of a head
     whose pairs RoPE turns; an output is a pair. rounded: x and the result, to one term. octet:
-    bytes of a tile of blocks of GGUF, or 0.
+    bytes of a tile of blocks of GGUF, or 0. parts: N of each type of these.
     """
     defines = (
         ("DH_ROWS", tile.rows),
@@ -269,7 +290,7 @@ def geometry(
         *((("DH_ROPE", head),) if head else ()),
         *count_define(rounded),
     )
-    grid = (tile.grid(M, N, gated or head > 0),)
+    grid = (tile.grid(M, parts or N, gated or head > 0),)
     shared = shared_bytes(tile, K, dtype, rounded, octet)
     return Geometry(kernel, grid, (tile.threads,), shared, defines)
 
@@ -319,8 +340,7 @@ def launch(
 
 def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     """Whether a product by wgmma takes these blocks. head: the channels of a head, with RoPE."""
-    columns = head or GROUP_COLUMNS
-    return w.K % UNIT == 0 and not any(begin % columns for begin in w.begins)
+    return w.K % UNIT == 0 and not any(begin % (head or BORDER) for begin in w.begins)
 
 
 def launch_blocks(
@@ -341,10 +361,11 @@ def launch_blocks(
         raise Unfit(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     two = c.up is not None or head > 0
     octet = c.w.tile
-    sizes = c.M, c.N // 2 if head else c.N, c.K
+    parts = tuple(n // 2 if head else n for _, n in c.w.ranges)
+    sizes = c.M, sum(parts), c.K
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    tile = choose_blocks(*sizes, octet, two, sms, most_shared)
+    tile = choose_blocks(c.M, parts, c.K, octet, two, sms, most_shared)
     _check_addresses(c, matrices)
     c.sums = None
     if any(TYPES[name].minimum for name, _ in c.w.ranges):
@@ -354,7 +375,7 @@ def launch_blocks(
     to_terms = c.to_terms is not None
     made = geometry(
         kernel, *sizes, GGUF, tile, gated=c.up is not None, to_terms=to_terms, head=head,
-        rounded=True, octet=octet,
+        rounded=True, octet=octet, parts=parts,
     ).with_defines(range_defines(c.w))  # fmt: skip
     if c.up is not None:
         made = made.with_defines(gate_define(c.gelu))

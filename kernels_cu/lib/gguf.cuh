@@ -103,7 +103,7 @@ struct Part {
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    // What the lane has of the scales of a unit: those of chunk t. by: of INTEGERS s 2^5 in float16, twice. first,
+    // What the lane has of the scales of a unit: those of chunk t. by: of INTEGERS s 2^9 and s 2^5 in float16. first,
     // second: d s, of Q6_K of both halves of the chunk.
     struct Own {
         float first, second;
@@ -116,8 +116,9 @@ struct Part {
             const int two = (int)scale.raw;
             return {of_block * (float)(signed char)(two & 255), of_block * (float)(signed char)(two >> 8 & 255), 0u};
         } else if constexpr (INTEGERS) {
-            const unsigned s = own_byte(unit % 2 ? scale.raw.z : scale.raw.y) & 0x3f003fu;
-            return {0.0f, 0.0f, fma2_fp16(s | 0x64006400u, 0x50005000u, 0xf800f800u)};  // 2^5 (1024 + s) - 2^15
+            const unsigned s = own_byte(unit % 2 ? scale.raw.z : scale.raw.y, 0x64646464u) & 0xff3fff3fu;  // 1024 + s
+            const unsigned far = fma2_fp16(s, 0x50005000u, 0xf800f800u);  // 2^5 (1024 + s) - 2^15
+            return {0.0f, 0.0f, fma2_fp16(far, 0x3c004c00u, 0x80008000u)};
         } else {
             return {floats_of((unsigned)scale.raw).x, 0.0f, 0u};
         }
@@ -168,7 +169,7 @@ struct Part {
         pairs[2] = (second & 0xf000fu) | (down & ONES);
         pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
         // As float16 these are the codes times 2^-24 and 2^-20. Of INTEGERS they are multiplied by s 2^9 and s 2^5.
-        const unsigned near = INTEGERS ? fma2_fp16(by, 0x4c004c00u, 0x80008000u) : NEAR, far = INTEGERS ? by : FAR;
+        const unsigned near = INTEGERS ? twice<false>(by) : NEAR, far = INTEGERS ? twice<true>(by) : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (INTEGERS) pairs[i] = fma2_fp16(pairs[i], i % 2 ? far : near, 0x80008000u);
@@ -261,9 +262,9 @@ struct Part {
     }
 
    private:
-    // Byte t of a word, in both halves of one.
-    __device__ __forceinline__ static unsigned own_byte(unsigned word) {
-        return __byte_perm(word, 0u, 0x4040 + threadIdx.x % 4 * 0x101);
+    // Byte t of a word, in both halves of one, below a byte of `above`.
+    __device__ __forceinline__ static unsigned own_byte(unsigned word, unsigned above = 0u) {
+        return __byte_perm(word, above, 0x4040 + threadIdx.x % 4 * 0x101);
     }
 
     template <int COUNT>

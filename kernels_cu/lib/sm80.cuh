@@ -153,6 +153,15 @@ __device__ __forceinline__ unsigned fma2_fp16(unsigned a, unsigned b, unsigned c
     return sum;
 }
 
+// The lower or upper half of b, in both halves: as an operand of such an instruction, it takes none of its own.
+template <bool UPPER>
+__device__ __forceinline__ unsigned twice(unsigned b) {
+    unsigned both;
+    if (UPPER) asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(both) : "r"(b));
+    else asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(both) : "r"(b));
+    return both;
+}
+
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
 #if defined(STORAGE_BF16)
     unsigned sum;

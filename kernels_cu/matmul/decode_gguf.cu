@@ -206,28 +206,28 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
             each[1][s] = *reinterpret_cast<const float4*>(from + 8);
         }
         Output<End> outputs[2][4];
-        float total[2][2][4] = {};  // of halves of the splits
+        float total[2][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 outputs[half][e].load(of, end, input.first + row, input.M, start, at + 8 * half + e);
             }
+            float of_splits[2][4] = {};
 #pragma unroll
             for (int s = 0; s < GGUF_CLUSTER; ++s) {
                 const float4 v = each[half][s];
-                float (&to)[4] = total[half][s / order::HALF_SPLITS];
+                float (&to)[4] = of_splits[s / order::HALF_SPLITS];
                 to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
             }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[half][e] = of_splits[0][e] + of_splits[1][e];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                outputs[half][e].finish(end, [&](int of) {
-                    const float (&halves)[2][4] = total[of - at < 8 ? 0 : 1];
-                    return halves[0][e] + halves[1][e];
-                });
+                outputs[half][e].finish(end, [&](int of) { return total[of - at < 8 ? 0 : 1][e]; });
             }
         }
     }
@@ -258,20 +258,20 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
         Totals totals = {};
+        const auto add_split = [&](Totals& to, int split) {
+            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
+            Sums sums = {};
 #pragma unroll 1
-        for (int split = rank, half = rank; half < rank + OF_BLOCK;) {
+            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
+            sums.add_to(to);
+        };
+        if (OF_BLOCK == 1) add_split(totals, rank);
+#pragma unroll 1
+        for (int split = 0; OF_BLOCK > 1 && split < OF_BLOCK;) {
             Totals of_half = {};
-            half = min(split + order::HALF_SPLITS, rank + OF_BLOCK);
 #pragma unroll 1
-            for (; split < half; ++split) {
-                if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
-                Sums sums = {};
-                if (start + own < range.end) {
-#pragma unroll UNROLLED
-                    for (int unit = 0; unit < UNITS; ++unit) stream.use(split, unit, input, sums);
-                }
-                sums.add_to(of_half);
-            }
+            do add_split(of_half, split);
+            while (++split < OF_BLOCK && split % order::HALF_SPLITS > 0);
             add(totals, of_half);
         }
         add_last(of, input, end, last);

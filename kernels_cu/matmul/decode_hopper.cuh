@@ -76,23 +76,44 @@ struct Ring {
 // What a block multiplies: its tile, and its share of K.
 struct Share {
     int row, rows, column;  // first row, their number, first column
+    int limit;              // columns end here: those of the matrix, or of a type of blocks of GGUF
     int rank, part;         // of the blocks that share K, and that share x
     int first;              // split
     int k, slices;
 
-    __device__ __forceinline__ Share(int M, int K) {
+    __device__ __forceinline__ Share(int M, int N, int K) {
         const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
         const int splits = order::splits(K);
         const int each = order::BLOCKS && DH_SPLITS == 2 ? order::HALF_SPLITS : (splits + DH_SPLITS - 1) / DH_SPLITS;
         part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
         row = tile % tiles_m * (int)TERM_ROWS;
         rows = min((int)TERM_ROWS, M - row);
-        column = (tile / tiles_m * DH_SHARES + part) * COLUMNS;
+        const int group = tile / tiles_m * DH_SHARES + part;
+#if defined(WEIGHT_GGUF)
+        place(group, N);
+#else
+        column = group * COLUMNS, limit = N;
+#endif
         first = min(rank * each, splits);
         const int last = min(first + each, splits);
         k = first * order::split_length(K);
         slices = (min(last * order::split_length(K), K) - k) / SLICE;
     }
+
+#if defined(WEIGHT_GGUF)
+   private:
+    // A block has columns of one type: groups of COLUMNS are counted from the first one of each.
+    template <int RANGE = 0>
+    __device__ __forceinline__ void place(int group, int N) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        constexpr int ROWS = DH_ROPE ? 2 : 1, FROM = OfRange::FROM / ROWS, NEXT = OfRange::NEXT / ROWS;
+        if constexpr (!OfRange::LAST) {
+            constexpr int GROUPS = (NEXT - FROM + COLUMNS - 1) / COLUMNS;
+            if (group >= GROUPS) return place<RANGE + 1>(group - GROUPS, N);
+        }
+        column = FROM + group * COLUMNS, limit = OfRange::LAST ? N : NEXT;
+    }
+#endif
 };
 
 #if defined(WEIGHT_GGUF)

@@ -22,7 +22,7 @@
 // DRAM at 31 % of its rate; with 64 rows 492, 0.46 and 17 %, nine of them accesses to registers that were spilled.
 #pragma once
 
-#ifndef DH_TILES  // in the ring of W
+#ifndef DH_TILES  // places in the ring of W
 #define DH_TILES 2
 #endif
 
@@ -68,11 +68,13 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
         const int stage = (unit - begin) % DH_STAGES;
         char* const to = ring.stage(stage);
         arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
-#pragma unroll
-        for (int i = 0; i < SLICE / BOX; ++i) {
-            const char* of_x = of_tile + ((long long)(unit - begin) * (SLICE / BOX) + i) * box + at;
-            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x, part, ring.full[stage]);
-            else load_bytes(to + i * BOX_BYTES + at, of_x, part, ring.full[stage]);
+        const char* const of_x = of_tile + (long long)(unit - begin) * 2 * box + at;
+        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // the boxes are neighbours there, too
+        for (int i = 0; i < 2; ++i) {
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x + i * box, part, ring.full[stage]);
+            else if (!whole || i == 0) {
+                load_bytes(to + i * BOX_BYTES, of_x + i * box, whole ? 2 * box : box, ring.full[stage]);
+            }
         }
         if (Part::MINIMUM) {
             const float* sum = from.sums + (long long)share.row * (K / 32) + (long long)unit * share.rows * 4;

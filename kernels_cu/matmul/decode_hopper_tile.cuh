@@ -272,7 +272,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int each = order::split_length(K) / SLICE;
     __shared__ float4 constants[8 * WARPS];
     load_constants(constants + 8 * warp, corner.own_column(), N, scales);
-    float totals[FOUND] = {};
+    [[maybe_unused]] float totals[FOUND] = {};
     Consumer consumer(ring, share);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
@@ -342,7 +342,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     const Ring ring{stages, full, empty};
     char* const after = stages + DH_STAGES * STAGE;
 #endif
-    const Share share(M, K);
+    const Share share(M, N, K);
     float2* const pairs = reinterpret_cast<float2*>(after);
     float2* const halves = pairs + (OF_HALVES ? 2 * OWN * 32 : 0);
     const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32, halves};
@@ -366,9 +366,9 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x >= 32 * WARPS) {
         if constexpr (MOVES_REGISTERS) give_registers<FEW_REGISTERS>();
-        if (threadIdx.x / 32 == WARPS) produce(ring, share, from, x, N, K);
+        if (threadIdx.x / 32 == WARPS) produce(ring, share, from, x, share.limit, K);
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();
-    consume(ring, share, corner, totals, scales, end, M, N, K);
+    consume(ring, share, corner, totals, scales, end, M, share.limit, K);
 }
