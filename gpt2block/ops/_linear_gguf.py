@@ -27,6 +27,7 @@ COLUMNS = BORDER  # of a warp
 WARPS = range(12, 0, -1)  # of a block with one split
 FEW_ROWS, MOST_ROWS = 8, 64  # of a block with all splits, and with one
 FLIGHT = 3  # slots of a ring
+STATIC = 1024  # bytes of shared memory of a block that are not dynamic, at most
 BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
 OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
 
@@ -134,7 +135,9 @@ def geometry(
         *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster))),
     )
     grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    return Geometry(kernel, grid, (WARP * cut.warps,), memory.of(cut), defines)
+    # No block of the next kernel beside those: an SM that had one would later have three, others one.
+    shared = max(memory.of(cut), room(most_shared + STATIC, blocks + 1) + 1)
+    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
 def _halved(rows: int) -> list[int]:
@@ -176,7 +179,7 @@ def launch(
         raise Unfit("takes and gives floats")
     if norm == 2 and not normalizes(c.M, c.K):
         raise Unfit(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC
     found = geometry(
         kernel,
         *(c.M, c.K, c.w.ranges),

@@ -379,6 +379,7 @@ def launch_blocks(
     ).with_defines(range_defines(c.w))  # fmt: skip
     if c.up is not None:
         made = made.with_defines(gate_define(c.gelu))
+    made = made._replace(shared=max(made.shared, room(most_shared, tile.blocks + 1) + 1))
     args = (c.x, *blocks, c.sums, *args)
     file = GGUF_ROPE_FILE if head else GGUF_FILE
     return launch_at(file, made, args, *storage_of(c.w, c.T), c.kv_dtype)

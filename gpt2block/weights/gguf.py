@@ -389,5 +389,7 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
     d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
     both, low = words[..., 4:12], words[..., None, 12:] >> SHIFTS[[0, 4], None] & 15
     least = both >> 6 << 4 | low.reshape(both.shape)
-    scale, minimum = (d[..., i, None] * six.astype(np.float32) for i, six in enumerate((both & 63, least)))
+    scale, minimum = (
+        d[..., i, None] * six.astype(np.float32) for i, six in enumerate((both & 63, least))
+    )
     return scale, minimum
