@@ -326,7 +326,10 @@ class Model(Generic[Weights]):
         return save_gguf(path, self, type, self._checkpoint, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
-        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's)."""
+        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's).
+
+        With longrope, n_ctx chooses the factors of all of them.
+        """
         batch = check_count("batch", batch)
         n_ctx = check_count("n_ctx", self.config.n_ctx if n_ctx is None else n_ctx)
         if n_ctx > self.config.n_ctx:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checks import as_float, check_blocks, check_integer, normed_together
-from gpt2block.contract import Contract, takes
+from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
 from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
 from gpt2block.fp8 import to_fp8 as to_fp8  # noqa: PLC0414  (part of the reference)
@@ -663,7 +663,7 @@ def rope_qkv(
     frequencies (D / 2,): pair k of a head turns by position · frequencies[k], and is multiplied by
     factor unless that is 0. float64 keeps angles exact at large positions.
     """
-    D, turning = 2 * len(frequencies), n_head + n_kv_head
+    D, turning = 2 * frequencies.shape[-1], n_head + n_kv_head
     if qkv.shape[-1] != (turning + n_kv_head) * D:
         raise InputError(
             f"qkv: expected {turning + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
@@ -674,8 +674,27 @@ def rope_qkv(
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
 
 
+@takes("qkv any N W; positions i32 N; frequencies f64 B P; row i32 N -> out~qkv any N W")
+def rope_packed(
+    qkv: Array,
+    positions: NDArray[np.integer[Any]],
+    frequencies: Array,
+    row: NDArray[np.integer[Any]],
+    n_head: int,
+    n_kv_head: int,
+    half_split: bool = False,
+    factor: float = 1.0,
+) -> Array:
+    """`rope_qkv` of packed rows, where each sequence has frequencies of its own.
+
+    qkv (N, W), positions (N,), frequencies (B, D / 2), row (N,): the sequence of each row.
+    """
+    own = frequencies[row][:, None]
+    return unchecked(rope_qkv)(qkv, positions, own, n_head, n_kv_head, half_split, factor)
+
+
 @takes(
-    "qkv f32 N W; frequencies f64 P; k v kv B S C; row position i32 N -> out f32 N W-2*C; "
+    "qkv f32 N W; frequencies f64 ... P; k v kv B S C; row position i32 N -> out f32 N W-2*C; "
     "k v kv B S C"
 )
 def rope_append(
@@ -692,10 +711,12 @@ def rope_append(
     """`rope_qkv` of one token a sequence: returns q, and appends K and V to a kv_cache.
 
     qkv (N, Q + 2C), rows [Q | K | V], frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)
-    → (N, Q). K and V of token n go to position[n] of row[n].
+    → (N, Q). K and V of token n go to position[n] of row[n]. With frequencies (B, D / 2), each
+    sequence has its own, as in `rope_packed`.
     """
-    n_kv_head = k.shape[-1] // max(1, 2 * len(frequencies))
-    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split, factor)
+    n_kv_head = k.shape[-1] // max(1, 2 * frequencies.shape[-1])
+    own = frequencies if frequencies.ndim == 1 else frequencies[row][:, None]
+    turned = unchecked(rope_qkv)(qkv, position, own, n_head, n_kv_head, half_split, factor)
     kv_append(turned, k, v, row, position)
     return turned[:, : -2 * k.shape[-1]]
 
@@ -817,12 +838,19 @@ def _append_turned(
     return qkv[:, : n_head * D]
 
 
-@takes("position i32 N; frequencies f64 P -> out f32 N P 2")
-def rotations(position: NDArray[np.integer[Any]], frequencies: Array, factor: float = 1.0) -> Array:
+@takes("position i32 N; frequencies f64 ... P; row? i32 N -> out f32 N P 2")
+def rotations(
+    position: NDArray[np.integer[Any]],
+    frequencies: Array,
+    row: NDArray[np.integer[Any]] | None = None,
+    factor: float = 1.0,
+) -> Array:
     """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
 
-    An angle is position times frequency, in radians. factor: as in `rope_qkv`.
+    An angle is position times frequency, in radians. factor: as in `rope_qkv`. row: the sequence of
+    each position, where each has frequencies of its own, (B, D / 2).
     """
+    frequencies = frequencies if row is None else frequencies[row]
     both = _rotations(position[:, None], frequencies.astype(np.float64), factor)
     return np.stack(both, axis=-1).astype(np.float32)
 

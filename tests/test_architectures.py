@@ -98,7 +98,7 @@ def mistral(rng: random.Random) -> dict[str, Any]:
 
 
 def phi3(rng: random.Random) -> dict[str, Any]:
-    """A part of a head turns, or all; short factors in short contexts, or long ones in all texts.
+    """A part of a head turns, or all; factors for short texts, for long ones, or some of each.
 
     Heads of at least 4 channels, of which a part can turn.
     """
@@ -106,7 +106,8 @@ def phi3(rng: random.Random) -> dict[str, Any]:
     found |= {"head_dim": head_dim, "hidden_size": found["num_attention_heads"] * head_dim}
     found |= {"sliding_window": rng.choice((None, 7))}
     part = rng.choice((1.0, 0.75, 0.4 + 1 / head_dim))
-    original = rng.choice((3, 64))  # tokens, below all texts that are compared or above
+    n_ctx = found["max_position_embeddings"]  # texts of n_ctx - 8 tokens are among those compared
+    original = rng.choice((3, 11, n_ctx - 8, 64))
     if int(head_dim * part) % 2 or rng.random() < 0.3:
         return found | {"partial_rotary_factor": part, "original_max_position_embeddings": original}
     pairs = int(head_dim * part) // 2

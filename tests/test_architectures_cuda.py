@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.bench.measure import tolerance
 from gpt2block.config import ModelConfig
+from gpt2block.errors import InputError
+from gpt2block.generation import batching
 from gpt2block.inspect.compare import exact_tensors
 from gpt2block.parameters.arrays import random_model
 from tests.devices import GPU, running_on
@@ -98,7 +102,10 @@ def made(case: Case, device: str) -> Model[Any]:
     name, dtype, wide = case
     kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
-    config = kind(**{**SIZES, **(WIDE if wide else {}), **own})
+    return model_of(kind(**{**SIZES, **(WIDE if wide else {}), **own}), device, dtype)
+
+
+def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
     return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
 
 
@@ -126,6 +133,64 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
         assert np.abs(found[each]).max() <= bound, each
     for stream, bound in zip(streams, of.stream_bounds(config, largest), strict=True):
         assert np.abs(stream).max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype"),
+    [("numpy", "float32"), ("forward", "bfloat16")]
+    + [
+        pytest.param("gpu", dtype, marks=GPU.marks)
+        for dtype in ("float32", "bfloat16", "float8_e5m2")
+    ],
+)
+def test_each_sequence_has_the_short_or_the_long_factors(
+    where: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a model with these alone, by what it may have at most; on a GPU to the last bit.
+
+    From the first piece of a prompt on, where it is computed in several.
+    """
+    monkeypatch.setattr(batching, "PIECE", 2)
+    scaling = replace(LONG, factors=tuple(1.5 + n for n in range(24)))
+    config = Phi3Config(**SIZES, rotary=48, scaling=scaling)
+    assert (config.short_context, replace(config, n_ctx=8).short_context) == (8, 0)
+    alike = (
+        replace(scaling, factors=f, long_factors=()) for f in (scaling.factors, LONG.long_factors)
+    )
+    configs = config, *(replace(config, scaling=each) for each in alike)
+    limit = 1e-6 if where == "numpy" else 0  # BLAS rounds by the number of rows
+    device = "cpu" if where == "numpy" else "cuda"
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(53, size=n).astype(np.int32) for n in (8, 9, 5, 30)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "stop_ids": ()}
+    with nullcontext() if where == "numpy" else running_on(where):
+        model, *others = [model_of(each, device, dtype) for each in configs]
+        found, scores, embedded = model(rows), model.score(rows), model.embed(rows)
+        prompts = [rows[1], rows[2], rows[2][:4]]
+        texts = model.generate(prompts, **options)
+        again = model.generate(prompts[::-1], **options)[::-1]  # in slots that had other factors
+        for row, logits, score, vector in zip(rows, found, scores, embedded, strict=True):
+            own, other = others if len(row) <= 8 else others[::-1]
+            np.testing.assert_allclose(logits, own(row), rtol=0, atol=limit)
+            assert np.abs(logits - other(row)).max() > 1e-3
+            likely = own.score(row).log_likelihood
+            assert score.log_likelihood == pytest.approx(likely, rel=limit, abs=0)
+            np.testing.assert_allclose(vector, own.embed(row), rtol=0, atol=limit)
+        for *both, row, of in zip(texts, again, prompts, (1, 1, 0), strict=True):
+            expected = others[of].generate(row, **options)
+            for text in both:
+                assert text.tokens == expected.tokens
+                np.testing.assert_allclose(text.logprobs, expected.logprobs, rtol=0, atol=limit)
+
+
+def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
+    """One of a model of equal sizes is refused if its sequences turn otherwise."""
+    config = Phi3Config(**SIZES, rotary=48, scaling=LONG)
+    others = replace(LONG, long_factors=(2.0,) * 24), replace(LONG, long_factors=())
+    configs = config, *(replace(config, scaling=each) for each in others)
+    for model, other in permutations([model_of(each, "cpu", "float32") for each in configs], 2):
+        with pytest.raises(InputError, match=r"cache: expected one from this model's new_cache"):
+            model([1, 2], other.new_cache())
 
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])

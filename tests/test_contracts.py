@@ -39,6 +39,7 @@ EXAMPLES = {
     "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
     "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
     "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),
+    "rope_packed": Example({"N": 3, "W": 32, "P": 4, "B": 2}, HEADS),
     "rope_append": Example({"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8}, {"n_head": 2}),
     "qk_norm": Example({"W": 32, "G": 8, "H": 8}, HEADS, dtype="float16"),
     "qk_norm_rope": Example({"T": 5, "W": 32, "P": 4, "G": 8, "H": 8}, HEADS),

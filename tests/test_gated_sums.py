@@ -27,6 +27,8 @@ from gpt2block.run import cuda_model
 from tests import devices, gpus, outlines, plain
 from tests.compiling import assert_clean
 from tests.devices import GPU, assert_same_bits, one_order
+from tests.test_architectures_cuda import OWN
+from tests.test_architectures_cuda import SIZES as PHI3_SIZES
 
 Array = NDArray[Any]
 device = devices.device
@@ -323,6 +325,10 @@ def test_the_plan_of_a_step() -> None:
                                "rotations")  # fmt: skip
     assert of["h.1.x1"][2:] == ("h.0.x1", "h.0.down", "h.0.w_down")
     assert of["rms_f"] == ("h.2.x1", "gamma_f", "h.2.down", "h.2.w_down")
+    assert of["rotations"] == ("positions", "frequencies")
+    kind, own = OWN["phi3"]
+    (turns, *_) = outlines.decode_sums(kind(**PHI3_SIZES, **own), 1)
+    assert turns.inputs == ("positions", "frequencies", "row")  # of sequences with their own
 
 
 # Two layers have every pair of kernels that follow each other, as three have.

@@ -62,7 +62,7 @@ ODD_CONSTANTS = {
     "llama/silu_mul.cu": "STORAGE_FP16=1 SM_WIDTH=8",
     "llama/rope.cu": "STORAGE_FP16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1",
     "llama/rope_qkv.cu": "STORAGE_BF16=1 ROPE_D=34 ROPE_WIDTH=2",
-    "llama/rope_append.cu": "STORAGE_BF16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1",
+    "llama/rope_append.cu": "STORAGE_BF16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1 ROPE_OWN=1",
     "llama/qk_norm.cu": "STORAGE_FP16=1 QN_D=254 QN_WIDTH=1 QN_LANES=32 QN_HEADS=4",
     "tokens/log_likelihood.cu": "LL_THREADS=1024 LL_LOADS=3",
     "tokens/top.cu": "TOP_THREADS=1024 TOP_KEPT=1 TOP_LOADS=3",

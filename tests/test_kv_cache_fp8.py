@@ -270,7 +270,7 @@ def test_numpy_in_one_call_and_in_several(name: str, dtype: str, kv_dtype: str) 
     held = model.new_cache(1)
     parts = [model(IDS[0][a:b][None], cache=held)[0] for a, b in ((0, 5), (5, 28), (28, 29))]
     assert off(np.concatenate(parts), whole) < 1e-3  # a key near a tie may be rounded otherwise
-    for layer in held.data:
+    for layer in held.layers:
         for half in layer:
             once_more = reference.from_fp8(reference.to_fp8(half, kv_dtype), kv_dtype)
             np.testing.assert_array_equal(once_more, half)

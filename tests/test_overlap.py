@@ -424,6 +424,12 @@ def test_rope_of_packed_rows(device: Any) -> None:
     assert_waits(appended.launches, [qkv, row, position, k, v], [q])
     turns = registry.bind("rotations", (position, frequencies))
     assert_waits(turns.launches, [position], [turns.out])
+    own = device.asarray(np.stack([frequencies.get(), 1 - frequencies.get()]))
+    given, heads = (qkv, position, own, row), {"n_head": 2, "n_kv_head": 1}
+    turned = registry.bind("rope_packed", given, out, **heads)
+    assert_waits(turned.launches, [qkv, position, row], [out])
+    turns = registry.bind("rotations", (position, own, row))
+    assert_waits(turns.launches, [position, row], [turns.out])
 
 
 @one_order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None
     st.dictionaries(
         st.integers(0, 9),
         st.tuples(
-            st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=8), st.integers(0, 8)
+            st.sampled_from("abc"), st.lists(st.integers(0, 1), max_size=8), st.integers(0, 8)
         ),
         max_size=8,
     ),
@@ -62,22 +63,26 @@ def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None
     st.integers(1, 4),
 )
 def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int) -> None:
-    """By hand: tokens in common, of those that are done, without the prompt's last one."""
-    prefixes = Prefixes(least)
-    for slot, (client, ids, done) in entries.items():
-        prefixes.hold(slot, "a", np.array([1, 1, 1, 1, 1], np.int32), 5)  # what it held before
-        prefixes.hold(slot, client, np.array(ids, np.int32), min(done, len(ids)))
+    """By hand: tokens in common, of those that are done, without the prompt's last one.
+
+    "c" is for a row of client "a" that may be longer than a short one.
+    """
+    kinds, prefixes = {"a": ("a", 8), "b": ("b", 8), "c": ("a", 9)}, Prefixes(least, short=8)
+    rows: Any = {name: SimpleNamespace(client=c, most=n) for name, (c, n) in kinds.items()}
+    for slot, (name, ids, done) in entries.items():
+        prefixes.hold(slot, rows["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # held before
+        prefixes.hold(slot, rows[name], np.array(ids, np.int32), min(done, len(ids)))
 
     def common(ids: list[int]) -> int:
         most = min(len(ids), len(prompt) - 1)
         return next((n for n in range(most) if ids[n] != prompt[n]), most)
 
     given: Ids = np.array(prompt, np.int32)
-    for found, coming in zip(prefixes.longest("a", given), (False, True), strict=True):
+    for found, coming in zip(prefixes.longest(rows["a"], given), (False, True), strict=True):
         counts = {
             slot: common(ids if coming else ids[:done])
-            for slot, (client, ids, done) in entries.items()
-            if client == "a"
+            for slot, (name, ids, done) in entries.items()
+            if name == "a"
         }
         most = max(counts.values(), default=0)
         if most < least:
@@ -90,7 +95,7 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
     for slot in entries:
         prefixes.drop(slot)
         prefixes.drop(slot)
-    assert prefixes.longest("a", given) == (NOTHING, NOTHING)
+    assert prefixes.longest(rows["a"], given) == (NOTHING, NOTHING)
     assert not prefixes._alike
 
 
@@ -129,8 +134,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 class Spy:
     """An engine on the CPU whose batches compute what is new alone, as a GPU does; notes it."""
 
-    def __init__(self, slots: int, **options: Any) -> None:
-        self.model = GPT2(GPT2Weights.random(0, TINY), device="cpu")
+    def __init__(self, slots: int, model: Model[Any] | None = None, **options: Any) -> None:
+        self.model: Any = model or GPT2(GPT2Weights.random(0, TINY), device="cpu")
         engine: Any = self.model.engine
         engine.continues_exactly = True
         self.batch = Batch(engine, slots, TINY.n_ctx, **options)
@@ -176,6 +181,21 @@ def test_what_rows_begin_with_is_computed_once() -> None:
     assert len(running.tokens) == 9
     two = [spy.row([5] * 9), spy.row([5] * 9)]  # too few to wait for
     assert spy.finish(*two) == [(0, 9), (0, 9)]
+
+
+@pytest.mark.usefixtures("few")
+def test_sequences_with_other_frequencies_share_nothing() -> None:
+    """Those of Phi-3 that may have at most 8 tokens have other ones than longer ones."""
+    kind, own = OWN["phi3"]
+    config = kind(**{**SIZES, **own, "n_ctx": TINY.n_ctx})
+    spy = Spy(4, Model.from_tensors(config, random_model(3, config), "cpu", "float32"))
+    computed = []
+    for last, new in ((10, 2), (11, 3), (12, 2), (13, 9)):
+        row = spy.row([1, 2, 3, 4, 5, last], new)
+        computed += spy.finish()
+        alone = spy.model.generate(row.prompt, max_new_tokens=new, temperature=0)
+        assert tuple(row.tokens) == alone.tokens
+    assert computed == [(0, 6), (0, 6), (5, 1), (5, 1)]
 
 
 @pytest.mark.usefixtures("few")

@@ -343,8 +343,47 @@ def test_pairs_that_turn_have_a_factor(device: Any, half_split: bool) -> None:
     np.testing.assert_array_equal(q, got[:, :68])
     np.testing.assert_array_equal(k.get()[rows, position], got[:, 68:102])
     both = registry.bind("rotations", (at, by), factor=1.3).run().get()
-    np.testing.assert_allclose(both, reference.rotations(position, turns, 1.3), rtol=0, atol=3e-7)
+    np.testing.assert_allclose(
+        both, reference.rotations(position, turns, None, 1.3), rtol=0, atol=3e-7
+    )
     assert both[0].tolist() == [[np.float32(1.3), 0]] * 15 + [[1, 0]] * 2
+
+
+@one_order
+@pytest.mark.parametrize(("heads", "half_split"), [((4, 2, 8), True), ((3, 1, 34), False)])
+def test_sequences_with_frequencies_of_their_own(
+    device: Any, heads: Heads, half_split: bool
+) -> None:
+    """A row has the bits that it has with those of its sequence for all, in three kernels."""
+    NH, NKV, HS = heads
+    row, position = np.array([2, 0, -1, 1, 2], np.int32), np.array([3, 0, 4, 6, 5], np.int32)
+    own = np.stack([frequencies(HS), 1 - frequencies(HS), np.zeros(HS // 2)])
+    qkv, table = device.asarray(plain.normal(2, 5, row_width(heads))), device.asarray(own)
+    sequence, at = map(device.asarray, (row, position))
+    turn: Any = {"half_split": half_split, "factor": 1.3}
+    options = {"n_head": NH, "n_kv_head": NKV, **turn}
+    got = registry.bind("rope_packed", (qkv, at, table, sequence), **options).run().get()
+    k, v = (device.asarray(np.zeros((3, 7, NKV * HS), np.float32)) for _ in range(2))
+    inputs = (qkv, table, k, v, sequence, at)
+    q = registry.bind("rope_append", inputs, n_head=NH, **turn).run().get()
+    by = registry.bind("rotations", (at, table, sequence), factor=1.3).run().get()
+    for n, b in enumerate(row):
+        if b >= 0:  # else it is padding
+            of_row, its = at[n : n + 1], device.asarray(own[b])
+            one = registry.bind("rope_qkv", (qkv[n : n + 1], of_row, its), **options).run().get()
+            np.testing.assert_array_equal(got[n], one[0])
+            np.testing.assert_array_equal(q[n], one[0, : NH * HS])
+            np.testing.assert_array_equal(k.get()[b, position[n]], one[0, NH * HS :][: NKV * HS])
+            angles = registry.bind("rotations", (of_row, its), factor=1.3).run().get()
+            np.testing.assert_array_equal(by[n], angles[0])
+    inner = row >= 0
+    host = qkv.get(), position, own, row
+    assert_close(got[inner], reference.rope_packed(*host, **options)[inner], "float32")
+    assert_close(by[inner], reference.rotations(*host[1:3], row, 1.3)[inner], "float32")
+    with pytest.raises(InputError, match=r"frequencies: expected shape \(3, \d+\), got \(2, "):
+        registry.bind("rope_append", (qkv, table[:2], *inputs[2:]), n_head=NH, **turn)
+    with pytest.raises(InputError, match=r"frequencies: expected shape \(\d+,\), got \(3, "):
+        registry.bind("rotations", (at, table))
 
 
 @combinations(shape=[(1, 8), (3, 64), (64, 128)])

@@ -6,9 +6,11 @@ q and k have another order, which changes no score: the turned pairs are the fir
 heads, and the others have frequency zero, so that every kernel of RoPE is Llama's.
 
 With longrope, RoPE has a factor for each frequency and multiplies the pairs that it turns. There
-are two sets of factors: a model has the long ones if its context, n_ctx, is above
-original_context. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`,
-which has the long ones for texts above original_context only.
+are two sets of factors. A sequence has one of them at all positions, chosen when it begins: the
+short ones if it may have at most original_context tokens, else the long ones. So each row of a
+kv_cache has frequencies of its own (`RowFrequencies`), and the kernels of RoPE are those that take
+them. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`, which changes
+to the long ones when a text grows above original_context.
 """
 
 from __future__ import annotations

@@ -172,6 +172,11 @@ class ModelConfig(ABC):
         return ()
 
     @property
+    def short_context(self) -> int:
+        """The most tokens of a sequence that RoPE turns otherwise than longer ones; 0: none."""
+        return 0
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The number of tokens that attention of each layer sees, its own and earlier ones."""
         return (None,) * self.n_layer

@@ -52,7 +52,8 @@ class RopeScaling:
     original_context / low_freq_factor are divided by `factor`, those with one below
     original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
     is divided by its own of `factors`, as in GGUF files, or of `long_factors`, if there are any,
-    in a context above original_context; a pair that RoPE turns is multiplied by attention_factor.
+    for a sequence that may have more tokens than original_context; a pair that RoPE turns is
+    multiplied by attention_factor.
 
     Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
     et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024).
@@ -211,6 +212,14 @@ class LlamaConfig(ModelConfig):
     def scales(self) -> Scales:
         """As in ModelConfig."""
         return Scales(self.eps, rope=1.0 if self.scaling is None else self.scaling.attention_factor)
+
+    @property
+    def short_context(self) -> int:
+        """As in ModelConfig."""
+        scaling = self.scaling
+        if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
+            return 0
+        return scaling.original_context
 
     def frequencies(self) -> NDArray[np.float64]:
         """Radians per position by which RoPE turns each pair of channels: (head_size / 2,)."""

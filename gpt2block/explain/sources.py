@@ -22,7 +22,7 @@ from gpt2block.passes.machine import Step
 TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # what a kernel is shown for
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
 # Operations on packed rows of several sequences → the same on one sequence, which is easier to read
-_OF_ONE_SEQUENCE = {"attention_packed": "attention"}
+_OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}
 _ROW_SIZES = {"layernorm768_kernel": 768}  # kernels for rows of one size alone
 _KERNELS_OF = {"rope_qkv": "rope"}  # functions whose kernels are those of another operation
 

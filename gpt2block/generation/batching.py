@@ -57,7 +57,7 @@ class Batch:
         self._reuse = reuse
         self._prefixes: Prefixes | None = None
         if reuse or engine.continues_exactly:
-            self._prefixes = Prefixes(1 if reuse else LEAST_COPIED)
+            self._prefixes = Prefixes(1 if reuse else LEAST_COPIED, engine.config.short_context)
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
@@ -234,7 +234,7 @@ class Batch:
             row = self._scheduler.row_of(start.slot)
             self._new.begin(start, row)
             if self._prefixes is not None:
-                self._prefixes.hold(start.slot, row.client, start.ids, len(start.ids))
+                self._prefixes.hold(start.slot, row, start.ids, len(start.ids))
             if self._reuse:
                 self._started[start.slot] = start
 
@@ -246,7 +246,7 @@ class Batch:
         gains: dict[int, int] = {}  # by the slot that computes for others
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
-            leader, gain = self._leader(row.client, row.start(slot).ids)
+            leader, gain = self._leader(slot, row)
             if gain < LEAST_COPIED:
                 self._start(slot, row)
             else:
@@ -262,23 +262,23 @@ class Batch:
             self._decoding.copy(self._copies)
             self._copies.clear()
 
-    def _leader(self, client: str, ids: Ids) -> tuple[int, int]:
+    def _leader(self, slot: int, row: Row) -> tuple[int, int]:
         """The slot that will have most of a prompt's tokens, and how many it does not have yet."""
         if self._prefixes is None:
             return NOTHING
-        done, coming = self._prefixes.longest(client, ids)
+        done, coming = self._prefixes.longest(row, row.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
 
     def _start(self, slot: int, row: Row) -> None:
         """Let a row compute its prompt, without the tokens that slots have computed."""
         start = row.start(slot)
         if self._prefixes is not None:
-            (source, row.reused), _ = self._prefixes.longest(row.client, start.ids)
+            (source, row.reused), _ = self._prefixes.longest(row, start.ids)
             if source != slot and row.reused < LEAST_COPIED:
                 row.reused = 0
             elif source != slot:
                 self._copies.append((source, slot, row.reused))
-            self._prefixes.hold(slot, row.client, start.ids, row.reused)
+            self._prefixes.hold(slot, row, start.ids, row.reused)
         self._starts[slot] = start._replace(cached=row.reused)
         self._pieces.add(slot, row, row.reused, len(start.ids))
 
@@ -288,7 +288,7 @@ class Batch:
             start = self._started.pop(slot)
             drawn = np.array(row.tokens[start.drawn : -1], np.int32)  # not the last one
             ids = np.concatenate([start.ids, drawn])
-            self._prefixes.hold(slot, row.client, ids, len(ids))
+            self._prefixes.hold(slot, row, ids, len(ids))
 
 
 class _Endings:

@@ -14,7 +14,7 @@ LEAST_SHARED = 200  # tokens: fewer take no longer than one, as a pass has to re
 # and a token for each byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
 MOST_COMPARED = 4  # slots that begin like a prompt; others are older
-Key = tuple[str, bytes]
+Key = tuple[str, bool, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
@@ -48,18 +48,19 @@ class Prefixes:
 
     Slots are found by their first `least` tokens, twice as many, four times as many, and so on.
 
-    least: tokens that a prompt must have in common with a slot.
+    least: tokens that a prompt must have in common with a slot. short: as short_context of
+    ModelConfig: rows that may have more tokens find none of the others, nor they theirs.
     """
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, least: int, short: int = 0) -> None:
+        self._least, self._short = least, short
         self._of_slot: dict[int, _Held] = {}
         self._alike: dict[Key, dict[int, None]] = {}  # slots that begin alike, the latest last
 
-    def hold(self, slot: int, client: str, ids: Ids, done: int) -> None:
+    def hold(self, slot: int, row: Row, ids: Ids, done: int) -> None:
         """Note what a slot holds in the place of what it held."""
         self.drop(slot)
-        keys = tuple((client, ids[:n].tobytes()) for n in self._sizes(len(ids)))
+        keys = tuple(self._key(row, ids[:n]) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
         for key in keys:
             self._alike.setdefault(key, {})[slot] = None
@@ -76,7 +77,7 @@ class Prefixes:
         self._of_slot.clear()
         self._alike.clear()
 
-    def longest(self, client: str, ids: Ids) -> tuple[Found, Found]:
+    def longest(self, row: Row, ids: Ids) -> tuple[Found, Found]:
         """The slots that hold most first tokens of a prompt; of equal ones the latest.
 
         First of those whose keys and values are there, then of all. Never all of the prompt, whose
@@ -85,7 +86,7 @@ class Prefixes:
         """
         done = coming = NOTHING
         for n in reversed(self._sizes(len(ids) - 1)):
-            slots = self._alike.get((client, ids[:n].tobytes()), {})
+            slots = self._alike.get(self._key(row, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
                 held = self._of_slot[slot]
                 tokens = _common(held.ids, ids)
@@ -102,10 +103,13 @@ class Prefixes:
 
         Not one most of whose tokens would be lost: the row gets a copy of the others.
         """
-        (slot, tokens), _ = self.longest(row.client, row.start(free[0]).ids)
+        (slot, tokens), _ = self.longest(row, row.start(free[0]).ids)
         if slot in free and 2 * tokens >= len(self._of_slot[slot].ids):
             return slot
         return next((each for each in free if each != slot), slot)
+
+    def _key(self, row: Row, ids: Ids) -> Key:
+        return row.client, row.most > self._short, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
         """The numbers of first tokens by which slots are found, up to `most`."""

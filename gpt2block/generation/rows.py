@@ -95,6 +95,7 @@ class Row:
         """alternatives: the number of most likely tokens in `tops`, at the place of each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
         self.alternatives = alternatives
+        self.most = len(prompt) + ends.max_new_tokens  # tokens that it may have
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
@@ -122,7 +123,7 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives)
+        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives, self.most)
 
     def add(
         self,

@@ -17,7 +17,7 @@ from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.passes.prefill import ROWS_AT_ONCE
 from gpt2block.run.block import NOTHING, BlockEngine, Given
-from gpt2block.run.model import Ids, StepResult, TracedEngine
+from gpt2block.run.model import Ids, RowFrequencies, StepResult, TracedEngine
 from gpt2block.run.numpy_block import NumpyEngine
 from gpt2block.run.numpy_machine import NumpyMachine
 
@@ -116,6 +116,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
     constants = architecture.constants(config, weights)
+    constants |= RowFrequencies(config, 1, T, np).tensors
     do = NumpyMachine({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, Settings.of(config), T), architecture, config, "logits")
     found: dict[str, Exact] = do.kept

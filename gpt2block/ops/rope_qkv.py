@@ -2,6 +2,8 @@
 
 `rope_qkv` (llama/rope_qkv.cu) returns the rows with Q and K turned, in place if requested;
 `rope_append` (llama/rope_append.cu), for decoding, returns Q and writes K and V to a kv_cache.
+`rope_packed` is `rope_qkv` where each sequence has frequencies of its own, which the others take,
+too: then frequencies are (B, P), and row has the sequence of each row.
 """
 
 from __future__ import annotations
@@ -46,19 +48,31 @@ def _multiplied(c: Call) -> Defines:
 @variant("rows", FILE, "rope_qkv")
 def _rows(c: Call) -> Launch:
     """W is (n_head + 2 n_kv_head) D; positions are not read back."""
+    return _over_rows(c, "rope_qkv", c.rows, c.T)
+
+
+@variant("packed", FILE, "rope_packed")
+def _packed(c: Call) -> Launch:
+    """W as of rope_qkv; row and positions are not read back."""
+    return _over_rows(c, "rope_packed", 1, c.N, c.row)
+
+
+def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
+    """row: the sequence of each row, where these have frequencies of their own."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     D, turning, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
-    if len(c.leading) > 1 or heads * D != c.W:
+    if c.qkv.ndim > 3 or heads * D != c.W:
         raise InputError(
             f"qkv: expected (T, {heads * D}) or (B, T, {heads * D}), {heads} heads of {D} channels "
             f"as frequencies has {c.P}, got {c.qkv.shape}"
         )
-    if c.rows > MAX_BATCH:
-        raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {c.rows:,}")
+    if B > MAX_BATCH:
+        raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     moved = turning if same_memory(c.qkv, c.out) else heads
     aligned = alignment(c.qkv.data.ptr, c.out.data.ptr) // c.qkv.itemsize
-    geometry = _geometry(c, "rope_qkv", c.rows, c.T, moved, aligned)
-    args = (c.qkv, c.positions, c.frequencies, c.out, c.T, turning, moved, heads)
+    geometry = _geometry(c, kernel, B, T, moved, aligned)
+    arrays, sequences = (c.qkv, c.positions, c.frequencies, *row, c.out), (c.B,) if row else ()
+    args = (*arrays, T, turning, moved, heads, *sequences)
     return launch_at(FILE, geometry, args, c.storage)
 
 
@@ -68,6 +82,7 @@ def _append(c: Call) -> Launch:
 
     K and V of rows outside the cache are left out.
     """
+    _check_own(c, (c.B,) if c.leading else ())
     n_head, D = check_count("n_head", c.n_head), 2 * c.P
     if c.C % D:
         raise InputError(
@@ -83,17 +98,30 @@ def _append(c: Call) -> Launch:
     of_cache = alignment(c.k.data.ptr, c.v.data.ptr) // c.k.itemsize
     aligned = min(4, alignment(c.qkv.data.ptr, c.out.data.ptr) // 4, of_cache)
     geometry = _geometry(c, "rope_append", 1, c.N, heads, aligned)
+    geometry = geometry.with_defines((("ROPE_OWN", 1),) if c.leading else ())
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.k, c.v, c.out)
     args = (*arrays, c.N, n_head, n_kv_head, c.B, c.S)
     T = "float32" if c.kv_dtype else c.kv_storage
     return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
 
 
-@variant("rotations", ROTATIONS, "rope_rotations")
+@variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")
 def _rotations(c: Call) -> Launch:
-    grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, c.out, c.N, c.P)
-    geometry = Geometry("rope_rotations", grid, (ROTATION_THREADS,), defines=_multiplied(c))
-    return launch_at(ROTATIONS, geometry, args)
+    """With row, each sequence has frequencies of its own."""
+    of_all = c.row is None
+    B = () if of_all else c.leading[:1] or ("B",)
+    _check_own(c, B)
+    kernel, row = ("rope_rotations", ()) if of_all else ("rope_rotations_packed", (c.row,))
+    grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, *row, c.out)
+    geometry = Geometry(kernel, grid, (ROTATION_THREADS,), defines=_multiplied(c))
+    return launch_at(ROTATIONS, geometry, (*args, c.N, c.P, *B))
+
+
+def _check_own(c: Call, B: tuple[int | str, ...]) -> None:
+    """InputError unless frequencies are those of so many sequences, or with () of all."""
+    if c.leading != B:
+        expected = f"({B[0]}, {c.P})" if B else f"({c.P},)"
+        raise InputError(f"frequencies: expected shape {expected}, got {c.frequencies.shape}")
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -109,20 +137,22 @@ ROPE_APPEND = Operation(
     options={"n_head": REQUIRED, "half_split": False, "factor": 1.0, "kv_dtype": None},
 )
 ROTATE = Operation(name="rotations", variants=(_rotations,), options={"factor": 1.0})
+_TURN = {"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False, "factor": 1.0}
+ROPE_PACKED = Operation(name="rope_packed", variants=(_packed,), options=_TURN)
 
 OPERATION = Operation(
     name="rope_qkv",
     idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
     sizes={"T": 16, "D": 128},
     variants=(_rows,),
-    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False, "factor": 1.0},
+    options=_TURN,
     draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
     flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
     attrs=HEADS,
     small=({"T": 5, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
-    steps=(ROPE_APPEND, ROTATE),
+    steps=(ROPE_APPEND, ROTATE, ROPE_PACKED),
 )
 
 
@@ -161,9 +191,10 @@ def rope_append(
 ) -> CudaArray:
     """`reference.rope_append` on CuPy arrays: Q turned, and K and V in the kv_cache.
 
-    qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16,
-    bfloat16 or, as uint8, the FP8 format kv_dtype, row and position (N,) int32 → (N, n_head D)
-    float32. Two rows must not have the same destination. Raises InputError.
+    qkv (N, W) float32, frequencies (D / 2,) or of each sequence (B, D / 2) float64, k and v
+    (B, n_ctx, C) float32, float16, bfloat16 or, as uint8, the FP8 format kv_dtype, row and position
+    (N,) int32 → (N, n_head D) float32. Two rows must not have the same destination. Raises
+    InputError.
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)

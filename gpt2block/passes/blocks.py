@@ -15,9 +15,10 @@ class Settings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
-    layer, or (); half_split: which channels it pairs. qk_norm, embedding_norm, windows: as in
-    ModelConfig, () for no windows. embedding, softmax_scale, turned, cap: as in `Scales`, where the
-    second and third are attention and rope. gelu: whether the gate of the feed-forward is GELU.
+    layer, or (); half_split: which channels it pairs; own: whether each sequence has frequencies of
+    its own. qk_norm, embedding_norm, windows: as in ModelConfig, () for no windows. embedding,
+    softmax_scale, turned, cap: as in `Scales`, where the second and third are attention and rope.
+    gelu: whether the gate of the feed-forward is GELU.
     """
 
     n_head: int
@@ -35,6 +36,7 @@ class Settings(NamedTuple):
     windows: tuple[int | None, ...] = ()
     embedding_norm: str = ""
     cap: float | None = None
+    own: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> Settings:
@@ -53,6 +55,7 @@ class Settings(NamedTuple):
             windows=config.windows,
             embedding_norm=config.embedding_norm,
             cap=scales.cap,
+            own=config.short_context > 0,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -84,6 +87,12 @@ class Settings(NamedTuple):
         """What RoPE is told."""
         return {**self.heads, "half_split": self.half_split, **self.multiplied}
 
+    def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
+        """The step that turns rows [Q | K | V] by these frequencies, and its inputs."""
+        if self.own:
+            return "rope_packed", (qkv, "positions", rope, "row")
+        return "rope_qkv", (qkv, "positions", rope)
+
 
 def _layer(h: str) -> int:
     return int(h.split(".")[1])
@@ -113,7 +122,7 @@ class StepPass(Pass):
             y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
-        return self.do(f"{h}rope", "rope_qkv", (y, "positions", rope), **self.c.turn)
+        return self.do(f"{h}rope", *self.c.step_of_rope(y, rope), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}

@@ -66,7 +66,7 @@ class DecodePass(Pass):
         if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in several layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
-                inputs = ("positions", rope)
+                inputs = ("positions", rope, *(("row",) if self.c.own else ()))
                 self.rotations[rope] = self.do(name, "rotations", inputs, **self.c.multiplied)
         return super().embed()
 

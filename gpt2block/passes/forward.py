@@ -105,7 +105,8 @@ class Pass(ABC):
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
-        return self.do(f"{h}rope", "rope_qkv", inputs, into=qkv, **self.c.turn)
+        op, inputs = self.c.step_of_rope(qkv, rope)
+        return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
 
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:

@@ -15,7 +15,7 @@ from gpt2block.config.formats import Formats, itemsize
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.run.model import cache_kind, describe_cache
+from gpt2block.run.model import RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
@@ -65,6 +65,7 @@ class CudaCache:
         self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
         used = self.data[:, :batch]
         self.layers = list(zip(used[::2], used[1::2], strict=True))
+        self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[bool, Any] = {}  # with guesses and without
 

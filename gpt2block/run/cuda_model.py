@@ -308,6 +308,8 @@ class CudaModel(StoredModel):
             forget_oldest(kept, most, self.stream)
         kept.move_to_end(shape)
         cache.lengths = [0] * count
+        for row, ids in enumerate(sequences):
+            cache.frequencies.begin(row, len(ids))
         return cache
 
     def _forward(self, sequences: Sequence[Ids], want: Output, cache: CudaCache) -> list[Floats]:

@@ -49,7 +49,7 @@ class PrefillPrograms:
         self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
-        self._tensors = {**batch, **cache_tensors(cache.layers, model.config.n_layer)}
+        self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # the steps of the first one: most are in all
 
@@ -192,6 +192,8 @@ def prefill_slots(
 
 def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
     """`prefill_slots` of beginnings of sequences, all new, or all continued."""
+    for start in group if cache.frequencies.tensors else ():
+        cache.frequencies.begin(start.slot, start.n_tokens)
     slots, cached = [start.slot for start in group], [start.cached for start in group]
     new = [start.ids[start.cached :] for start in group]
     return prefill_slots(model, new, slots, cached, cache, last)

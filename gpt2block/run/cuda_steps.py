@@ -62,7 +62,7 @@ class DecodingSteps:
         rows = max(B, min(B * (1 + MOST_GUESSES), MOST_GUESSING)) if speculate else B
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
-        self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
+        self.cache_tensors = cache_tensors(cache, config.n_layer)
         # By slots, the most any changes, and rows of each.
         self._steps: dict[tuple[int, int, int], DecodingStep] = {}
         self.changes: CudaArray = None  # of logits in the slots, once one has any

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,12 +189,22 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
-CacheKind = tuple[int, int, str, str]  # n_layer, channels of keys, dtype, device
+# n_layer, channels of keys, dtype, device, what RowFrequencies are made of
+CacheKind = tuple[int, int, str, str, str]
 
 
 def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
     """The properties that a cache and its model must share."""
-    return config.n_layer, config.kv_width, formats.cache_dtype, device
+    sets = short_and_long(config)
+    rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
+    return config.n_layer, config.kv_width, formats.cache_dtype, device, rope
+
+
+def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
+    """The frequencies of short sequences and of long ones, (2, head_size / 2); (0,) if equal."""
+    short = config.short_context
+    both: list[Any] = [replace(config, n_ctx=short), config] if short else []
+    return np.array([each.frequencies() for each in both])
 
 
 class KVCache(Protocol):
@@ -208,12 +220,39 @@ class KVCache(Protocol):
         """Bytes of all keys and values."""
 
 
-def cache_tensors(layers: Any, n_layer: int) -> dict[str, Any]:
-    """Keys and values by their names in a plan of n_layer layers.
+class RowFrequencies:
+    """The frequencies of RoPE of each row of a kv_cache, where they depend on its sequence.
 
-    layers: a sequence of pairs (k, v); a single one is that of all layers, none gives nothing.
+    tensors: those of all rows, (batch, head_size / 2) float64, by their name in a pass; none where
+    all sequences have the same.
     """
-    named = {}
+
+    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
+        """A row has those of a sequence of up to n_ctx tokens until another one begins.
+
+        library: NumPy or CuPy, of whose arrays the cache is.
+        """
+        self.tensors: dict[str, Any] = {}
+        self._short, self._copy = config.short_context, library.copyto
+        if self._short:
+            sets, self._long = short_and_long(config), [n_ctx > self._short] * batch
+            self._sets = library.asarray(sets)
+            self.tensors["frequencies"] = library.asarray(sets[np.array(self._long, int)])
+
+    def begin(self, row: int, n_tokens: int) -> None:
+        """A sequence of up to n_tokens tokens begins in a row."""
+        long = n_tokens > self._short
+        if self._short and long != self._long[row]:
+            self._copy(self.tensors["frequencies"][row], self._sets[int(long)])
+            self._long[row] = long
+
+
+def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
+    """Keys, values and frequencies of a cache by their names in a plan of n_layer layers.
+
+    Its layers are pairs (k, v); a single one is that of all layers, none gives no keys and values.
+    """
+    named, layers = dict(cache.frequencies.tensors), cache.layers
     for n in range(n_layer if len(layers) else 0):
         named[f"h.{n}.k"], named[f"h.{n}.v"] = layers[n % len(layers)]
     return named
@@ -221,7 +260,7 @@ def cache_tensors(layers: Any, n_layer: int) -> dict[str, Any]:
 
 def describe_cache(cache: KVCache) -> str:
     """One line for a cache's `repr`."""
-    n_layer, width, dtype, device = cache.kind
+    n_layer, width, dtype, device, _ = cache.kind
     filled = ", ".join(map(str, cache.lengths[:4])) + (", …" if cache.batch > 4 else "")
     return (
         f"{type(cache).__name__}(n_layer={n_layer}, width={width}, batch={cache.batch}, "
@@ -240,6 +279,12 @@ class Start(NamedTuple):
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
     cached: int = 0  # tokens of ids, fewer than all, whose keys and values the slot has
     alternatives: int = 0  # most likely tokens to report with each sampled one
+    limit: int = 0  # tokens that the whole sequence may have; 0: those of ids and steps
+
+    @property
+    def n_tokens(self) -> int:
+        """The most tokens of the sequence, by which RoPE may choose its frequencies."""
+        return self.limit or len(self.ids) + self.steps
 
     def counts(self, V: int) -> Ids:
         """How often the sequence has drawn each token, (V,)."""

@@ -23,6 +23,7 @@ from gpt2block.run.model import (
     Floats,
     Ids,
     Output,
+    RowFrequencies,
     Sampled,
     Start,
     StepResult,
@@ -60,11 +61,12 @@ class NumpyCache:
         self.kind = cache_kind(config, formats, "cpu")
         self.lengths = [0] * batch
         layers = layers or config.n_layer
-        self.data = np.zeros((layers, 2, batch, n_ctx, config.kv_width), np.float32)
+        self.layers = np.zeros((layers, 2, batch, n_ctx, config.kv_width), np.float32)
+        self.frequencies = RowFrequencies(config, batch, n_ctx, np)
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.layers.nbytes
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -118,6 +120,8 @@ class NumpyModel(NumpySteps, StoredModel):
         if cache is None:  # no later call continues: all layers share one layer's memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
+            for row, ids in enumerate(sequences):
+                cache.frequencies.begin(row, len(ids))
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
@@ -145,7 +149,7 @@ class NumpyModel(NumpySteps, StoredModel):
             "start": np.array(cache.lengths),
             "last": ends[lengths > 0] - 1,
         }
-        return {**cache_tensors(cache.data, self.config.n_layer), **batch}
+        return {**cache_tensors(cache, self.config.n_layer), **batch}
 
     def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
         """The result of a pass. longest: the number of tokens of the longest sequence."""
@@ -237,7 +241,8 @@ class NumpyDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            slot, ids, sampling, steps, drawn, seen, cached, alternatives = start
+            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _ = start
+            self._cache.frequencies.begin(slot, start.n_tokens)
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot] = sampling
             self._left[slot], self._drawn[slot] = steps, drawn
@@ -250,13 +255,14 @@ class NumpyDecoding:
     def extend(self, starts: Sequence[Start]) -> None:
         new = [np.empty(0, np.int32)] * self.slots
         for start in starts:
+            self._cache.frequencies.begin(start.slot, start.n_tokens)
             self._cache.lengths[start.slot] = start.cached
             new[start.slot] = start.ids[start.cached :]
         self._model.forward(new, "last", self._cache)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, count in copies:
-            self._cache.data[:, :, target, :count] = self._cache.data[:, :, source, :count]
+            self._cache.layers[:, :, target, :count] = self._cache.layers[:, :, source, :count]
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0

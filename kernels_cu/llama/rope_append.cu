@@ -8,7 +8,7 @@
 //
 // Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
 // llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles and ROPE_FACTOR as in
-// llama/rope_qkv.cu.
+// llama/rope_qkv.cu. With ROPE_OWN, each sequence has frequencies of its own.
 //
 // grid (ceil(N / blockDim.z), ceil(heads / (blockDim.y * ROPE_HEADS))), block (ROPE_THREADS, heads, rows).
 #include "llama/pairs.cuh"
@@ -18,7 +18,7 @@ extern "C" __global__ void rope_append(
     const float* qkv,           // (N, heads D)
     const int* row,             // (N)
     const int* position,        // (N)
-    const double* frequencies,  // (D / 2): radians per position
+    const double* frequencies,  // (D / 2), with ROPE_OWN (B, D / 2): radians per position
     KV* k,                      // (B, n_ctx, n_kv_head D)
     KV* v,                      // (B, n_ctx, n_kv_head D)
     float* q,                   // (N, n_head D)
@@ -30,6 +30,9 @@ extern "C" __global__ void rope_append(
     if (n >= N) return;
     const int b = __ldcg(row + n), at = __ldcg(position + n);
     const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
+#ifdef ROPE_OWN
+    frequencies = frequencies_of(b, frequencies, B, ROPE_D / 2);
+#endif
     const long long place = ((long long)b * n_ctx + at) * n_kv_head;
     for (int pair = threadIdx.x * PAIRS; pair < ROPE_D / 2; pair += ROPE_THREADS * PAIRS) {
         const int channel = ROPE_HALF_SPLIT ? pair : 2 * pair;

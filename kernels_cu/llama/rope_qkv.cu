@@ -5,6 +5,7 @@
 //   qkv, out (B, N, heads D), in place if out is qkv: then V stays and the grid leaves it out
 //
 //   rope_qkv: as rope_pairs, with positions and frequencies in device memory; overlapping launches. See llama/rope.cu
+//   rope_packed: rope_qkv, where row n has the frequencies of its sequence, row[n]
 //
 // With ROPE_FACTOR, pairs of other frequencies than 0 are multiplied by it, as in all kernels of RoPE with frequencies.
 //
@@ -15,15 +16,10 @@
 #include "llama/pairs.cuh"
 #include "lib/overlap.cuh"
 
-extern "C" __global__ void rope_qkv(
-    const T* qkv,               // (B, N, heads D)
-    const int* positions,       // (N)
-    const double* frequencies,  // (D / 2): radians per position
-    T* out,                     // (B, N, heads D)
-    int N,
-    int turning,                // heads of Q and of K
-    int moved,                  // heads that are written: all, or those that turn
-    int heads) {                // of a row
+// sequences: of the rows, of B; null if all have the same frequencies.
+__device__ __forceinline__ void turn_rows(
+    const T* qkv, const int* positions, const double* frequencies, T* out, int N, int turning, int moved, int heads,
+    const int* sequences, int B) {
     let_next_start();
     wait_for_previous();
     const int n = blockIdx.x * blockDim.z + threadIdx.z;
@@ -31,6 +27,7 @@ extern "C" __global__ void rope_qkv(
     if (n >= N) return;
     const long long row = ((long long)blockIdx.z * N + n) * heads * ROPE_D;
     const double position = __ldcg(positions + n);
+    if (sequences) frequencies = frequencies_of(__ldcg(sequences + n), frequencies, B, ROPE_D / 2);
     for (int k = threadIdx.x * PAIRS; k < ROPE_D / 2; k += ROPE_THREADS * PAIRS) {
         const long long from = row + (ROPE_HALF_SPLIT ? k : 2 * k);
         Pairs<T> held[ROPE_HEADS];
@@ -53,4 +50,26 @@ extern "C" __global__ void rope_qkv(
             }
         }
     }
+}
+
+extern "C" __global__ void rope_qkv(
+    const T* qkv,               // (B, N, heads D)
+    const int* positions,       // (N)
+    const double* frequencies,  // (D / 2): radians per position
+    T* out,                     // (B, N, heads D)
+    int N,
+    int turning,                // heads of Q and of K
+    int moved,                  // heads that are written: all, or those that turn
+    int heads) {                // of a row
+    turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, nullptr, 0);
+}
+
+extern "C" __global__ void rope_packed(
+    const T* qkv,               // (N, heads D)
+    const int* positions,       // (N)
+    const double* frequencies,  // (B, D / 2): radians per position
+    const int* row,             // (N)
+    T* out,                     // (N, heads D)
+    int N, int turning, int moved, int heads, int B) {
+    turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, row, B);
 }

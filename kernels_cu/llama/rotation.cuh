@@ -82,6 +82,11 @@ __device__ __forceinline__ Rotation rotation_at(double position, double frequenc
     return by;
 }
 
+// The frequencies of sequence b of B, each with `pairs` of its own; for padding, whose b is -1, those of the first one.
+__device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {
+    return frequencies + (long long)(b >= 0 && b < B ? b : 0) * pairs;
+}
+
 // Turns a pair. The roundings are stated, so that all kernels have the same.
 __device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
     const float r = real, i = imaginary;

@@ -3,6 +3,7 @@
 //   out (N, pairs, 2): cosines and sines     angles and ROPE_FACTOR as in llama/rope_qkv.cu, whose bits these are
 //
 //   rope_rotations: decoding: cosines and sines, once for all layers
+//   rope_rotations_packed: rope_rotations, where row n has the frequencies of its sequence, row[n]
 //
 // One thread for each rotation. Grid (ceil(N pairs / blockDim.x)), block (any).
 #include "lib/overlap.cuh"
@@ -18,5 +19,20 @@ extern "C" __global__ void rope_rotations(
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (long long)N * pairs) return;
     const Rotation by = rotation_at(__ldcg(position + i / pairs), frequencies[i % pairs]);
+    out[2 * i] = by.cos, out[2 * i + 1] = by.sin;
+}
+
+extern "C" __global__ void rope_rotations_packed(
+    const int* position,        // (N)
+    const double* frequencies,  // (B, pairs): radians per position
+    const int* row,             // (N)
+    float* out,                 // (N, pairs, 2)
+    int N, int pairs, int B) {
+    let_next_start();
+    wait_for_previous();
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (long long)N * pairs) return;
+    const double* const own = frequencies_of(__ldcg(row + i / pairs), frequencies, B, pairs);
+    const Rotation by = rotation_at(__ldcg(position + i / pairs), own[i % pairs]);
     out[2 * i] = by.cos, out[2 * i + 1] = by.sin;
 }
