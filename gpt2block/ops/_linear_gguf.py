@@ -135,7 +135,8 @@ def geometry(
         *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster))),
     )
     grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    # No block of the next kernel beside those: an SM that had one would later have three, others one.
+    # No block of the next kernel beside these: an SM that had one would later have three, others
+    # one. A step of a 7B takes 1.94 ms in place of 2.19 (H100).
     shared = max(memory.of(cut), room(most_shared + STATIC, blocks + 1) + 1)
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 

@@ -157,8 +157,10 @@ __device__ __forceinline__ unsigned fma2_fp16(unsigned a, unsigned b, unsigned c
 template <bool UPPER>
 __device__ __forceinline__ unsigned twice(unsigned b) {
     unsigned both;
-    if (UPPER) asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(both) : "r"(b));
-    else asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(both) : "r"(b));
+#define HALF_TWICE(half) "{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {" half ", " half "};\n}"
+    if (UPPER) asm(HALF_TWICE("high") : "=r"(both) : "r"(b));
+    else asm(HALF_TWICE("low") : "=r"(both) : "r"(b));
+#undef HALF_TWICE
     return both;
 }
 

@@ -10,16 +10,15 @@
 //   unpack  unit i: four chunks of 32, in 18 instructions a chunk for 4 bits    a lane: 8 weights of a row of a chunk
 //   add     chunk by chunk in the tensor cores, for each eight rows of x
 //
-// Of Q4_K and Q5_K weights are multiplied by s, and d is applied to the sum of a unit. Of others, sub-blocks have sums
-// of their own, multiplied by their scales. Minimums take one mma a unit, with the sums of x of its chunks: m of chunk
-// t and the two terms of that sum are at t. A lane unpacks the scales of one chunk, and the four that have a row
-// exchange them.
+// Of Q4_K and Q5_K weights are multiplied by s, and d is applied to the sum of a block of 256. Of others, sub-blocks
+// have sums of their own, multiplied by their scales. Minimums take one mma a block, or a unit of others, with the sums
+// of x of its chunks: m of chunk t and the two terms of that sum are at t. A lane unpacks the scales of one chunk, and
+// the four that have a row exchange them.
 //
-// NVIDIA H100, 12,288 x 4,096 in Q4_K, one row. Predicted: 42 instructions of a warp for 32 of K of 16 columns, so that
-// reading 28 MB takes longer, 9.4 us. Measured: 62, of which addresses and copies are 15; 14.7 us by itself, DRAM at
-// 59 % of its rate, 0.61 instructions a cycle of each scheduler; 13.0 us in a graph, of which 3.6 us are the same for
-// smaller matrices: x, the first copies, the last sums. Before, when blocks did not go from columns to columns, loads
-// waited in registers and minimums were multiplied by x, it was 71 instructions, 18.7 us, 46 % and 0.46.
+// NVIDIA H100, 12,288 x 4,096 in Q4_K, one row, in a graph. When d was applied to units, each with two sums, and
+// addresses were computed again for each copy: 272 instructions of a warp for a unit, 13.0 us. Predicted for one sum of
+// a block and addresses that stay: 150 instructions, 9.4 us as memory is read in. Measured: 192 in 10.8 us, of which
+// 3 are the same for smaller matrices; four warps of a scheduler issue 0.8 a cycle in the loop.
 #pragma once
 #include "lib/gguf_ranges.cuh"
 #include "matmul/decode_totals.cuh"
@@ -51,9 +50,9 @@ struct Blocks {
           ring(reinterpret_cast<W*>(ring)), N(N), to_low(kept(threadIdx.x % 32 * 16)),
           to_more(kept((threadIdx.x % 32 < 16 ? 0 : OCTET_BYTES) + Part::LOW_BYTES + own_byte())) {}
 
-    // What a lane copies of the next unit: low bits of the first and of the second of two octets; high bits and scales of
-    // the first one (lanes 0 to 15) or of the second. Where these are up to 256 bytes, some lanes copy high bits, others
-    // scales.
+    // What a lane copies of the next unit: low bits of the first and of the second of two octets; high bits and scales
+    // of the first one (lanes 0 to 15) or of the second. Where these are up to 256 bytes, some lanes copy high bits,
+    // others scales.
     static constexpr bool AT_ONCE = Part::HIGH_BYTES + Part::SCALE_BYTES <= 256;
 
     struct Cursor {
@@ -62,7 +61,7 @@ struct Blocks {
         const W* scales;
     };
 
-    // The number in its tile of unit `first` + `at` of K, where `at` begins with a split: a constant if `at` decides it.
+    // The number in its tile of unit `first` + `at` of K, where a split begins with `first`: constant if `at` decides.
     __device__ __forceinline__ static int unit_of_tile(int first, int at) {
         return Part::UNITS == 1 ? 0 : (UNITS % 2 == 0 ? at : first + at) % 2;
     }
@@ -86,8 +85,8 @@ struct Blocks {
         return found;
     }
 
-    // Requests a unit, to a slot that is so many bytes after the first, and goes on to the next one. half: its number in
-    // its tile.
+    // Requests a unit, to a slot that is so many bytes after the first, and goes on to the next one. half: its number
+    // in its tile.
     __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from) const {
         if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) return;
         W* const to = ring + slot + to_low;

@@ -5,21 +5,22 @@
 // own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each unit, of low bits, high
 // bits and scales, the copy engine was the bound: 12,288 x 4,096 with 16 rows took 23.4 us.
 //
-// A lane unpacks codes of two rows, as A, while the products of those before are under way: of Q4_K and Q5_K half a
-// unit, with s, of others a sub-block. Their sums begin at 0 and are added to those of the split with a scale, so that
-// they have the bits of matmul/decode_gguf.cuh. For minimums a warp has an mma of eight rows of x, with the sums.
+// A lane unpacks codes of two rows, as A, while the products of the chunk before are under way: of Q4_K and Q5_K with
+// s, for one sum of a block of 256, of others for one of a sub-block. Sums begin at 0 and are added to those of the
+// split with a scale, so that they have the bits of matmul/decode_gguf.cuh. For minimums a warp has an mma of eight
+// rows of x, with the sums.
 //
-// NVIDIA H100, Q4_K, us in a graph with gguf_chunk_sums (by matmul/decode_gguf.cu). Predicted: 230 instructions of a
-// warp for a unit of 64 rows, which take longer than reading W. There are 412, of which about 100 compute addresses
-// again that registers have no room for, and a warp waits for its own products after each unit:
+// NVIDIA H100, Q4_K, us in a graph with gguf_chunk_sums, which takes 1.7 to 4.1 of them (before, with sums of 64 of K,
+// and blocks of one warpgroup; now three for 64 rows where an output has many columns):
 //
-//   rows    12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
-//   16      20.2  (23.0)      12.0  (11.0)     23.7  (22.0)      35.9  (36.4)
-//   32      24.0  (30.9)      14.2  (15.3)     27.7  (31.2)      42.1  (58.1)
-//   64      36.2  (48.4)      18.0  (22.8)     37.3  (61.1)      62.3  (85.6)
+//   rows   12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
+//   16     18.9  (20.2)      11.8  (12.6)     22.0  (23.7)      31.4  (37.3)
+//   64     27.9  (36.2)      15.8  (18.0)     32.6  (37.3)      43.6  (62.3)
 //
-// NVIDIA H200, 12,288 x 4,096, by ncu: with 16 rows 365 instructions of a warp for a unit, 0.58 a cycle of a scheduler,
-// DRAM at 31 % of its rate; with 64 rows 492, 0.46 and 17 %, nine of them accesses to registers that were spilled.
+// Predicted: 200 instructions of a warp for a unit of 64 rows in place of 492, and half of the time. There are 257,
+// with 16 rows 230 in place of 365. Of 27.9 us, 12.8 are the same for any K: chunk sums, the start, the first copies,
+// the exchange and the epilogue. In the loop three warps of a scheduler issue 0.4 a cycle: a quarter of their time they
+// wait for copies, an eighth for a unit of arithmetic.
 #pragma once
 
 #ifndef DH_TILES  // places in the ring of W
@@ -173,7 +174,7 @@ struct Consumer {
         }
     }
 
-    // Of INTEGERS: so many units of a tile, which have one sum. While a chunk is unpacked, the one before is multiplied.
+    // Of INTEGERS: units of a tile, which have one sum. While a chunk is unpacked, the one before is multiplied.
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
