@@ -14,11 +14,11 @@
 //              r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block has all splits in turn
 //
 // A block of 64 rows has as many registers and as much shared memory as an SM, so that few warps wait for each other;
-// clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H100, us in a graph, Q4_K, 12,288 x 4,096
-// and 4,096 x 11,008 (before, when x was brought for each 128 columns):
+// clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, us in a graph, Q4_K, 12,288 x 4,096
+// and 4,096 x 11,008 (before, with sums of 64 of K):
 //
-//   rows    1             8             16            64
-//           13.0  13.1    17.1  18.2    23.1  22.1    49.1  62.0    (64: 76)
+//   rows    1                       8
+//           10.9 (13.0)  12.1       15.2 (17.7)  16.9
 //
 // On Hopper matmul/decode_hopper_gguf.cu is for more than 16 rows.
 //
