@@ -14,7 +14,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops._linear_mma_tiles import CLUSTER_CAPABILITY
-from gpt2block.ops._products import MMA_CAPABILITY, gate_define, room, storage_of
+from gpt2block.ops._products import MMA_CAPABILITY, filled, gate_define, room, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define
 from gpt2block.ops.call import Call
@@ -137,7 +137,7 @@ def geometry(
     grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
     # No block of the next kernel beside these: an SM that had one would later have three, others
     # one. A step of a 7B takes 1.94 ms in place of 2.19 (H100).
-    shared = max(memory.of(cut), room(most_shared + STATIC, blocks + 1) + 1)
+    shared = filled(most_shared + STATIC, blocks, memory.of(cut))
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 

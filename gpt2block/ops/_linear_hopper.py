@@ -17,7 +17,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
-from gpt2block.ops._products import gate_define, room, storage_of
+from gpt2block.ops._products import filled, gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms, count_define
 from gpt2block.ops.call import Call
@@ -333,7 +333,7 @@ def launch(
     if gated:
         made = made.with_defines(gate_define(c.gelu))
     if tile.rows == TERM_ROWS:  # two blocks on an SM, for which small tiles leave room, are slower
-        made = made._replace(shared=max(made.shared, room(most_shared, 2) + 1))
+        made = made._replace(shared=filled(most_shared, 1, made.shared))
     file = ROPE_FILE if head else FILE
     return launch_at(file, made, (c.x, *maps, *args), *storage_of(c.w, c.T), c.kv_dtype)
 
@@ -379,7 +379,7 @@ def launch_blocks(
     ).with_defines(range_defines(c.w))  # fmt: skip
     if c.up is not None:
         made = made.with_defines(gate_define(c.gelu))
-    made = made._replace(shared=max(made.shared, room(most_shared, tile.blocks + 1) + 1))
+    made = made._replace(shared=filled(most_shared, tile.blocks, made.shared))
     args = (c.x, *blocks, c.sums, *args)
     file = GGUF_ROPE_FILE if head else GGUF_FILE
     return launch_at(file, made, args, *storage_of(c.w, c.T), c.kv_dtype)

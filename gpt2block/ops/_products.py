@@ -62,3 +62,11 @@ def room(most_shared: int, blocks: int) -> int:
     most_shared: the bytes that a block may request.
     """
     return (most_shared + RESERVED) // blocks - RESERVED
+
+
+def filled(most_shared: int, blocks: int, shared: int) -> int:
+    """`shared`, or so many bytes that a multiprocessor has no room for more blocks.
+
+    most_shared: the bytes that a block may request.
+    """
+    return max(shared, room(most_shared, blocks + 1) + 1)
