@@ -237,8 +237,10 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...]) -> None:
         for got, one in zip(every_product(ordered, *weights, terms=order), expected, strict=True):
             np.testing.assert_array_equal(got.get(), one.get())
         options = {"decoding": True, "terms": order, "to_terms": order}
-        made = LINEAR.bind_on_device((ordered, w, bias), **options).run()
-        assert_terms(made.get(), expected[0].get(), order)
+        gated = (ordered, w, None, None, None, None, up)
+        for inputs, floats in (((ordered, w, bias), expected[0]), (gated, expected[2])):
+            made = LINEAR.bind_on_device(inputs, **options).run()
+            assert_terms(made.get(), floats.get(), order)
 
 
 @pytest.mark.parametrize("M", [2, 9])
@@ -353,7 +355,7 @@ def test_models_compute_with_the_numbers_of_the_file(
 ) -> None:
     """Prompts and decoding, alone and in a batch; next to float16 weights of the same numbers."""
     file = written(tmp_path, *MODELS[name])
-    lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17, 2, 9, 8, 40, 3]
+    lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17, 2, 9, 8, 40, 3] * 4
     prompts = [(np.arange(n) * 7 + n) % 101 for n in lengths]
     given: dict[str, Any] = {"max_new_tokens": 2 if where != "gpu" else 20, "stop_ids": ()}
     exact = from_pretrained(file, "cpu", "float32")

@@ -192,6 +192,7 @@ __device__ __forceinline__ int own_row() {
     const int lane = threadIdx.x % 32, pair = lane / 8;
     return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;
 }
+constexpr int NEXT_ROW = 8;  // lanes from an even row of W to the next one, with TWO
 
 // A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
 // the order of additions has one pair.

@@ -104,6 +104,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
 // The row of W, of those of a warp, that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the
 // second matrix, or with RoPE half a head further.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
+constexpr int NEXT_ROW = 4;  // lanes from an even row of W to the next one, with TWO
 
 struct Consumer {
     typedef float Products[TERMS / 2];

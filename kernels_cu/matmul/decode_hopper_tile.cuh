@@ -212,7 +212,7 @@ struct Outputs {
             const float first = v[2 * i], second = v[2 * i + 1];
             if constexpr (DH_GATED) {
                 float one = end.added(gate_of(first) * second, late[i]);
-                if (DH_OUT_TERMS) one = term_of<order::KIND, 8>(one);
+                if (DH_OUT_TERMS) one = term_of<order::KIND, NEXT_ROW>(one);
                 if (here[i]) end.store(m, n, one, late[i]);
             } else if (here[i]) {
                 if constexpr (DH_ROPE) end.store_pair(m, n, first, second, late[i]);
