@@ -54,14 +54,34 @@ PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
 
 
 def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
-    return Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
+    made = Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
+    return made.of_blocks(32)
 
 
-def terms(x: Array, kind: str, width: int = 0, rounded: bool = False) -> Array:
+def chunk_sums(x: Array) -> Array:
+    """Of each 32 of K of x (M, K), rounded to float16: as lib/chunk_sums.cuh has the sums."""
+    sums = x.reshape(len(x), -1, 32)
+    for _ in range(2):  # of pairs, then of fours
+        sums = sums[..., ::2] + sums[..., 1::2]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    sums = sums[..., 0] / np.float32(32)
+    high = sums.astype(np.float16)
+    low = (sums - high.astype(np.float32)).astype(np.float16)
+    words = np.stack([high, low], axis=-1).view(np.float32).reshape(len(x), -1, 4)
+    tiles = [words[n : n + 64].transpose(1, 0, 2).reshape(-1) for n in range(0, len(x), 64)]
+    return np.concatenate(tiles)
+
+
+def terms(
+    x: Array, kind: str, width: int = 0, rounded: bool = False, summed: bool = False
+) -> Array:
     """The floats (M, K) as terms: of each pair of values both high ones, then both low ones.
 
     width: with it, in the order of wgmma, as lib/terms.cuh defines it. rounded: low ones are 0, and
-    in that order they are left out, so that the second half of (M, K) has no meaning, and is NaN.
+    in that order they are left out, so that the second half of (M, K) has no meaning, and is NaN,
+    but, if summed, for the sums of chunks.
     """
     dtype, factor = DTYPES.get(kind, np.float16), 1
     if kind == TWO_PART:
@@ -86,13 +106,16 @@ def terms(x: Array, kind: str, width: int = 0, rounded: bool = False) -> Array:
         line, unit = np.ogrid[: lines.shape[1], :8]
         ordered.append(lines[:, line, unit ^ line % 8].reshape(-1))
     nothing = np.full(x.size - floats.size, np.nan, np.float32)
+    if summed:
+        nothing[: x.size // 32] = chunk_sums(high.astype(np.float32))
     return np.concatenate([*ordered, nothing]).reshape(x.shape)
 
 
 def assert_terms(made: Array, x: Array, terms_of: Terms) -> None:
     """That an array has the terms of x, where these have a place."""
-    expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded)
+    expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded, terms_of.summed)
     has_place = expected.size // 2 if terms_of.rounded and terms_of.width else expected.size
+    has_place += expected.size // 32 if terms_of.summed else 0
     assert_same_bits(made.reshape(-1)[:has_place], expected.reshape(-1)[:has_place])
 
 
@@ -230,11 +253,14 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("C", "width", "kind"),
-    [(70, 0, "bfloat16"), (70, 0, TWO_PART), (768, 0, TWO_PART), (768, 8, "float16")],
+    [
+        *((70, 0, kind) for kind in ("bfloat16", TWO_PART)),
+        *((768, 0, TWO_PART), (768, 8, "float16"), (768, 2, "float16"), (128, 2, "float16")),
+    ],
 )
 @one_order
 def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
-    inputs = cupy.asarray(plain.normal(0, 9, C)), cupy.asarray(plain.normal(1, C))
+    inputs = cupy.asarray(plain.normal(0, 70, C)), cupy.asarray(plain.normal(1, C))
     floats = RMSNORM.bind(inputs, variant="stream").run().get()
     for rounded in (False, True):
         order = made_of(kind, width, rounded)
@@ -245,7 +271,7 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
 
 @devices.combinations(
     times=1,
-    shape=[(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16)],
+    shape=[(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16), (2, 64, 2), (4, 32, 2), (8, 48, 2)],
     kind=[*DTYPES, TWO_PART],
 )
 def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
@@ -257,7 +283,7 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
     floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
     for rounded in (False, True):
-        order = made_of(kind, width, rounded)
+        order = made_of(kind, width, rounded).of_blocks(HS)
         made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=order).run().get()
         assert_terms(made, floats, order)
 
@@ -428,6 +454,11 @@ def test_what_has_no_terms(device: Any) -> None:
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
         with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
             RMSNORM.bind(wide, variant="stream", to_terms=Terms("float16", width))
+    in_order = Terms("float16", 2, rounded=True, summed=True)
+    for C, kind_of in ((64, in_order), (128, in_order._replace(rounded=False))):
+        wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
+        with pytest.raises(InputError, match=f"of {C} of {C} channels: expected terms in order, 3"):
+            RMSNORM.bind(wide, variant="stream", to_terms=kind_of)
     k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
     with pytest.raises(
         InputError, match="terms of float32, k float32, head size 32: expected the 16"

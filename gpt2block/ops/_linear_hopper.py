@@ -19,7 +19,7 @@ from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._products import filled, gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import Terms, count_define
+from gpt2block.ops._terms import IN_ORDER, Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import Unfit
@@ -30,7 +30,6 @@ FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
 GGUF_FILE = "matmul/decode_hopper_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
-IN_ORDER = 2  # width of the terms for blocks of GGUF, whose codes are in the order of wgmma
 GGUF_TILES = 2  # of blocks in their ring
 HALF_SPLITS = 4  # of blocks, whose sums are added to each other before the others are
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
@@ -352,8 +351,8 @@ def launch_blocks(
 ) -> Launch:
     """Launch a kernel for blocks of GGUF, or raise Unfit; as `launch`, with the bias among args.
 
-    The sums of x come first, where a type has minimums, in the half of x that rounded terms leave
-    free.
+    Where a type has minimums, the sums of x come first, unless x is summed: in the half of x that
+    rounded terms leave free.
     """
     if not c.rounded or not takes_blocks(c.w, head):
         raise Unfit(f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats")
@@ -370,7 +369,7 @@ def launch_blocks(
     c.sums = None
     if any(TYPES[name].minimum for name, _ in c.w.ranges):
         c.sums = c.x.reshape(-1)[c.M * c.K // 2 :]
-        c.before = (chunk_sums.launch(c),)
+        c.before = () if c.terms.summed else (chunk_sums.launch(c),)
     blocks = (m if m is None else m.data for m in matrices)
     to_terms = c.to_terms is not None
     made = geometry(

@@ -7,9 +7,12 @@ from typing import NamedTuple
 from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
+from gpt2block.weights.gguf import UNIT
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
 LINE = 64  # channels in a line of terms in the order of wgmma
+IN_ORDER = 2  # the width for blocks of GGUF, whose codes are stored as an mma reads them
+CHUNK = 32  # inputs with one sum, for minimums of blocks of GGUF
 ROUNDED = "float16"  # what x can be rounded to
 ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of the weights for which it can
 
@@ -24,6 +27,12 @@ class Terms(NamedTuple):
     width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
     scale: float = 1.0  # of two-part terms: a power of two, for all values
     rounded: bool = False  # to the first term of a value, the only one
+    summed: bool = False  # with the sums of chunks of blocks of GGUF after them
+
+    def of_blocks(self, together: int) -> Terms:
+        """These, summed where a kernel that has `together` neighbouring channels can add them."""
+        of_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
+        return self._replace(summed=of_blocks and together % CHUNK == 0)
 
     @property
     def x_dtype(self) -> str | None:
@@ -35,10 +44,19 @@ class Terms(NamedTuple):
         return f"{kind} in the order of wgmma" if self.width else kind
 
 
-def check_terms(terms: Terms | None, channels: int) -> None:
-    """Raise InputError unless rows of so many channels can be stored as these terms."""
+def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
+    """Raise InputError unless rows of so many channels can be stored as these terms.
+
+    together: neighbouring channels of which the kernel can store the sums.
+    """
     if terms is None:
         return
+    if terms.summed and (terms != terms.of_blocks(together) or channels % UNIT):
+        raise InputError(
+            f"sums of terms of {terms}, of {together} of {channels:,} channels: expected terms in "
+            f"order, {CHUNK} neighbouring channels, and rows of a multiple of {UNIT}: pass terms "
+            "without sums"
+        )
     multiple = LINE if terms.width else 2
     if channels % multiple:
         raise InputError(
@@ -68,7 +86,8 @@ def stored_defines(constant: str, terms: Terms | None) -> Defines:
     if terms is None:
         return ()
     width = (("TERM_WIDTH", terms.width),) if terms.width else ()
-    return ((constant, KINDS[terms.dtype]), *width, *count_define(terms.rounded))
+    sums = (("TERM_SUMS", 1),) if terms.summed else ()
+    return ((constant, KINDS[terms.dtype]), *width, *sums, *count_define(terms.rounded))
 
 
 def stored_scale(terms: Terms | None) -> float:

@@ -367,7 +367,7 @@ def _split(c: Call) -> Launch:
                 f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
                 "16-bit dtype of k, or two_part next to float32, and an even head size"
             )
-        check_terms(c.to_terms, c.Q)
+        check_terms(c.to_terms, c.Q, heads[-1])
         ends = stored_defines("AS_TERMS", c.to_terms)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])

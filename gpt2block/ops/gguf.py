@@ -14,6 +14,7 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
+from gpt2block.ops._terms import CHUNK
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Unfit, variant
 from gpt2block.weights import gguf_packing
@@ -21,7 +22,7 @@ from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
-CHUNK, SUMS_BLOCK = 32, 128  # inputs whose sum is a thread's, and threads of a block
+SUMS_BLOCK = 128  # threads, each for the sum of a chunk
 WARPS = 8  # of a block of gguf_widen
 
 

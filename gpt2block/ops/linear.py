@@ -82,12 +82,14 @@ def terms_of(
     dtype: of the weights. shapes: (K, N) of the matrices. rounded: x, to one term. None where x has
     floats, because that is faster for few rows, or because these products are not on tensor cores,
     or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
-    all products of a layer are of one kind: with two in turn, launches overlap less.
+    all products of a layer are of one kind: with two in turn, launches overlap less. With blocks of
+    GGUF mma is faster up to 8 rows: of a 7B in Q4_K_M (H100), 8 rows take 3.1 ms, 16 rows 4.9, and
+    by wgmma 4.0.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
     if dtype in (FILE, GGUF):
-        possible = rounded and M > MORE_ROWS and compute_capability() == HOPPER_CAPABILITY
+        possible = rounded and M > blocks.FEW_ROWS and compute_capability() == HOPPER_CAPABILITY
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
         return dict.fromkeys(shapes, (hopper.terms(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)

@@ -160,7 +160,7 @@ def _stream_dtype(asked: Asked, name: str) -> str:
     check_choice("dtype", dtype, STORAGE)
     if to_terms and dtype != "float32":
         raise InputError(f"{name}: terms of {to_terms}: expected out in float32, got {dtype}")
-    check_terms(to_terms, x.shape[-1])
+    check_terms(to_terms, x.shape[-1], x.shape[-1])
     return str(dtype)
 
 

@@ -40,7 +40,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
-#include "lib/terms.cuh"
+#include "lib/chunk_sums.cuh"  // and terms
 
 #ifndef NH
 #define NH 12
@@ -101,7 +101,7 @@ constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a w
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
-static_assert(!AS_TERMS || HS % 2 == 0, "a pair of channels is of one head");
+static_assert(!AS_TERMS || HS % (TERM_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
 static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
 static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
@@ -390,9 +390,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (more || own >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
             if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
-            if (channel < HS && (has_low() || channel % 2 == 0)) {
-                out[term_place((int)query, (head_of(of) + own) * HS + channel, (int)gridDim.z, ROW)] = result;
-            }
+            const int at = (head_of(of) + own) * HS + channel, m = query, M = gridDim.z;
+            if constexpr (TERM_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
+            if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
         }
         if (!more) return;
         sync_team();  // before the next span overwrites the splits

@@ -1,5 +1,6 @@
 // The rows of matmul/decode_mma.cu in shared memory, as two terms, and its constants.
 #pragma once
+#include "lib/chunk_sums.cuh"
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "matmul/decode_norm.cuh"
@@ -299,11 +300,9 @@ struct Input {
 
     // The sum of a term of a chunk, over eight lanes.
     __device__ __forceinline__ void add_chunk(uint2 four, int r, int split, int unit, int term) const {
-        float first[2], last[2];
-        unpack2_fp16(four.x, first), unpack2_fp16(four.y, last);
-        const float sum = lanes_sum<8>(first[0] + first[1] + (last[0] + last[1]));
+        const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
         const int lane = threadIdx.x % 32;
-        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = order::split_sum(sum);
+        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = split_sum(sum);
     }
 
     __device__ __forceinline__ unsigned* chunk_sum(int r, int split, int unit, int term, int chunk) const {

@@ -102,15 +102,6 @@ __device__ __forceinline__ float joined(float high, float low) {
     return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 
-// The sum of x of a chunk, by which minimums of blocks are multiplied: divided by 32, as two numbers of float16.
-__device__ __forceinline__ unsigned split_sum(float sum) {
-    float high[2];
-    sum *= 0.03125f;
-    const unsigned first = pack2_fp16(sum, 0.0f);
-    unpack2_fp16(first, high);
-    return first | pack2_fp16(0.0f, sum - high[0]);
-}
-
 // A sum with the scale of its column, its bias, and with two-part weights the scale of x.
 __device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
     if constexpr (TWO_PART) {  // the smaller one first, as in lib/two_part.cuh
