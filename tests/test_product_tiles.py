@@ -394,7 +394,8 @@ def gemm_fp8_tiles() -> Iterator[Job]:
 
 def gguf_tiles() -> Iterator[Job]:
     """Decoding of few and of more rows, on GPUs without clusters and on one that has them."""
-    for (arch, gpu), (M, name) in product(GPUS[::2], product((1, 8, 9), ("Q4_K", "Q6_K"))):
+    for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), GPUS[::2])):
+        name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
         w = GgufMatrix.random([(name, 64)], 256)
         capability = int(arch.removeprefix("sm_"))
         sizes: Any = "linear_decode_gguf", M, 4096, ((name, 4096),)
@@ -416,7 +417,9 @@ def gguf_hopper_tiles() -> Iterator[Job]:
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _gemm_hopper.GGUF_FILE, "sm_90a", defines
-    for rows, gated, (N, K) in product((1, 32, 64), (False, True), ((4096, 4096), (12288, 4096))):
+    kinds = cycle((False, True, True, False))
+    for rows, (N, K) in product((1, 16, 32, 64), ((4096, 4096), (12288, 4096))):
+        gated = next(kinds)
         w = GgufMatrix.random([(next(names), 64)], 256)
         octet = TYPES[w.ranges[0][0]].tile
         chosen = _linear_hopper.choose_blocks(rows, (N,), K, octet, gated, SMS, MOST_SHARED)

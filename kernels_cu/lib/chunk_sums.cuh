@@ -1,10 +1,10 @@
 // The sums of x over each 32 of K, a chunk, by which minimums in blocks of GGUF are multiplied.
 //
-//   x (M, K), rounded terms of float16 in order (lib/terms.cuh, TERM_WIDTH 2) -> of each chunk the sum, as split_sum has
-//   it. Fours of values are added as (a + b) + (c + d), eight of their sums as in lanes_sum<8>
+//   x (M, K), rounded terms of float16 in order (lib/terms.cuh, TERM_WIDTH 2) -> of each chunk the sum, as split_sum
+//   has it. Fours of values are added as (a + b) + (c + d), eight of their sums as in lanes_sum<8>
 //
-// A kernel that stores such terms stores these after them with TERM_SUMS; else gguf/chunk_sums.cu does. K is then a
-// multiple of 128. Of each TERM_ROWS rows and each 128 of K, a row has four words, as one copy brings them.
+// A kernel that stores such terms stores these after them with TERM_SUMS; else gguf/chunk_sums.cu does. K is a multiple
+// of 128. Of each TERM_ROWS rows and each 128 of K, a row has four words, as one copy brings them.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
