@@ -46,7 +46,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops import _linear_hopper
+from gpt2block.ops import _linear_hopper, registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
@@ -207,7 +207,10 @@ def blocks() -> None:
 
 
 def blocks_by_wgmma() -> None:
-    """The bits that few rows have; of two matrices, with RoPE, and one tile of rows or two."""
+    """The bits that few rows have; of two matrices, with RoPE, and one tile of rows or two.
+
+    And of x from RMSNorm, attention and a gated product, with sums of chunks where these add them.
+    """
     if _arrays.compute_capability() != HOPPER_CAPABILITY:
         return
     rng, order = np.random.default_rng(0), _linear_hopper.terms(GGUF, rounded=True)
@@ -215,24 +218,57 @@ def blocks_by_wgmma() -> None:
         ranges = tuple((name, 128) for name in dict.fromkeys(names))
         w = GgufMatrix.random((*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1))), 768)
         w = w.mapped(cupy.asarray)
+        down = GgufMatrix.random([(names[0], 64)], w.N).mapped(cupy.asarray)
         for M in (20, 66):
             rows = cupy.asarray(rng.standard_normal((M, w.K), np.float32))
             norm = partial(OPERATIONS["rmsnorm"].bind_on_device, (rows, cupy.ones(w.K, "float32")))
-            how: tuple[Any, ...] = {"x_dtype": "float16"}, {"terms": order}
-            xs = norm(variant="stream").run(), norm(variant="stream", to_terms=order).run()
             row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")
-            found: list[list[Any]] = [[], []]
-            for x, options, to in zip(xs, how, found, strict=True):
-                for inputs in ((x, w), (x, w, None, None, None, None, w)):
-                    made = OPERATIONS["linear"].bind_on_device(inputs, decoding=True, **options)
-                    to.append(made.run().get())
+            queries, keys = rows[:, : w.N].copy(), rows[:, None, : w.N].astype("float16")
+            found: list[list[Any]] = [[], [], []]
+            for terms, to in zip((None, order, order.of_blocks(64)), found, strict=True):
+                options: dict[str, Any] = {"terms": terms} if terms else {"x_dtype": "float16"}
+                multiply: Any = partial(
+                    OPERATIONS["linear"].bind_on_device, decoding=True, **options
+                )
+                x = norm(variant="stream", to_terms=terms).run()
+                to.append(multiply((x, w)).run().get())
+                gated = x, w, None, None, None, None, w
+                y = multiply(gated, to_terms=terms and order).run()
+                of_gated = {"terms": order} if terms else options
+                to.append(multiply((y, down), **of_gated).run().get())
+                heads = queries, keys, keys, row, cupy.zeros_like(row)
+                y = registry.bind("attention_split", heads, n_head=4, to_terms=terms).run()
+                to.append(multiply((y, down)).run().get())
                 k, v = (cupy.zeros((M, 1, 64), "float16") for _ in range(2))
                 turned = x, w, None, by, k, v, row, cupy.zeros_like(row)
                 to.append(LINEAR_ROPE.bind_on_device(turned, n_head=2, **options).run().get())
                 to += [k.get(), v.get()]
-            for one, other in zip(*found, strict=True):
-                np.testing.assert_array_equal(one, other)
+            for one, *others in zip(*found, strict=True):
+                for other in others:
+                    np.testing.assert_array_equal(one, other)
         print(f"checked {w} by wgmma")
+
+
+def own_frequencies() -> None:
+    """RoPE of rows whose sequences have frequencies of their own."""
+    rng, NH, NKV, HS = np.random.default_rng(0), 3, 1, 20
+    row, position = np.array([2, 0, 1, 1, 2], np.int32), np.array([3, 0, 4, 6, 5], np.int32)
+    own = rng.uniform(0, 1, (3, HS // 2))
+    qkv = rng.standard_normal((5, (NH + 2 * NKV) * HS), np.float32)
+    x, table, of, at = map(cupy.asarray, (qkv, own, row, position))
+    k, v = (cupy.zeros((3, 7, NKV * HS), "float32") for _ in range(2))
+    heads: dict[str, Any] = {"n_head": NH, "n_kv_head": NKV}
+    turned = reference.rope_packed(qkv, position, own, row, **heads)
+    rotations = reference.rotations(position, own, row)
+    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "rope_packed": ((x, at, table, of), turned, heads),
+        "rope_append": ((x, table, k, v, of, at), turned[:, : NH * HS], {"n_head": NH}),
+        "rotations": ((at, table, of), rotations, {}),
+    }
+    for name, (inputs, truth, options) in cases.items():
+        made = registry.bind(name, inputs, **options).run().get()
+        np.testing.assert_allclose(made, truth, atol=2e-6)
+    print("checked own frequencies")
 
 
 def prefixes() -> None:
@@ -477,6 +513,7 @@ def main() -> None:
         fp8_gemm,
         blocks,
         blocks_by_wgmma,
+        own_frequencies,
         prefixes,
     ):
         parts[part.__name__] = part
