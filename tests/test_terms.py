@@ -55,7 +55,7 @@ PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
 
 def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
     made = Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
-    return made.of_blocks(32)
+    return made.with_sums(32)
 
 
 def chunk_sums(x: Array) -> Array:
@@ -284,7 +284,7 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
     floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
     for rounded in (False, True):
-        order = made_of(kind, width, rounded).of_blocks(HS)
+        order = made_of(kind, width, rounded).with_sums(HS)
         made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=order).run().get()
         assert_terms(made, floats, order)
 

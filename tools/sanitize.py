@@ -225,7 +225,7 @@ def blocks_by_wgmma() -> None:
             row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")
             queries, keys = rows[:, : w.N].copy(), rows[:, None, : w.N].astype("float16")
             found: list[list[Any]] = [[], [], []]
-            for terms, to in zip((None, order, order.of_blocks(64)), found, strict=True):
+            for terms, to in zip((None, order, order.with_sums(64)), found, strict=True):
                 options: dict[str, Any] = {"terms": terms} if terms else {"x_dtype": "float16"}
                 multiply: Any = partial(
                     OPERATIONS["linear"].bind_on_device, decoding=True, **options

@@ -24,12 +24,13 @@ class Terms(NamedTuple):
     """
 
     dtype: str  # float16, bfloat16 or two_part
-    width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
+    # 0: in the places of the floats; 2 (blocks of GGUF), 8 or 16: in the order in which wgmma reads
+    width: int = 0
     scale: float = 1.0  # of two-part terms: a power of two, for all values
     rounded: bool = False  # to the first term of a value, the only one
     summed: bool = False  # with the sums of chunks of blocks of GGUF after them
 
-    def of_blocks(self, together: int) -> Terms:
+    def with_sums(self, together: int) -> Terms:
         """These, summed where a kernel that has `together` neighbouring channels can add them."""
         of_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
         return self._replace(summed=of_blocks and together % CHUNK == 0)
@@ -51,7 +52,7 @@ def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
     """
     if terms is None:
         return
-    if terms.summed and (terms != terms.of_blocks(together) or channels % UNIT):
+    if terms.summed and (terms != terms.with_sums(together) or channels % UNIT):
         raise InputError(
             f"sums of terms of {terms}, of {together} of {channels:,} channels: expected terms in "
             f"order, {CHUNK} neighbouring channels, and rows of a multiple of {UNIT}: pass terms "

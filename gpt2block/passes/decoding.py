@@ -82,7 +82,7 @@ class DecodePass(Pass):
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
         else:
-            terms = terms and terms.of_blocks(UNIT)  # K of all products is a multiple
+            terms = terms and terms.with_sums(UNIT)  # K of all products is a multiple
             how = {**self.of_stream, **_to(terms)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
         return Rows(y, terms=terms, bound=bound)
@@ -90,7 +90,7 @@ class DecodePass(Pass):
     def operand(self, name: str, x: Value, to: To) -> Rows:
         bound = self._bounds.get(name)
         terms = self._terms(to, bound)
-        terms = terms and terms.of_blocks(UNIT)
+        terms = terms and terms.with_sums(UNIT)
         y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
         return Rows(y, terms=terms, bound=bound)
 
@@ -130,7 +130,7 @@ class DecodePass(Pass):
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
         bound = self._bounds.get(means_of)
         terms = self._terms(to, bound)
-        terms = terms and terms.of_blocks(self.c.head_size)
+        terms = terms and terms.with_sums(self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
