@@ -77,20 +77,18 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound)
+        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds chunks
         if beta:
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
         else:
-            terms = terms and terms.with_sums(UNIT)  # K of all products is a multiple
             how = {**self.of_stream, **_to(terms)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
         return Rows(y, terms=terms, bound=bound)
 
     def operand(self, name: str, x: Value, to: To) -> Rows:
         bound = self._bounds.get(name)
-        terms = self._terms(to, bound)
-        terms = terms and terms.with_sums(UNIT)
+        terms = self._terms(to, bound, together=UNIT)
         y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
         return Rows(y, terms=terms, bound=bound)
 
@@ -129,8 +127,7 @@ class DecodePass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
         bound = self._bounds.get(means_of)
-        terms = self._terms(to, bound)
-        terms = terms and terms.with_sums(self.c.head_size)
+        terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
@@ -171,17 +168,20 @@ class DecodePass(Pass):
         possible = self.in_blocks or (terms is not None and terms.width > 0)
         return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
 
-    def _terms(self, to: To, bound: float | None = None, width: int | None = None) -> Terms | None:
+    def _terms(
+        self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
+    ) -> Terms | None:
         """The first terms that all products with these weights take.
 
-        bound: of the magnitudes of what they multiply; width: that of a product.
+        bound: of the magnitudes of what they multiply; width: that of a product; together: as
+        `Terms.with_sums` takes it, channels that the kernel which stores them has.
         """
         first, *others = [self.known.get(_matrix_of(w), ()) for w in to] or [()]
         for terms in first:
             if not all(terms in each for each in others) or width not in (None, terms.width):
                 continue
             if terms.dtype != TWO_PART:
-                return terms
+                return terms.with_sums(together)
             if bound is not None and all(self.do.has(two_part_of(w)) for w in to):
                 return terms._replace(scale=scale_for(_power_from(bound)))
         return None

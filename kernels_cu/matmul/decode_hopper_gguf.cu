@@ -24,7 +24,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const float* x,                  // (M, K), terms
     const W* w,                      // (N, K) in blocks
     const W* up,                     // (N, K) in blocks, with DH_GATED
-    const float* sums,               // (M, K / 32), of gguf_chunk_sums, or null
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
     float* out,                      // (M, N), with DH_OUT_TERMS terms
@@ -41,7 +41,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_hopper_gguf(
     const float* x,                  // (M, K), terms
     const W* w,                      // (3C, K) in blocks
-    const float* sums,               // (M, K / 32), of gguf_chunk_sums, or null
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
     const float* __restrict__ bias,  // (3C) or null
     const int* row,                  // (M)
     const int* position,             // (M)

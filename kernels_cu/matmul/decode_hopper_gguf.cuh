@@ -1,7 +1,7 @@
 // The loop of matmul/decode_hopper.cuh over K where W is in blocks of GGUF: its rings, the warp that requests
 // stages, and the warps that multiply.
 //
-// A stage of x is a unit of 128 of K: two boxes, and the sums of its chunks (gguf/chunk_sums.cu). W has a ring of its
+// A stage of x is a unit of 128 of K: two boxes, and the sums of its chunks (lib/chunk_sums.cuh). W has a ring of its
 // own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each unit, of low bits, high
 // bits and scales, the copy engine was the bound: 12,288 x 4,096 with 16 rows took 23.4 us.
 //

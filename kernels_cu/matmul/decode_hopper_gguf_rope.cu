@@ -19,7 +19,7 @@
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_hopper_gguf(
     const float* x,                  // (M, K), terms
     const W* w,                      // (heads D, K) in blocks, heads = n_head + 2 n_kv_head
-    const float* sums,               // (M, K / 32), of gguf_chunk_sums, or null
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
     const float* __restrict__ bias,  // (heads D) or null
     const float* rotations,          // (M, D / 2, 2)
     const int* row,                  // (M)
