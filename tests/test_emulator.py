@@ -17,7 +17,16 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block.cuda.kernels import SOURCE_DIR
-from gpt2block.emulator import ORDERS, ShimError, Source, compile_kernel_file, loader, missing, run
+from gpt2block.emulator import (
+    ORDERS,
+    ShimError,
+    Source,
+    compile_kernel_file,
+    loader,
+    missing,
+    programs,
+    run,
+)
 from gpt2block.errors import KernelError
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
@@ -438,6 +447,46 @@ def test_a_hanging_kernel_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "TIMEOUT_S", 0.5)
     with fails("forever.*still running after 0.5 s"):
         probe("forever", 1, np.zeros(2, np.float32))
+
+
+WAITING = Source(
+    "waiting.cu",
+    """
+#include <cuda_pipeline.h>
+__device__ void receive(float* x, const float* from, bool waits) {
+    __shared__ alignas(16) float kept[4];
+    if (from) __pipeline_memcpy_async(kept, from, 16);
+    __pipeline_commit();
+    if (waits) __pipeline_wait_prior(0);
+    x[threadIdx.x] = kept[threadIdx.x % 4];
+}
+extern "C" __global__ void leaves(float* x, const float* from) { receive(x, from, false); }
+extern "C" __global__ void waits(float* x, const float* from) { receive(x, from, true); }
+""",
+)
+
+
+def test_a_program_waits_for_its_next_launch() -> None:
+    """It ends with a launch that fails. Copies that a launch leaves do not arrive in the next."""
+
+    def waiting(kernel: str, from_: Floats | None, block: int = 1) -> tuple[float, Any]:
+        x = empty(block)
+        run(WAITING, kernel, (1,), (block,), [x, from_])
+        return x[0], next(reversed(programs._waiting.values()))._process
+
+    first, process = waiting("waits", np.ones(4, np.float32))
+    for kernel, from_ in (("leaves", np.ones(4, np.float32)), ("waits", None)):
+        received, same = waiting(kernel, from_)
+        assert np.isnan(received)
+        assert same is process
+    assert first == 1
+    with fails("out of bounds"):
+        waiting("waits", np.ones(3, np.float32))
+    assert process.returncode != 0
+    second = waiting("waits", np.ones(4, np.float32), 33)
+    second[1].kill()
+    second[1].wait()
+    assert waiting("waits", np.ones(4, np.float32), 33)[0] == second[0] == 1
 
 
 @pytest.mark.parametrize("order", ORDERS)

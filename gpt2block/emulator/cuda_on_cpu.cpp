@@ -1,5 +1,6 @@
-// Runs one kernel launch per process. Command-line words describe the launch, standard input holds the arguments, and
-// the arrays are written to standard output. Failures are reported on standard error.
+// Runs kernel launches. Command-line words describe one, standard input holds the arguments, and the arrays are written
+// to standard output. Failures are reported on standard error and end the process. Without words it waits for launches
+// (programs.py) and runs one after the other.
 //
 // Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier or returns,
 // then the next one in the order runs. When all have stopped, the barrier opens and the next phase begins. This file is
@@ -19,11 +20,14 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <string>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/time.h>
+#include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <vector>
@@ -36,7 +40,7 @@ __attribute__((noinit)) char shared_begin[32];
 extern "C" {
 // abort_on_error: both sanitizers then end the process in the same way, with SIGABRT.
 const char* __asan_default_options() {
-    return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
+    return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0:quarantine_size_mb=16";
 }
 const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 }
@@ -75,6 +79,8 @@ struct Array {  // an argument; data is null for numbers, null pointers and repe
 const cuda_on_cpu::Entry* kernel;
 std::vector<std::uint64_t> slots;
 std::vector<Array> arrays;
+constexpr std::size_t MOST_SIZES = 64;
+std::map<std::size_t, std::vector<char*>> unused;  // arrays of earlier launches, by their bytes
 std::vector<Thread> threads;
 Thread* current;  // null while the scheduler runs
 bool overlaps, waited, late_visible = true;  // the launch; a thread of the block; not poisoned
@@ -85,7 +91,8 @@ bool exact_places;  // the program is not optimised: barriers are told apart by 
 char* stacks;       // of all threads
 int count;          // of the threads that gave true at the last barrier
 unsigned steps;     // basic blocks that the thread has run in this turn
-unsigned turn = 100'000;  // their number after which the others run; few as soon as one thread has needed as many
+constexpr unsigned LONG_TURN = 100'000;
+unsigned turn;  // their number after which the others run; few as soon as one thread has needed as many
 void* scheduler_point[5];
 
 std::string at(uint3 i) {
@@ -136,10 +143,11 @@ void on_abort(int) {
 }
 
 // Where the texts go that kernels print: to the standard output, before the arrays, and no more than a GPU keeps.
+std::size_t text_room;
+
 ssize_t write_text(void*, const char* text, std::size_t bytes) {
-    static std::size_t room = 1 << 20;
-    const std::size_t kept = bytes < room ? bytes : room;
-    room -= kept;
+    const std::size_t kept = bytes < text_room ? bytes : text_room;
+    text_room -= kept;
     return write(STDOUT_FILENO, text, kept) < 0 ? 0 : bytes;
 }
 
@@ -349,7 +357,12 @@ struct Order {
     }
 };
 
+void (*firsts[4])();  // called before each block
+
 void run_block(Order& order, unsigned number) {
+    for (void (*first)() : firsts) {
+        if (first) first();
+    }
     // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
     for (volatile char* p = shared_begin; p != shared_end; p = p + 1) *p = (char)fill;
     std::memset(dynamic, fill, dynamic_bytes);
@@ -367,23 +380,32 @@ void run_block(Order& order, unsigned number) {
     if (!waited) fail(std::string(kernel->name) + ", block " + at(blockIdx) + ": no thread waits for the previous kernel");
 }
 
+// Those of the launch before, which have all returned, if it had as many.
 void make_threads() {
-    threads.resize(blockDim.x * blockDim.y * blockDim.z);
+    const std::size_t number = std::size_t(blockDim.x) * blockDim.y * blockDim.z;
+    if (!threads.empty() && threads.size() != number) {
+        munmap(stacks, threads.size() * STACK);
+        threads.clear();
+    }
+    const bool known = !threads.empty();
+    threads.resize(number);
     // Pages are allocated when touched. The first of a stack is never accessible, so that an overflow is caught.
     constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* memory = mmap(nullptr, threads.size() * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
+    void* memory = known ? stacks : mmap(nullptr, number * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
     stacks = static_cast<char*>(memory);
-    for (std::size_t i = 0; i < threads.size(); ++i) {
+    for (std::size_t i = 0; i < number; ++i) {
         const unsigned n = i;
         threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
+        if (known) continue;
         threads[i].stack = stacks + i * STACK;
         if (memory == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
     }
+    if (known) return;
     // AddressSanitizer takes them for one stack, so that it need not be told of every switch. The scheduler runs on
     // another one, but is not compiled with it.
-    void* unused;
-    __sanitizer_start_switch_fiber(&unused, stacks, threads.size() * STACK);
-    __sanitizer_finish_switch_fiber(unused, nullptr, nullptr);
+    void* other;
+    __sanitizer_start_switch_fiber(&other, stacks, number * STACK);
+    __sanitizer_finish_switch_fiber(other, nullptr, nullptr);
 }
 
 template <typename T>
@@ -394,12 +416,27 @@ T read_value() {
 }
 
 // The margins are as large as the array, because a typical overrun is a row or a tile, not an element.
+std::size_t margin_of(std::size_t bytes) { return std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256; }
+
+void free_unused() {
+    for (const auto& [bytes, same] : unused) {
+        for (char* data : same) std::free(data - margin_of(bytes));
+    }
+    unused.clear();
+}
+
 Array read_array(const char* name, std::size_t bytes, bool late) {
-    const std::size_t margin = std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256;
-    char* data = static_cast<char*>(std::malloc(bytes + 2 * margin)) + margin;
+    const std::size_t margin = margin_of(bytes);
+    char* data;
+    if (std::vector<char*>& same = unused[bytes]; !same.empty()) {
+        data = same.back();
+        same.pop_back();
+    } else {
+        data = static_cast<char*>(std::malloc(bytes + 2 * margin)) + margin;
+        __asan_poison_memory_region(data - margin, margin);
+        __asan_poison_memory_region(data + bytes, margin);
+    }
     if (std::fread(data, 1, bytes, stdin) != bytes) fail("standard input ends too early");
-    __asan_poison_memory_region(data - margin, margin);
-    __asan_poison_memory_region(data + bytes, margin);
     if (cuda_on_cpu::watch) cuda_on_cpu::watch(name, data, bytes, kernel->elements[arrays.size()]);
     return {name, data, bytes, margin, late};
 }
@@ -454,6 +491,11 @@ void cuda_on_cpu::stop(const char* what, const char* file, int line) {
                  line, kernel->name, at(blockIdx).c_str(), at(threadIdx).c_str());
     std::fflush(stdout);
     _exit(4);
+}
+
+bool cuda_on_cpu::each_block_first(void (*first)()) {
+    *std::find(firsts, firsts + 3, nullptr) = first;
+    return true;
 }
 
 // Variables without a value then hold large numbers. Other programs initialise them with -ftrivial-auto-var-init=pattern,
@@ -562,18 +604,86 @@ void cuda_on_cpu::wait_for_previous() {
     show_late_arrays(true);
 }
 
-// argv: name, grid x y z, block x y z, order, seed, the arguments' names
+// words: name, grid x y z, block x y z, order, seed, the arguments' names
+static void run(const std::vector<std::string>& words, std::FILE* results) {
+    if (words.size() < 9) fail("expected at least 9 words");
+    auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(words[i].c_str(), nullptr, 10)); };
+    for (kernel = cuda_on_cpu::entries; kernel->name && words[0] != kernel->name; ++kernel) {}
+    if (!kernel->name) fail("no kernel " + words[0]);
+    gridDim = {number(1), number(2), number(3)};
+    blockDim = {number(4), number(5), number(6)};
+    const std::string& kind = words[7];
+    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(words[8].c_str(), nullptr, 10), {}};
+    for (std::size_t i = 9; i < words.size(); ++i) read_argument(words[i].c_str());
+    turn = LONG_TURN;
+    text_room = 1 << 20;
+    itimerval once = {};
+    if (const char* limit = std::getenv("TIME_LIMIT")) {
+        const double us = 1e6 * std::strtod(limit, nullptr);
+        once.it_value = {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))};
+    }
+    setitimer(ITIMER_REAL, &once, nullptr);
+    make_threads();
+    if (std::getenv("REHEARSAL")) rehearse(order);
+    launch(order);
+    show_late_arrays(true);
+    once = {};
+    setitimer(ITIMER_REAL, &once, nullptr);
+    std::fflush(stdout);
+    for (const Array& array : arrays) {
+        if (!array.data) continue;
+        std::fwrite(array.data, 1, array.bytes, results);
+        unused[array.bytes].push_back(array.data);
+    }
+    if (std::fflush(results) != 0) _exit(5);
+    arrays.clear();
+    slots.clear();
+    if (unused.size() > MOST_SIZES) free_unused();
+}
+
+static bool read_all(void* data, std::size_t bytes) {
+    for (ssize_t n; bytes; bytes -= n, data = static_cast<char*>(data) + n) {
+        if ((n = read(STDIN_FILENO, data, bytes)) <= 0) return false;
+    }
+    return true;
+}
+
+// In a process of its own, which finds the variables of the program as they were when it began.
+static void run_apart(const std::vector<std::string>& words, std::FILE* results) {
+    const pid_t child = fork();
+    if (child < 0) fail("no process for a launch");
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        run(words, results);
+        std::exit(0);
+    }
+    int status;
+    if (waitpid(child, &status, 0) < 0) fail("the process of a launch is lost");
+    if (WIFSIGNALED(status)) {
+        std::signal(WTERMSIG(status), SIG_DFL);
+        std::raise(WTERMSIG(status));
+    }
+    if (status) _exit(WEXITSTATUS(status));
+}
+
+// Standard input, a socket, holds for each launch the bytes of its words, the words, with a zero after each, and its
+// arguments. It gets a byte when the launch has ended well.
+static void wait_for_launches(std::FILE* results) {
+    const bool variables = std::getenv("VARIABLES") || cuda_on_cpu::watch;
+    std::signal(SIGINT, SIG_IGN);  // of the keyboard, for whoever waits for a launch
+    std::int64_t bytes;
+    while (read_all(&bytes, sizeof bytes)) {
+        std::string text(bytes, '\0');
+        if (!read_all(&text[0], bytes)) return;
+        std::vector<std::string> words;
+        for (std::size_t at = 0; at < text.size(); at += words.back().size() + 1) words.push_back(&text[at]);
+        (variables ? run_apart : run)(words, results);
+        if (write(STDIN_FILENO, "", 1) != 1) return;
+    }
+}
+
 int main(int argc, char** argv) {
-    if (argc < 10) fail("expected at least 9 words");
-    auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(argv[i], nullptr, 10)); };
-    for (kernel = cuda_on_cpu::entries; kernel->name && std::strcmp(kernel->name, argv[1]); ++kernel) {}
-    if (!kernel->name) fail(std::string("no kernel ") + argv[1]);
-    gridDim = {number(2), number(3), number(4)};
-    blockDim = {number(5), number(6), number(7)};
     cuda_on_cpu::dynamic_shared(nullptr, 0);
-    const std::string kind = argv[8];
-    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[9], nullptr, 10), {}};
-    for (int i = 10; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
     exact_places = std::getenv("EXACT_PLACES") != nullptr;
     if (const char* byte = std::getenv("FILL")) fill = std::atoi(byte);
@@ -581,19 +691,10 @@ int main(int argc, char** argv) {
     stdout = fopencookie(nullptr, "w", {nullptr, write_text, nullptr, nullptr});
     setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines are there when the program ends in an error
     std::signal(SIGABRT, on_abort);
-    if (const char* limit = std::getenv("TIME_LIMIT")) {
-        std::signal(SIGALRM, on_alarm);
-        const double us = 1e6 * std::strtod(limit, nullptr);
-        const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
-        setitimer(ITIMER_REAL, &once, nullptr);
+    std::signal(SIGALRM, on_alarm);
+    if (argc > 1) {
+        run({argv + 1, argv + argc}, results);
+    } else {
+        wait_for_launches(results);
     }
-    make_threads();
-    if (std::getenv("REHEARSAL")) rehearse(order);
-    launch(order);
-    show_late_arrays(true);
-    std::fflush(stdout);
-    for (const Array& array : arrays) {
-        if (array.data) std::fwrite(array.data, 1, array.bytes, results);
-    }
-    return std::fflush(results) == 0 ? 0 : 5;
 }

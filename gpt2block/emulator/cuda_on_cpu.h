@@ -68,6 +68,7 @@ double bessel_i(double order, double x);  // std::cyl_bessel_i
 void* dynamic_shared(const char* name, std::size_t element);
 bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
+bool each_block_first(void (*first)());  // calls it before every block; returns true
 void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // before an atomic access
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // before an atomicCAS

@@ -13,6 +13,9 @@ struct Copy {
 constexpr int MOST = 256;  // copies of a thread in flight
 static Copy copies[1024][MOST];
 static unsigned counts[1024], groups[1024];
+static const bool forgotten = cuda_on_cpu::each_block_first([] {  // what a block has not waited for
+    for (int thread = 0; thread < 1024; ++thread) counts[thread] = groups[thread] = 0;
+});
 
 inline unsigned thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 

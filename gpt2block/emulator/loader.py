@@ -1,7 +1,7 @@
 """Compiles a kernel file with g++ and AddressSanitizer and runs its kernels on NumPy arrays.
 
-The source is the shipped one, unchanged except for `extern __shared__`. Each launch runs in its own
-process, where each array has a heap block of exactly its size; an error ends only that process.
+The source is the shipped one, unchanged except for `extern __shared__`. Launches run in other
+processes, where each array has a heap block of exactly its size; an error ends only that process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
-from gpt2block.emulator import places
+from gpt2block.emulator import places, programs
 from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
@@ -336,9 +336,14 @@ def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict
         found["FILL"] = str(_FILLS[order])
     if build == "unoptimised":
         found["EXACT_PLACES"] = "1"
-    if _DEVICE_VARIABLE.search(kernels.without_comments(source.text)):
+    if _has_variables(source):
         found["VARIABLES"] = "1"
     return found
+
+
+@cache
+def _has_variables(source: Source) -> bool:
+    return bool(_DEVICE_VARIABLE.search(kernels.without_comments(source.text)))
 
 
 def _late(
@@ -384,21 +389,12 @@ def _execute(
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
-    env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
-    env["TIME_LIMIT"] = str(limit_s)  # the program then ends itself and says where it was
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # the program then ends itself and says where
     if checks.rehearsed:
-        env["REHEARSAL"] = "1"
-    late = f"still running after {limit_s:g} s"
+        own["REHEARSAL"] = "1"
+    late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
     try:
-        done = subprocess.run(
-            [*checks.within, str(program), *map(str, words)],
-            input=message,
-            capture_output=True,
-            timeout=limit_s + GRACE_S,
-            env=env,
-            check=False,
-        )
+        done = programs.launch(program, words, message, own, timeout_s, checks.within)
     except subprocess.TimeoutExpired as error:
         raise ShimError(f"{launch}: {late}", late) from error
     report = _PLACE.sub(place, done.stderr.decode(errors="replace"))

@@ -15,6 +15,9 @@ struct Copy16 {
 constexpr int MOST_COPIES = 512;  // of a thread, in flight
 static Copy16 copies_of[1024][MOST_COPIES];
 static int asked[1024], groups_of[1024], group_ends[1024][64];
+static const bool forgotten = cuda_on_cpu::each_block_first([] {  // what a block has not waited for
+    for (int thread = 0; thread < 1024; ++thread) asked[thread] = groups_of[thread] = 0;
+});
 
 inline void arrive(const Copy16& copy) { *copy.to = copy.from ? *copy.from : uint4{}; }
 

@@ -1,0 +1,113 @@
+"""Programs of the emulator that wait for their next launch.
+
+To start one takes longer than most launches. A program ends with the first launch that fails. Where
+its variables may keep what a launch leaves there, it forks for each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import struct
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+MOST = 32  # programs that wait; more than the kernels of a step of a model
+Ended = subprocess.CompletedProcess[bytes]
+
+
+class _Program:
+    """A process that waits. Its launches write to two files, whose offsets it shares."""
+
+    def __init__(self, program: Path, env: Mapping[str, str]) -> None:
+        self._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (close)
+        self._socket, theirs = socket.socketpair()
+        out, err = self._outputs
+        with theirs:
+            self._process = subprocess.Popen(
+                [str(program)], stdin=theirs.fileno(), stdout=out, stderr=err, env=env
+            )
+
+    def launch(self, words: bytes, message: bytes, timeout_s: float) -> Ended:
+        for file in self._outputs:
+            file.seek(0)
+            file.truncate()
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(struct.pack("<q", len(words)) + words)
+            self._socket.sendall(message)
+            well = self._socket.recv(1)
+        except ConnectionError:
+            well = b""  # it has ended before it has read everything
+        except TimeoutError as error:
+            raise subprocess.TimeoutExpired(self._process.args, timeout_s) from error
+        for file in self._outputs:
+            file.seek(0)
+        out, err = (file.read() for file in self._outputs)
+        return Ended(self._process.args, 0 if well else self._process.wait(), out, err)
+
+    @property
+    def waits(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.kill()  # a launch that runs ends with it
+        self._process.wait()
+        self._socket.close()
+        for file in self._outputs:
+            file.close()
+
+
+_Key = tuple[int, Path, tuple[tuple[str, str], ...]]
+_waiting: dict[_Key, _Program] = {}  # the one that has waited longest first
+
+
+def launch(
+    program: Path,
+    words: Sequence[object],
+    message: bytes,
+    own: Mapping[str, str],
+    timeout_s: float,
+    within: Sequence[str] = (),
+) -> Ended:
+    """Run a launch that words describe, with the arguments in message.
+
+    own: what the environment of the program has more. within: a command that runs the program, for
+    this launch alone. Raises subprocess.TimeoutExpired.
+    """
+    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # which the program sets itself
+    env = {name: os.environ[name] for name in names} | dict(own)
+    if within:
+        command = (*within, str(program), *map(str, words))
+        return subprocess.run(
+            command, input=message, capture_output=True, timeout=timeout_s, env=env, check=False
+        )
+    key = os.getpid(), program, tuple(sorted(own.items()))
+    process = _waiting.pop(key, None)
+    if process is None or not process.waits:  # the system may have ended it
+        process = _Program(program, env)
+    try:
+        ended = process.launch("".join(f"{word}\0" for word in words).encode(), message, timeout_s)
+    except BaseException:
+        process.close()
+        raise
+    if not process.waits:
+        process.close()
+        return ended
+    others = [_waiting.pop(key, None)]  # of another thread
+    _waiting[key] = process
+    if len(_waiting) > MOST:
+        others.append(_waiting.pop(next(iter(_waiting)), None))
+    for other in others:
+        if other:
+            other.close()
+    return ended
+
+
+@atexit.register
+def _close_all() -> None:
+    for key in [key for key in _waiting if key[0] == os.getpid()]:
+        _waiting.pop(key).close()
