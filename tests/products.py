@@ -40,6 +40,7 @@ from gpt2block.ops._gemm_mma import MmaGemmTile
 from gpt2block.ops._linear_mma_tiles import MmaLinearTile
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rmsnorm_mma import RmsnormTile
+from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.operation import Operation
@@ -527,9 +528,10 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper
     assert kernel.terms
     rows, tried = max(4, 1 << (min(case.M, 64) - 1).bit_length()), 0
     for groups, parts, shares, blocks in WGMMA_TILES:
-        if parts > _linear_mma.splits(case.K)[0] or parts > groups * rows:
+        if parts > _linear_mma.splits(case.K)[0]:
             continue
-        tile = _linear_hopper.HopperLinearTile(rows, groups, parts, shares, blocks)
+        of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some
+        tile = _linear_hopper.HopperLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = tile, case.K, kernel.weights, kernel.terms.rounded
         if _linear_hopper.shared_bytes(*sizes) <= H200_LIMITS["most_shared"]:
             tried += 1

@@ -447,8 +447,7 @@ def fp8_caches() -> None:
 
 def large_matrices() -> None:
     """Decoding by wgmma, which is otherwise for larger models: rows of one tile and of two."""
-    names = "SMALL_MATRIX", "MEDIUM_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS"
-    limits: Any = dict.fromkeys(names, 1)
+    limits: Any = dict.fromkeys(("SMALL_MATRIX", "MEDIUM_MATRIX", "LARGE_MATRIX"), 1)
     gpt2 = GPT2Weights.random(0, GPT2Config(1, 2, 128, 20, 101))
     config = LlamaConfig(
         n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=384, vocab_size=101, n_ctx=20

@@ -44,6 +44,7 @@ BARRIERS, CONSTANTS = 512, 512  # bytes of a block at most, and of a warpgroup
 PAIR = 8  # bytes of two sums
 LONG_ROW = 16_384  # bytes of a row of weights
 LEAST_STAGES = 4
+PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # of the SMs, that clusters of so many blocks find; larger 0.75
 
 
 class HopperLinearTile(NamedTuple):
@@ -122,6 +123,11 @@ def shared_bytes(
     return ALIGNMENT + ring + _sums(tile, K, octet)
 
 
+def _can_share(parts: int, blocks: int) -> bool:
+    """Whether each of these blocks has a split of K, of so many in order."""
+    return (blocks - 1) * ceil(parts / blocks) < parts
+
+
 def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> HopperLinearTile:
     """A tile of more than 32 rows. wgmma and shared memory are the bound: one block on an SM.
 
@@ -139,10 +145,9 @@ def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> HopperLinearTil
     if waves >= 0.5:
         shares = 1 if tile.groups == 1 else 4 if waves < 1.4 and M <= TERM_ROWS else 2
         return tile._replace(shares=shares)
-    parts = [n for n in range(1, MOST_SPLITS + 1) if splits(K)[0] % n == 0]
-    return tile._replace(
-        splits=max(n for n in parts if n * grids[tile] <= sms * (1 if n <= 3 else 0.75))
-    )
+    shared = [n for n in range(1, MOST_SPLITS + 1) if _can_share(splits(K)[0], n)]
+    found = max(n for n in shared if n * grids[tile] <= sms * PLACES.get(n, 0.75))
+    return tile._replace(splits=found)
 
 
 def _few_rows(
@@ -160,9 +165,9 @@ def _few_rows(
     if alone and (K * BYTES.get(dtype, 1) >= LONG_ROW or rows > 16):
         found.append(tile._replace(splits=2, blocks=1))
     for n in (1, 2, 4, 8):
-        if parts % n == 0 and n <= rows:
-            tile = tile._replace(splits=n)
-            if n * grid >= 1.8 * sms:
+        if _can_share(parts, n):
+            tile = tile._replace(splits=n, rows=max(rows, n))  # a block finishes 4 rows or more
+            if n * grid >= 1.4 * sms:
                 break
     if tile.splits > 1:  # clusters of two blocks fill an SM evenly, larger ones need some room
         blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
@@ -170,7 +175,7 @@ def _few_rows(
     if not found or grid >= sms:
         blocks = 2 if 3 < grid / sms < 4 or grid <= 2 * sms else 3
         shares = 4 if grid <= 3 * sms else 2
-        found.append(tile._replace(splits=1, shares=shares, blocks=blocks))
+        found.append(tile._replace(rows=rows, splits=1, shares=shares, blocks=blocks))
     return found
 
 
@@ -199,7 +204,7 @@ def choose(
     most_shared: int,
     rounded: bool = False,
 ) -> HopperLinearTile:
-    """The tile for x (M, K) and weights (N, K), as measured on an H200.
+    """The tile for x (M, K) and weights (N, K), as measured on an H200, few rows on an H100.
 
     gated: of two matrices, with N outputs. rounded: x, to one term. Where received sums leave few
     stages, K is not split.

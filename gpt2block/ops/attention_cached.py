@@ -140,9 +140,11 @@ def split_geometry(
     at_once = held * sms // (M * teams)
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
-        most = min(max(at_once // SPLIT_WARPS, 1), MOST_CLUSTER)
+        most = max(at_once // SPLIT_WARPS, 1)
+        if 3 * most < 4 * MOST_CLUSTER:  # the largest clusters find few of these places
+            most = min(most, MOST_CLUSTER // 2)
         warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
-        while cluster > most:
+        while cluster > min(most, MOST_CLUSTER):
             cluster //= 2
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1

@@ -30,7 +30,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     row_alignment,
 )
-from gpt2block.cuda.kernels import TWO_PART, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_gguf as blocks
@@ -57,10 +57,11 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
-# From here on variant hopper is faster, measured on an H200: N K for more than MANY_ROWS rows, and
-# for 17 or more; of a layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
+# From here on variant hopper is faster: N K for more than MANY_ROWS rows, and for 17 or more; for
+# fewer, of a layer's smallest matrix, N K, or for 2 rows and more M N K, of weights of 16 bits and
+# of FP8.
 MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX = 32, 500_000, 4_000_000
-LARGE_MATRIX, LARGE_PRODUCTS = 12_000_000, 16_000_000
+LARGE_MATRIX, LARGE_PRODUCTS, LARGE_FP8_PRODUCTS = 10_000_000, 4_000_000, 9_000_000
 # As the contracts of `reference.linear` and `linear_qkv`, with a TwoPartMatrix.
 TWO_PART_LINEAR = Contract.parse(
     "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
@@ -98,14 +99,14 @@ def terms_of(
         return dict.fromkeys(fitting, (Terms(TWO_PART),))
     wide = hopper.terms(dtype, rounded)
     smallest = min(K * N for K, N in shapes.values())
+    products = LARGE_FP8_PRODUCTS if dtype in FP8 else LARGE_PRODUCTS
 
     def found(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
             enough = SMALL_MATRIX if M > MANY_ROWS else MEDIUM_MATRIX
             faster = enough <= N * K
         else:
-            enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
-            faster = smallest >= enough
+            faster = smallest >= LARGE_MATRIX or (M > 1 and M * smallest >= products)
         possible = compute_capability() == HOPPER_CAPABILITY and K % mma.UNIT == 0
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
