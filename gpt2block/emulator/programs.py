@@ -99,8 +99,7 @@ def launch(
         return ended
     others = [_waiting.pop(key, None)]  # of another thread
     _waiting[key] = process
-    if len(_waiting) > MOST:
-        others.append(_waiting.pop(next(iter(_waiting)), None))
+    others += [_waiting.pop(oldest, None) for oldest in list(_waiting)[:-MOST]]
     for other in others:
         if other:
             other.close()
