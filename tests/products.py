@@ -526,7 +526,7 @@ WGMMA_TILES = (
 
 def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper.HopperLinearTile]:
     assert kernel.terms
-    rows, tried = max(4, 1 << (min(case.M, 64) - 1).bit_length()), 0
+    rows, tried = max(4, power_of_two(min(case.M, 64))), 0
     for groups, parts, shares, blocks in WGMMA_TILES:
         if parts > _linear_mma.splits(case.K)[0]:
             continue

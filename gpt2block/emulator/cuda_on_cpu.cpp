@@ -165,6 +165,12 @@ void on_alarm(int) {
     _exit(6);
 }
 
+void set_alarm(double seconds) {  // 0: none
+    const double us = 1e6 * seconds;
+    const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
+    setitimer(ITIMER_REAL, &once, nullptr);
+}
+
 // GCC's own setjmp. It saves no signal mask, which would cost two system calls per switch. AddressSanitizer does not
 // intercept it; with libc's longjmp, it would assume that all frames have ended. The two halves are separate functions
 // that are never inlined, because GCC does not support both in one function.
@@ -380,32 +386,33 @@ void run_block(Order& order, unsigned number) {
     if (!waited) fail(std::string(kernel->name) + ", block " + at(blockIdx) + ": no thread waits for the previous kernel");
 }
 
-// Those of the launch before, which have all returned, if it had as many.
-void make_threads() {
-    const std::size_t number = std::size_t(blockDim.x) * blockDim.y * blockDim.z;
-    if (!threads.empty() && threads.size() != number) {
-        munmap(stacks, threads.size() * STACK);
-        threads.clear();
-    }
-    const bool known = !threads.empty();
-    threads.resize(number);
+// In the place of those of a launch with another number.
+void map_threads(std::size_t number) {
+    if (!threads.empty()) munmap(stacks, threads.size() * STACK);
+    threads.assign(number, {});
     // Pages are allocated when touched. The first of a stack is never accessible, so that an overflow is caught.
     constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* memory = known ? stacks : mmap(nullptr, number * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
+    void* memory = mmap(nullptr, number * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
     stacks = static_cast<char*>(memory);
     for (std::size_t i = 0; i < number; ++i) {
-        const unsigned n = i;
-        threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
-        if (known) continue;
         threads[i].stack = stacks + i * STACK;
         if (memory == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
     }
-    if (known) return;
     // AddressSanitizer takes them for one stack, so that it need not be told of every switch. The scheduler runs on
     // another one, but is not compiled with it.
     void* other;
     __sanitizer_start_switch_fiber(&other, stacks, number * STACK);
     __sanitizer_finish_switch_fiber(other, nullptr, nullptr);
+}
+
+// Those of an earlier launch, which have all returned, if it had as many.
+void make_threads() {
+    const std::size_t number = std::size_t(blockDim.x) * blockDim.y * blockDim.z;
+    if (threads.size() != number) map_threads(number);
+    for (std::size_t i = 0; i < number; ++i) {
+        const unsigned n = i;
+        threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
+    }
 }
 
 template <typename T>
@@ -617,18 +624,13 @@ static void run(const std::vector<std::string>& words, std::FILE* results) {
     for (std::size_t i = 9; i < words.size(); ++i) read_argument(words[i].c_str());
     turn = LONG_TURN;
     text_room = 1 << 20;
-    itimerval once = {};
-    if (const char* limit = std::getenv("TIME_LIMIT")) {
-        const double us = 1e6 * std::strtod(limit, nullptr);
-        once.it_value = {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))};
-    }
-    setitimer(ITIMER_REAL, &once, nullptr);
+    const char* limit = std::getenv("TIME_LIMIT");
+    set_alarm(limit ? std::strtod(limit, nullptr) : 0);
     make_threads();
     if (std::getenv("REHEARSAL")) rehearse(order);
     launch(order);
     show_late_arrays(true);
-    once = {};
-    setitimer(ITIMER_REAL, &once, nullptr);
+    set_alarm(0);
     std::fflush(stdout);
     for (const Array& array : arrays) {
         if (!array.data) continue;
@@ -669,7 +671,7 @@ static void run_apart(const std::vector<std::string>& words, std::FILE* results)
 // Standard input, a socket, holds for each launch the bytes of its words, the words, with a zero after each, and its
 // arguments. It gets a byte when the launch has ended well.
 static void wait_for_launches(std::FILE* results) {
-    const bool variables = std::getenv("VARIABLES") || cuda_on_cpu::watch;
+    const bool keeps = std::getenv("VARIABLES") || cuda_on_cpu::watch;  // what a launch leaves in variables
     std::signal(SIGINT, SIG_IGN);  // of the keyboard, for whoever waits for a launch
     std::int64_t bytes;
     while (read_all(&bytes, sizeof bytes)) {
@@ -677,7 +679,7 @@ static void wait_for_launches(std::FILE* results) {
         if (!read_all(&text[0], bytes)) return;
         std::vector<std::string> words;
         for (std::size_t at = 0; at < text.size(); at += words.back().size() + 1) words.push_back(&text[at]);
-        (variables ? run_apart : run)(words, results);
+        (keeps ? run_apart : run)(words, results);
         if (write(STDIN_FILENO, "", 1) != 1) return;
     }
 }

@@ -19,16 +19,21 @@ MOST = 32  # programs that wait; more than the kernels of a step of a model
 Ended = subprocess.CompletedProcess[bytes]
 
 
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # which the program sets itself
+    return {name: os.environ[name] for name in names} | dict(own)
+
+
 class _Program:
     """A process that waits. Its launches write to two files, whose offsets it shares."""
 
-    def __init__(self, program: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, program: Path, own: Mapping[str, str]) -> None:
         self._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (close)
         self._socket, theirs = socket.socketpair()
         out, err = self._outputs
         with theirs:
             self._process = subprocess.Popen(
-                [str(program)], stdin=theirs.fileno(), stdout=out, stderr=err, env=env
+                [str(program)], stdin=theirs.fileno(), stdout=out, stderr=err, env=_environment(own)
             )
 
     def launch(self, words: bytes, message: bytes, timeout_s: float) -> Ended:
@@ -78,17 +83,19 @@ def launch(
     own: what the environment of the program has more. within: a command that runs the program, for
     this launch alone. Raises subprocess.TimeoutExpired.
     """
-    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # which the program sets itself
-    env = {name: os.environ[name] for name in names} | dict(own)
     if within:
-        command = (*within, str(program), *map(str, words))
         return subprocess.run(
-            command, input=message, capture_output=True, timeout=timeout_s, env=env, check=False
+            (*within, str(program), *map(str, words)),
+            input=message,
+            capture_output=True,
+            timeout=timeout_s,
+            env=_environment(own),
+            check=False,
         )
     key = os.getpid(), program, tuple(sorted(own.items()))
     process = _waiting.pop(key, None)
     if process is None or not process.waits:  # the system may have ended it
-        process = _Program(program, env)
+        process = _Program(program, own)
     try:
         ended = process.launch("".join(f"{word}\0" for word in words).encode(), message, timeout_s)
     except BaseException:

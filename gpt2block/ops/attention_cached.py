@@ -141,10 +141,10 @@ def split_geometry(
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
         most = max(at_once // SPLIT_WARPS, 1)
-        if 3 * most < 4 * MOST_CLUSTER:  # the largest clusters find few of these places
-            most = min(most, MOST_CLUSTER // 2)
+        found = 3 * most >= 4 * MOST_CLUSTER  # the largest clusters find fewer places
+        most = min(most, MOST_CLUSTER if found else MOST_CLUSTER // 2)
         warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
-        while cluster > min(most, MOST_CLUSTER):
+        while cluster > most:
             cluster //= 2
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
