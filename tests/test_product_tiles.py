@@ -422,10 +422,10 @@ def gguf_hopper_tiles() -> Iterator[Job]:
     for rows, (N, K) in product((1, 16, 32, 64), ((4096, 4096), (12288, 4096))):
         gated = next(kinds)
         w = GgufMatrix.random([(next(names), 64)], 256)
-        octet = TYPES[w.ranges[0][0]].tile
-        chosen = _linear_hopper.choose_blocks(rows, (N,), K, octet, gated, SMS, MOST_SHARED)
+        of_w = w.tile, w.units
+        chosen = _linear_hopper.choose_blocks(rows, (N,), K, *of_w, gated, SMS, MOST_SHARED)
         sizes: Any = rows, N, K, GGUF, chosen
-        how = _linear_hopper.geometry("", *sizes, gated=gated, rounded=True, octet=octet)
+        how = _linear_hopper.geometry("", *sizes, gated=gated, rounded=True, octet=w.tile)
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _linear_hopper.GGUF_FILE, "sm_90a", defines

@@ -30,7 +30,6 @@ FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
 GGUF_FILE = "matmul/decode_hopper_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
-GGUF_TILES = 2  # of blocks in their ring
 HALF_SPLITS = 4  # of blocks, whose sums are added to each other before the others are
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
@@ -56,6 +55,7 @@ class HopperLinearTile(NamedTuple):
     shares: int = 1  # blocks that share x
     blocks: int = 1  # that a multiprocessor should have room for
     stages: int = 2
+    tiles: int = 2  # of blocks of GGUF, in their ring
 
     @property
     def threads(self) -> int:
@@ -119,7 +119,7 @@ def shared_bytes(
     dtype: of the weights. rounded: x, to one term. octet: bytes of a tile of blocks of GGUF, or 0.
     """
     ring = tile.stages * _stage(tile, dtype, rounded, octet)
-    ring += GGUF_TILES * GROUP_COLUMNS // OCTET * tile.groups * octet
+    ring += tile.tiles * GROUP_COLUMNS // OCTET * tile.groups * octet
     return ALIGNMENT + ring + _sums(tile, K, octet)
 
 
@@ -193,6 +193,23 @@ def _with_stages(
     return None
 
 
+def _with_rings(
+    tile: HopperLinearTile, K: int, most_shared: int, octet: int, units: int
+) -> HopperLinearTile | None:
+    """The tile with the stages and tiles of blocks that fit, where stages reach at least as far.
+
+    octet: bytes of a tile, of so many units of K.
+    """
+    found = _with_stages(tile, K, GGUF, most_shared, True, octet)
+    while found:
+        more = tile._replace(blocks=found.blocks, tiles=found.tiles + 1)
+        fitted = _with_stages(more, K, GGUF, most_shared, True, octet)
+        if not fitted or fitted.blocks < found.blocks or fitted.stages < units * fitted.tiles:
+            break
+        found = fitted
+    return found
+
+
 @lru_cache(maxsize=1024)
 def choose(
     M: int,
@@ -227,36 +244,38 @@ def choose_blocks(
     N: tuple[int, ...],
     K: int,
     octet: int,
+    units: int,
     gated: bool,
     sms: int,
     most_shared: int,
 ) -> HopperLinearTile:
-    """The tile for weights in blocks of GGUF, of `octet` bytes in a tile, as measured on an H100.
+    """The tile for weights in blocks of GGUF, as measured on an H100.
 
-    N: outputs of each type. K is divided until multiprocessors have three blocks of up to 32 rows.
-    Blocks that do not share K share x.
+    N: outputs of each type. octet, units: bytes of a tile of blocks, and what it has of K. K is
+    divided until multiprocessors have about three blocks of up to 32 rows; of more rows they have
+    one with deep rings, where that is enough. Blocks that do not share K share x.
     """
-    rows, (parts, units) = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)
+    rows, (parts, each) = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
 
     def duration(tile: HopperLinearTile) -> float:
         """Of more than 32 rows, in us: of so many units in turn, and what is the same for any K."""
         waves, wide = tile.grid(M, N, gated) / sms, tile.groups > 1
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
-        return turns * (unit * parts * units / tile.splits + (12 if wide else 8))
+        return turns * (unit * parts * each / tile.splits + (12 if wide else 8))
 
     if rows == TERM_ROWS:
         halves = possible[:2]  # sums of more splits than halves cost more than they save
         tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
-        tile = tile._replace(blocks=2 if tile.groups == 1 else 1)
+        tile = tile._replace(blocks=2 if tile.groups == 1 and tile.grid(M, N, gated) > sms else 1)
     else:
         tile = HopperLinearTile(rows, 1, blocks=3)
-        enough = 2.7 * sms / tile.grid(M, N, gated)
+        enough = 2.5 * sms / tile.grid(M, N, gated)
         tile = tile._replace(splits=next((n for n in possible if n >= enough), possible[-1]))
     if tile.splits == 1 and tile.groups == 1:
         tile = tile._replace(shares=4 if rows == TERM_ROWS else 2)
-    found = _with_stages(tile, K, GGUF, most_shared, True, octet)
+    found = _with_rings(tile, K, most_shared, octet, units)
     return found or HopperLinearTile(rows, 1)
 
 
@@ -292,6 +311,7 @@ def geometry(
         *((("DH_GATED", 1),) if gated else ()),
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
         *((("DH_ROPE", head),) if head else ()),
+        *((("DH_TILES", tile.tiles),) if octet else ()),
         *count_define(rounded),
     )
     grid = (tile.grid(M, parts or N, gated or head > 0),)
@@ -369,7 +389,7 @@ def launch_blocks(
     sizes = c.M, sum(parts), c.K
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    tile = choose_blocks(c.M, parts, c.K, octet, two, sms, most_shared)
+    tile = choose_blocks(c.M, parts, c.K, octet, c.w.units, two, sms, most_shared)
     _check_addresses(c, matrices)
     c.sums = None
     if any(TYPES[name].minimum for name, _ in c.w.ranges):

@@ -138,6 +138,11 @@ class GgufMatrix(WeightMatrix):
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
+    def units(self) -> int:
+        """Inputs of a tile, in units of `UNIT`, of the type with the most."""
+        return max(TYPES[name].units for name, _ in self.ranges)
+
+    @property
     def begins(self) -> tuple[int, ...]:
         """The first output of each range."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))
