@@ -106,7 +106,7 @@ def _sums(tile: HopperLinearTile, K: int, octet: int = 0) -> int:
     tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(K)[0]
     messages, kept = (0 if tile.splits == 1 else parts), 0
     if octet and tile.splits < 3:  # of the halves of the splits that a block has
-        messages, kept = (0, ceil(parts / HALF_SPLITS)) if tile.splits == 1 else (2, 1)
+        messages, kept = (0, ceil(parts / HALF_SPLITS)) if tile.splits == 1 else (1, 1)
         kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
     return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
 

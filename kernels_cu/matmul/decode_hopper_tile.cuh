@@ -23,8 +23,8 @@ constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in t
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
 constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // whether those are exchanged, instead of sums of splits
 
-// Sums of a tile that a block receives.
-__device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 2 : splits; }
+// Sums of a tile that a block receives. Its own one of a half stays where it was added up.
+__device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 1 : splits; }
 
 static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
@@ -32,7 +32,8 @@ static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
 // The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
 // are exchanged: (messages, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those
 // of a block alone are kept where the warp's rows of W were, once it has multiplied all of them. Of blocks of GGUF, one
-// or two blocks keep the sums of a half of the splits while they add it up: they have no registers for that.
+// or two blocks keep the sums of a half of the splits while they add it up: they have no registers for that. What two
+// blocks then exchange is what the other one finishes.
 struct Totals {
     const Ring& ring;
     float2* pairs;
@@ -101,8 +102,9 @@ struct Totals {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const int i = warp * TILES + tile, block = i % DH_SPLITS * DH_SHARES + part;
-            float2* to = pairs + (split * OWN + i / DH_SPLITS) * 32 + lane;
+            const int i = warp * TILES + tile, rank = i % DH_SPLITS, block = rank * DH_SHARES + part;
+            if (OF_HALVES && rank == split) continue;  // kept
+            float2* to = pairs + ((OF_HALVES ? 0 : split) * OWN + i / DH_SPLITS) * 32 + lane;
             if constexpr (!IN_PAIRS) store_at(block, to, arrived, found[2 * tile], found[2 * tile + 1]);
             else if (t < 2) store_at(block, to + t, arrived, found[0], found[1], found[2], found[3]);
         }
@@ -111,12 +113,17 @@ struct Totals {
     // Those of tiles first, first + DH_SPLITS, ...
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
-        if (DH_SPLITS == 1) {
+        if (DH_SPLITS == 1 || OF_HALVES) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) totals[i] = *kept(first + i, lane);
+            for (int i = 0; i < AHEAD; ++i) {
+                totals[i] = *kept(first + i * DH_SPLITS, lane);
+                if (!OF_HALVES) continue;
+                const float2 more = pairs[(own + i) * 32 + lane];
+                totals[i].x += more.x, totals[i].y += more.y;
+            }
             return;
         }
-        constexpr int AT_ONCE = OF_HALVES ? 2 : order::HALF_SPLITS;  // messages that are added to each other first
+        constexpr int AT_ONCE = order::HALF_SPLITS;  // messages that are added to each other first
         const int count = messages(splits);
 #pragma unroll 1
         for (int message = 0; message < count;) {
@@ -302,8 +309,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         float sums[TERMS / 2];
         all.get_halves(sums, DH_SPLITS > 1 || splits <= order::HALF_SPLITS ? 1 : 2);
         by_tile(sums, totals);
+        all.keep(totals);
         if constexpr (OF_HALVES) all.send(share.rank, totals);
-        else all.keep(totals);
     }
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
@@ -344,7 +351,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
 #endif
     const Share share(M, N, K);
     float2* const pairs = reinterpret_cast<float2*>(after);
-    float2* const halves = pairs + (OF_HALVES ? 2 * OWN * 32 : 0);
+    float2* const halves = pairs + (OF_HALVES ? OWN * 32 : 0);
     const Totals totals{ring, pairs, arrived, share.part, (int)threadIdx.x / 32, halves};
     __shared__ Corner corner;
     if (threadIdx.x == 32 * WARPS) {
