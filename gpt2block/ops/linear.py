@@ -85,7 +85,7 @@ def terms_of(
     or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
     all products of a layer are of one kind: with two in turn, launches overlap less. With blocks of
     GGUF mma is faster up to 8 rows: of a 7B in Q4_K_M (H100), 8 rows take 3.1 ms, 16 rows 4.9, and
-    by wgmma 4.0.
+    by wgmma 3.8.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}

@@ -20,7 +20,7 @@
 //   rows    1                       8
 //           10.9 (13.0)  12.1       15.2 (17.7)  16.9
 //
-// On Hopper matmul/decode_hopper_gguf.cu is for more than 16 rows.
+// On Hopper matmul/decode_hopper_gguf.cu is for more than 8 rows, where x is rounded.
 //
 // grid (any; apart GGUF_CLUSTER times any, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
 // `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of the columns of a block, and with
