@@ -462,19 +462,24 @@ def test_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("serves", "size", "limit", "queries"),
+    ("serves", "size", "limit", "M", "n_ctx", "queries"),
     [
-        (1, 128, H200, 1),
-        (4, 128, H200, 4),
-        (8, 128, H200, 4),
-        (7, 64, H200, 4),
-        (5, 64, H200, 3),
-        (4, 128, 65536, 2),  # three would be teams of two as well
-        (4, 64, 49152, 4),
+        (1, 128, H200, 1, 4096, 1),
+        (4, 128, H200, 1, 4096, 4),
+        (8, 128, H200, 1, 4096, 4),
+        (7, 64, H200, 1, 4096, 4),
+        (5, 64, H200, 1, 4096, 3),
+        (4, 128, 65536, 1, 4096, 2),  # three would be teams of two as well
+        (4, 64, 49152, 1, 4096, 4),
+        (4, 128, H200, 1, 1024, 1),  # there is room for the warps of all heads
+        (4, 128, H200, 8, 1024, 1),
+        (4, 128, H200, 16, 1024, 4),
     ],
 )
-def test_heads_of_q_that_share_keys(serves: int, size: int, limit: int, queries: int) -> None:
-    geometry = split_geometry(1, 4096, 2 * serves, 2, size, 2, 132, limit, True)
+def test_heads_of_q_that_share_keys(
+    serves: int, size: int, limit: int, M: int, n_ctx: int, queries: int
+) -> None:
+    geometry = split_geometry(M, n_ctx, 2 * serves, 2, size, 2, 132, limit, True)
     assert dict(geometry.defines)["AS_QUERIES"] == queries
     assert geometry.grid[1] == 2 * -(-serves // queries)
     assert geometry.shared <= limit

@@ -131,14 +131,18 @@ def split_geometry(
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
-    queries = _queries_of_team(NH // NKV, HS, shared_limit)
+    possible = _queries_of_team(NH // NKV, HS, shared_limit)
     width = gcd(16 // itemsize, HS)  # elements a load
-    if itemsize == 1 and queries > 1:
+    if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
-    teams = NKV * ceil(NH // NKV / queries)
-    held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
-    at_once = held * sms // (M * teams)
+        possible = [queries for queries in possible if queries > 1]
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
+    for queries in possible:  # few rows leave room for teams of few heads, which take less time
+        teams = NKV * ceil(NH // NKV / queries)
+        held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
+        at_once = held * sms // (M * teams)
+        if at_once >= wanted and n_ctx <= SPLIT_KEYS * SPAN_SPLITS:
+            break
     if clusters:
         most = max(at_once // SPLIT_WARPS, 1)
         found = 3 * most >= 4 * MOST_CLUSTER  # the largest clusters find fewer places
@@ -162,16 +166,13 @@ def split_geometry(
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
 
 
-def _queries_of_team(serves: int, HS: int, shared_limit: int) -> int:
-    """Heads of q that share loads of K and V, of `serves` that have the same head of K.
+def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
+    """Heads of q that can share loads of K and V, of `serves` that have the same head of K.
 
-    The most that registers and shared memory hold, in teams of about equal size.
+    In teams of about equal size; the last ones are the most that registers and shared memory hold.
     """
-    for most in range(MOST_QUERIES, 1, -1):
-        queries = ceil(serves / ceil(serves / most))
-        if _split_shared(queries, HS) <= shared_limit:
-            return queries
-    return 1
+    equal = {ceil(serves / ceil(serves / most)) for most in range(2, MOST_QUERIES + 1)}
+    return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]
 
 
 def _split_shared(queries: int, HS: int) -> int:

@@ -4,7 +4,9 @@
 //   of the cache, and sees its keys 0..position[m]
 //
 // A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
-// values once for all of them. What follows is for each head of q, whose bits are the same in any team.
+// values once for all of them. Where the GPU has room for the warps of more teams, they have fewer heads (NVIDIA H100,
+// one row at position 500, bfloat16: a step of Gemma 3 1B 1.33 -> 1.16 ms, of Qwen3 4B 3.23 -> 3.12). What follows is
+// for each head of q, whose bits are the same in any team.
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
 //       memory, for few rows that of a cluster
