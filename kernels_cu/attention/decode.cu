@@ -4,9 +4,8 @@
 //   of the cache, and sees its keys 0..position[m]
 //
 // A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
-// values once for all of them. Where the GPU has room for the warps of more teams, they have fewer heads (NVIDIA H100,
-// one row at position 500, bfloat16: a step of Gemma 3 1B 1.33 -> 1.16 ms, of Qwen3 4B 3.23 -> 3.12). What follows is
-// for each head of q, whose bits are the same in any team.
+// values once for all of them; fewer, where the GPU has room for more warps (H100, one row at position 500: a step of
+// Gemma 3 1B 1.33 -> 1.16 ms, of Qwen3 4B 3.23 -> 3.12). What follows is for each head of q, with its bits in any team.
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
 //       memory, for few rows that of a cluster
@@ -24,8 +23,8 @@
 //   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
 //
 // The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
-// of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
-// block has enough neighbours. The order of additions depends on HS, KV, AS_WIDTH and AS_VECTORS alone.
+// of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. The order of
+// additions depends on HS, KV, AS_WIDTH and AS_VECTORS alone.
 //
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
@@ -33,8 +32,7 @@
 // until then. If it was wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
-// sizeof(Shared). A position beyond the cache counts as its last.
-// Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
+// of sizeof(Shared). A position beyond the cache is its last. Source of the idea: Dao et al., "Flash-Decoding" (2023).
 #include "attention/unit.cuh"
 #include "attention/window.cuh"
 #include "lib/cluster.cuh"
