@@ -407,6 +407,24 @@ def gguf_tiles() -> Iterator[Job]:
         yield _linear_gguf.FILE, arch, (*stored, *how.defines, *range_defines(w))
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "rows", "together"),
+    [
+        (8, 4096, 4096, 8, 1),
+        (16, 576, 576, 8, 1),  # two blocks of rows: multiprocessors have no work of other columns
+        (32, 576, 1536, 8, 1),
+        (64, 1536, 576, 64, 0),
+        (16, 4096, 4096, 16, 0),
+    ],
+)
+def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int) -> None:
+    gpu = {"sms": SMS, "most_shared": MOST_SHARED, "capability": 90}
+    how = _linear_gguf.geometry("", M, K, (("Q4_1", N),), terms=1, **gpu)
+    assert how is not None
+    found = dict(how.defines)
+    assert (found["LM_ROWS"], found["GGUF_TOGETHER"], how.grid[1]) == (rows, together, M // rows)
+
+
 def gguf_hopper_tiles() -> Iterator[Job]:
     """Prompts with each type and epilogue by turns, and decoding of each number of rows."""
     names = cycle(TYPES)

@@ -26,9 +26,11 @@ FILE = "matmul/decode_gguf.cu"
 COLUMNS = BORDER  # of a warp
 WARPS = range(12, 0, -1)  # of a block with one split
 FEW_ROWS, MOST_ROWS = 8, 64  # of a block with all splits, and with one
+MOST_NORMED = 32  # rows of a product that normalizes them
 FLIGHT = 3  # slots of a ring
 STATIC = 1024  # bytes of shared memory of a block that are not dynamic, at most
 BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
+APART = 200  # what an exchange of sums takes, in the unit of `duration`
 OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
 
 
@@ -104,25 +106,28 @@ def geometry(
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
-    possible = _halved(min(M, FEW_ROWS) if norm else M)
-    together = fitting(Cut(rows, parts, together=True) for rows in possible if rows <= FEW_ROWS)
-    cluster, found = 1, together[:1]
-    if not norm and [cut.rows for cut in found] != possible[:1]:
-        cluster = parts if capability >= CLUSTER_CAPABILITY else 1
+    few = _halved(min(M, FEW_ROWS))
+    found = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
+    if not norm and [cut.rows for cut in found] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MOST_ROWS))
-        found = fitting(Cut(n, each, together=False) for n in rows for each in warps)
+        found += fitting(Cut(n, each, together=False) for n in rows for each in warps)
     if not found:
         return None
 
     def turns(cut: Cut) -> tuple[int, int]:
         """Blocks of an SM, and how many groups of columns each of them has."""
         room_for = _blocks(cut, memory.of(cut), most_shared)
-        return room_for, ceil(ceil(ends[-1] / cut.columns) / _most(sms, room_for, cluster))
+        most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
+        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
+
+    def cluster(cut: Cut) -> int:
+        return 1 if cut.together or capability < CLUSTER_CAPABILITY else parts
 
     def duration(cut: Cut) -> float:  # of unpacking, once for all rows, and of adding
         room_for, count = turns(cut)
-        return ceil(M / cut.rows) * count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        apart = 0 if cut.together else APART
+        return apart + units * count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
 
     cut = min(found, key=duration)
     blocks, count = turns(cut)
@@ -132,9 +137,9 @@ def geometry(
         ("LM_FLIGHT", FLIGHT),
         ("LM_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
-        *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster))),
+        *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
     )
-    grid = cluster * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+    grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
     # No block of the next kernel beside these: an SM that had one would later have three, others
     # one. A step of a 7B takes 1.94 ms in place of 2.19 (H100).
     shared = filled(most_shared + STATIC, blocks, memory.of(cut))
@@ -160,7 +165,7 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 
 def normalizes(M: int, K: int) -> bool:
     """Whether a product of M rows with K inputs has their RMSNorm: a split is one unit then."""
-    return M <= FEW_ROWS and K <= UNIT * MOST_SPLITS
+    return M <= MOST_NORMED and K <= UNIT * MOST_SPLITS
 
 
 def launch(

@@ -530,7 +530,8 @@ class CudaModel(StoredModel):
             step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype, together)
         else:
             in_blocks = terms is not None and self._in_blocks()
-            norms = normalizes(rows, self.config.n_embd) if in_blocks else norms
+            if in_blocks:
+                norms = normalizes(rows, self.config.n_embd) and not terms
             given = norms, terms, fp8_cache, bounds, self._x_dtype, together, in_blocks
             step = DecodePass(do, self._settings, *given)
         return forward(step, self._architecture, self.config, "logits")

@@ -13,6 +13,9 @@
 //              columns and a split each, whose sums they read from each other, after those of the next columns: block
 //              r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block has all splits in turn
 //
+// Where blocks of 8 rows with all splits find free multiprocessors, 9 to 64 rows have several of them, and up to 32 the
+// norm in them: SmolLM2 in Q4_1 takes 0.70 ms for 16 rows in place of 1.13, 0.79 for 32 in place of 1.51 (H200).
+//
 // A block of 64 rows has as many registers and as much shared memory as an SM, so that few warps wait for each other;
 // clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, us in a graph, Q4_K, 12,288 x 4,096
 // and 4,096 x 11,008 (before, with sums of 64 of K):
