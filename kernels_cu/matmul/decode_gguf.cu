@@ -126,7 +126,9 @@ struct Output {
 // Shared memory after the rows of x: sums of two turns, and the rings of the warps.
 struct Shared {
     static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
-    static constexpr int FIRST = Blocks<0>::SLOT, SECOND = Blocks<1>::SLOT, THIRD = Blocks<2>::SLOT;
+    template <int RANGE>
+    static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
+    static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
     static constexpr int MOST = FIRST > SECOND ? FIRST : SECOND, SLOT = MOST > THIRD ? MOST : THIRD;
 
     __device__ __forceinline__ static float* plane(const Input& input, int turn) {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     constexpr int OUTPUTS = LM_ROWS * ACROSS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
     const int warp = threadIdx.x / 32;  // its split
-    typedef Blocks<RANGE> Of;
+    typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
     if (RANGE == 0) {
@@ -250,7 +252,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
     const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
     const int warp = threadIdx.x / 32, own = warp * LM_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
-    typedef Blocks<RANGE> Of;
+    typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
     if (RANGE == 0) {

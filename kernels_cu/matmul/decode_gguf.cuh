@@ -31,23 +31,34 @@ constexpr int UNROLLED = UNITS % 2 == 0 ? 2 : 1;  // units, where it is known in
 // The same number, which the compiler cannot compute again from threadIdx: it would do so at each use.
 __device__ __forceinline__ int kept(int v) { return __shfl_sync(0xffffffffu, v, threadIdx.x % 32); }
 
-// The weights of a warp: a ring of LM_FLIGHT units of its columns in shared memory.
-template <int RANGE>
+// What a product multiplies: x (M, LM_K).
+struct Whole {
+    static constexpr int K = LM_K, UNITS = ::UNITS;  // of K, and of a split
+    static constexpr bool UP = LM_UP;
+    typedef Input Rows;
+
+    __device__ __forceinline__ static int row(int column, int N) { return Column(column, N).n; }  // of w
+};
+
+// The weights of a warp: a ring of LM_FLIGHT units of its columns in shared memory. OfRange: their type.
+template <typename OfRange, typename Side = Whole>
 struct Blocks {
-    typedef gguf::OfRange<RANGE> OfRange;
     typedef typename OfRange::Of Part;
+    typedef typename Side::Rows Rows;
+    static constexpr int K = Side::K, UNITS = Side::UNITS;
+    static constexpr bool SHORT = order::splits(K) * UNITS * order::UNIT > K;  // whether the last split can be
     // Of an octet in the ring: low bits, high bits, scales.
     static constexpr int OCTET_BYTES = OfRange::STORED;
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
     const W* w;   // of the range
-    const W* up;  // the same of the other matrix, with LM_UP
+    const W* up;  // the same of the other matrix, with UP
     W* ring;
     const int N;
     const int to_low, to_more;  // where a lane puts what it copies, in a slot
 
     __device__ __forceinline__ Blocks(const W* all, const W* all_up, char* ring, int N)
-        : w(all + OfRange::begin(LM_K)), up(LM_UP ? all_up + OfRange::begin(LM_K) : nullptr),
+        : w(all + OfRange::begin(K)), up(Side::UP ? all_up + OfRange::begin(K) : nullptr),
           ring(reinterpret_cast<W*>(ring)), N(N), to_low(kept(threadIdx.x % 32 * 16)),
           to_more(kept((threadIdx.x % 32 < 16 ? 0 : OCTET_BYTES) + Part::LOW_BYTES + own_byte())) {}
 
@@ -73,8 +84,8 @@ struct Blocks {
     // That of the columns from n on.
     __device__ __forceinline__ Cursor cursor(int n, int unit) const {
         const auto octet = [&](int i) {
-            const int row = Column(n + 8 * i, N).n - OfRange::FROM;
-            return (LM_UP && i ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(LM_K);
+            const int row = Side::row(n + 8 * i, N) - OfRange::FROM;
+            return (Side::UP && i ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(K);
         };
         const int low = Part::low_at(unit) + threadIdx.x % 32 * 16;
         const W* const first = octet(0);
@@ -89,7 +100,7 @@ struct Blocks {
     // Requests a unit, to a slot that is so many bytes after the first, and goes on to the next one. half: its number
     // in its tile.
     __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from) const {
-        if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) return;
+        if (SHORT && unit * order::UNIT >= K) return;
         W* const to = ring + slot + to_low;
         W* const more = ring + slot + to_more;
         const auto further = [&](int bytes) { return half == Part::UNITS - 1 ? Part::BYTES - half * bytes : bytes; };
@@ -112,14 +123,14 @@ struct Blocks {
     // Adds a unit of a split to its sums. found: of INTEGERS, the sums of the units of a tile.
     typedef float Found[Part::INTEGERS ? ROW_TILES : 1][4];
 
-    __device__ __forceinline__ void use(int slot, int split, int unit, const Input& input, Sums& sums,
+    __device__ __forceinline__ void use(int slot, int split, int unit, const Rows& input, Sums& sums,
                                         Found& found) const {
-        if (SPLITS * LENGTH > LM_K && (split * UNITS + unit) * order::UNIT >= LM_K) return;
+        if (SHORT && (split * UNITS + unit) * order::UNIT >= K) return;
         use_unit(ring + slot, split, unit, input, sums, found);
     }
 
    private:
-    __device__ __forceinline__ static void use_unit(const W* from, int split, int unit, const Input& input,
+    __device__ __forceinline__ static void use_unit(const W* from, int split, int unit, const Rows& input,
                                                     Sums& sums, Found& found) {
         const int half = unit_of_tile(split * UNITS, unit);
         Part parts[2];  // of columns g and g + 8
@@ -165,7 +176,7 @@ struct Blocks {
 
     // Adds what the units of a tile have together, those of the split up to `unit`, which is number `half` of it.
     __device__ __forceinline__ static void end_tile(const Part (&parts)[2], int half, int split, int unit,
-                                                    const Input& input, Sums& sums, Found& found) {
+                                                    const Rows& input, Sums& sums, Found& found) {
         if constexpr (Part::MINIMUM) {
             const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
             constexpr int LAST = Part::UNITS - 1;
