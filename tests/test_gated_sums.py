@@ -14,16 +14,18 @@ from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, WeightMatrix, cuda, reference
 from gpt2block.checks import FLOATS
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
 from gpt2block.errors import InputError
 from gpt2block.ops import gated_sums
 from gpt2block.ops._linear_mma import geometry as product_geometry
 from gpt2block.ops._linear_mma import splits
-from gpt2block.ops.gated_sums import Cluster, geometry, splits_of
+from gpt2block.ops.gated_sums import Cluster, blocks_geometry, geometry, splits_of
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from gpt2block.run import cuda_model
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests import devices, gpus, outlines, plain
 from tests.compiling import assert_clean
 from tests.devices import GPU, assert_same_bits, one_order
@@ -41,6 +43,7 @@ SMOLLM2 = LlamaConfig(
 NARROW = LlamaConfig(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=96, n_ff=384, vocab_size=101, n_ctx=64, head_size=32
 )
+DOWN = {"Q4_K": "Q6_K", "Q6_K": "Q5_K"}  # blocks of w_down beside those of the others
 SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 128))
 
 
@@ -56,9 +59,12 @@ def possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_sums, "MORE_ROWS", (Cluster(1, True),))
     monkeypatch.setattr(gated_sums, "MOST_REGISTERS", 10_000)
     monkeypatch.setattr(gated_sums, "geometry", geometry.__wrapped__)
+    monkeypatch.setattr(gated_sums, "blocks_geometry", blocks_geometry.__wrapped__)
 
 
 def matrix(seed: int, N: int, K: int, dtype: str) -> WeightMatrix:
+    if dtype in TYPES:
+        return GgufMatrix.random([(dtype, N)], K, seed).mapped(cupy.asarray)
     w = (plain.normal(seed, N, K) - np.float32(0.5)) / np.float32(K**0.5)
     return WeightMatrix.quantize(w, dtype, "NK").mapped(cupy.asarray)
 
@@ -86,12 +92,12 @@ class Half:
         gelu: bool = False,
     ) -> None:
         self.gelu = gelu
-        self.dtype, self.kv, self.heads = dtype, 3 * D, 6
+        self.dtype, self.kv, self.heads = GGUF if dtype in TYPES else dtype, 3 * D, 6
         self.rounding: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
         self.x, self.a = plain.normal(0, M, C), plain.normal(7, M, C)
         self.gammas = [cupy.asarray(plain.normal(seed, C)) for seed in (2, 3, 4)]
         self.gate, self.up = matrix(5, H, C, dtype), matrix(6, H, C, dtype)
-        self.down, self.qkv = matrix(8, C, H, dtype), matrix(9, 12 * D, C, dtype)
+        self.down, self.qkv = matrix(8, C, H, DOWN.get(dtype, dtype)), matrix(9, 12 * D, C, dtype)
         self.o = matrix(10, C, C, dtype)
         rng = np.random.default_rng(0)
         self.row, self.position = (rng.permutation(n)[:M].astype(np.int32) for n in (M, 8))
@@ -180,11 +186,20 @@ def on_host(w: WeightMatrix) -> WeightMatrix:
 
 CASES = [("shuffled", *case) for case in (
     (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
+    (1, 160, 1280, "Q4_1"), (3, 256, 256, "Q4_K"),
 )]  # fmt: skip
 CASES += [
     pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
     for i, (sizes, dtype) in enumerate(product(SIZES, DTYPES))
     for M in ((1, 4), (2, 3))[i % 2]
+]
+CASES += [
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    for sizes, dtype in (
+        *product(((128, 256), (96, 384), (576, 1536)), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+        *product(((256, 768), (1024, 3072), (1024, 2048)), ("Q4_K", "Q5_K", "Q6_K")),
+    )
+    for M in (1, 3, 4)
 ]
 
 
@@ -192,7 +207,8 @@ CASES += [
 def test_the_bits_are_those_of_kernels_apart(
     device: Any, possible: None, M: int, C: int, H: int, dtype: str
 ) -> None:
-    kind = {"normed": M > 2, "gelu": M % 2 == 0}
+    in_blocks = dtype in TYPES
+    kind: Any = {"normed": M > 2 and not in_blocks, "gelu": M % 2 == 0, "D": 8 + 8 * in_blocks}
     half = Half(M, C, H, dtype, **kind)
     found = half.together()
     for ours, theirs, exact in zip(found, half.apart(), half.exact(), strict=True):
@@ -264,6 +280,13 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     refused("gated_sums", "float32: expected up to 4 rows", x, gamma, *floats, splits=2)
     mixed = (half.gate, half.up, floats[2])
     refused("gated_sums", "bfloat16, float32: expected one dtype", x, gamma, *mixed, splits=2)
+    in_blocks = [matrix(1, each.N, each.K, "Q4_1") for each in weights]
+    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *in_blocks, splits=3)
+    refused("gated_sums", "expected up to 4 rows", five, gamma, *in_blocks, splits=2)
+    mixed = (in_blocks[0], matrix(1, 256, 128, "Q8_0"), in_blocks[2])
+    refused("gated_sums", "expected GgufMatrices of a type each", x, gamma, *mixed, splits=2)
+    o = matrix(1, 128, 128, "Q4_1")
+    refused("linear_sums", "expected sums and w_down, or neither", x, o, x, sums)
     refused("linear_sums", "expected sums and w_down, or neither", x, half.o, x, sums)
     refused("linear_sums", "5 rows: expected up to 4", five, half.o, five)
     one = cupy.zeros(2, "int32")
@@ -303,6 +326,12 @@ def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert splits_of("float32", 1, shapes) == 0
     assert splits_of("bfloat16", 1, {**shapes, "b_qkv": (960,)}) == 0
     assert splits_of("float8_e4m3fn", 4, NARROW.block_shapes()) == 3
+    types = {("Q4_1", "Q4_1"), ("Q8_0", "Q8_0")}
+    of_blocks = [
+        splits_of("file", M, shapes, types, D) for M, D in ((1, 64), (4, 64), (5, 64), (1, 8))
+    ]
+    assert of_blocks == [6, 6, 0, 0]
+    assert splits_of("file", 1, shapes) == 0
     for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
         assert geometry(1, C, H, "bfloat16", 132) is None
     blocks = [
@@ -421,5 +450,11 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
                 constants = (*stored_as(*stored), *cut.defines, *more)
                 jobs.append(("matmul/decode_mma.cu", "sm_90a", constants))
                 only.append(kernel)
+    for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
+        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, 132)
+        assert of_blocks is not None
+        constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
+        jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))
+        only.append("ffn_decode_gguf")
     stream = stream_geometry(1, 576).defines
     assert_clean([*jobs, (STREAM, "sm_90a", (*stream, ("RS_SUMS", 6)))], only)

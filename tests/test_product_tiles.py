@@ -414,7 +414,7 @@ def gguf_tiles() -> Iterator[Job]:
         (16, 576, 576, 8, 1),  # two blocks of rows: multiprocessors have no work of other columns
         (32, 576, 1536, 8, 1),
         (64, 1536, 576, 64, 0),
-        (16, 4096, 4096, 16, 0),
+        (64, 4096, 4096, 64, 0),
     ],
 )
 def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int) -> None:

@@ -46,7 +46,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops import _linear_hopper, registry
+from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
@@ -204,6 +204,29 @@ def blocks() -> None:
             inputs = rows_of_x, given, None, by, k, v, row, cupy.zeros_like(row)
             q, turned = y[:, : w.N - 32], f"{label} {M} turned"
             checked(turned, q, limit, bound_and_run, LINEAR_ROPE, inputs, **heads)
+
+
+def feed_forward_in_blocks() -> None:
+    """Layers of few rows with RMSNorm, the feed-forward and its split sums in four kernels."""
+    if _arrays.compute_capability() != HOPPER_CAPABILITY:
+        return
+    for name, M in product(TYPES, (1, 3)):
+        C, H = (256, 1536) if TYPES[name].units > 1 else (160, 1280)
+        w, up, o, qkv = (GgufMatrix.random([(name, N)], C, N) for N in (H, H, C, 128))
+        down = GgufMatrix.random([(name, C)], H)
+        w, up, o, qkv, down = (each.mapped(cupy.asarray) for each in (w, up, o, qkv, down))
+        rng = np.random.default_rng(0)
+        x, gamma = (cupy.asarray(rng.standard_normal(s, np.float32)) for s in ((M, C), (C,)))
+        count = _linear_mma.splits(H)[0]
+        sums = registry.bind("gated_sums", (x, gamma, w, up, down), splits=count).run()
+        whole = registry.bind("linear_sums", (x, o, x, sums, down)).run().get()
+        by, (k, v) = cupy.ones((M, 8, 2), "float32"), cupy.zeros((2, M, 2, 32), "float16")
+        places = cupy.arange(M, dtype="int32"), cupy.zeros(M, "int32")
+        inputs = x, gamma, qkv, sums, down, by, k, v, *places
+        turned = registry.bind("rope_sums", inputs, n_head=4).run().get()
+        normed = registry.bind("rmsnorm_sums", (x, gamma, sums, down)).run().get()
+        assert all(np.isfinite(each).all() for each in (whole, turned, normed))
+        print(f"checked a feed-forward of {M} rows in {name}")
 
 
 def blocks_by_wgmma() -> None:
@@ -511,6 +534,7 @@ def main() -> None:
         gemm,
         fp8_gemm,
         blocks,
+        feed_forward_in_blocks,
         blocks_by_wgmma,
         own_frequencies,
         prefixes,

@@ -30,7 +30,7 @@ MOST_NORMED = 32  # rows of a product that normalizes them
 FLIGHT = 3  # slots of a ring
 STATIC = 1024  # bytes of shared memory of a block that are not dynamic, at most
 BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
-APART = 200  # what an exchange of sums takes, in the unit of `duration`
+EXCHANGE = 200  # of sums in a cluster, in the unit of `duration`
 OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
 
 
@@ -51,15 +51,18 @@ class SharedMemory(NamedTuple):
         kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
         if cut.together:
             kept, planes, pitch = self.parts, 2 * self.parts, COLUMNS
+        return (
+            ceil(cut.rows * (self.row(kept) + FLOAT * planes * pitch) / 16) * 16
+            + cut.warps * FLIGHT * self.slot
+        )
+
+    def row(self, kept: int) -> int:
+        """A row of x, of so many splits."""
         split = self.terms * (2 * self.units * UNIT + 64)
         if self.norm == 1 and self.terms == 1:
             split = FLOAT * self.units * UNIT
         row = ceil(kept * (split + self.terms * 16 * self.units) / 128) * 128 + 64
-        row += (0, 8, FLOAT * self.parts)[self.norm]
-        return (
-            ceil(cut.rows * (row + FLOAT * planes * pitch) / 16) * 16
-            + cut.warps * FLIGHT * self.slot
-        )
+        return row + (0, 8, FLOAT * self.parts)[self.norm]
 
 
 class Cut(NamedTuple):
@@ -98,8 +101,7 @@ def geometry(
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
-    slot = 2 * max(OCTET * (UNIT * TYPES[t].bits // 8 + TYPES[t].of_scales) for t, _ in ranges)
-    memory = SharedMemory(parts, units, slot, norm, terms)
+    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
 
     def fitting(cuts: Iterable[Cut]) -> list[Cut]:
         return [cut for cut in cuts if memory.of(cut) <= most_shared]
@@ -126,8 +128,8 @@ def geometry(
 
     def duration(cut: Cut) -> float:  # of unpacking, once for all rows, and of adding
         room_for, count = turns(cut)
-        apart = 0 if cut.together else APART
-        return apart + units * count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        exchange = EXCHANGE if cluster(cut) > 1 else 0
+        return exchange + count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
 
     cut = min(found, key=duration)
     blocks, count = turns(cut)
@@ -144,6 +146,11 @@ def geometry(
     # one. A step of a 7B takes 1.94 ms in place of 2.19 (H100).
     shared = filled(most_shared + STATIC, blocks, memory.of(cut))
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+
+
+def slot_bytes(name: str) -> int:
+    """Those of a unit of a warp's columns, of a type."""
+    return 2 * OCTET * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
 
 
 def _halved(rows: int) -> list[int]:
@@ -205,6 +212,7 @@ def launch(
     more: Defines = (("LM_NORM", norm),) if norm else ()
     more += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     more += (("LM_ROPE", rope),) if rope else ()
+    more += () if getattr(c, "w_down", None) is None else (("LM_SUMS", c.S),)
     found = found.with_defines((*more, *count_define(c.rounded), *range_defines(c.w)))
     return launch_at(FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
 
@@ -219,6 +227,7 @@ def launch_rope(
     if D % BORDER:
         raise Unfit(f"heads of {D} channels: expected a multiple of {BORDER}")
     check_address("by", c.by, 8)
-    arrays = (c.x, gamma, c.w.data, bias, c.by, c.row, c.position, c.out, c.k, c.v)
+    sums = getattr(c, "sums", None)
+    arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)
     return launch(c, "rope_decode_gguf", args, cache, D)

@@ -16,7 +16,7 @@ from gpt2block.cuda.arrays import check_address, device_attribute
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
-from gpt2block.ops._linear_mma import BYTES, LOADED, MOST_SPLITS, UNIT, splits
+from gpt2block.ops._linear_mma import BYTES, HALF_SPLITS, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._products import filled, gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import IN_ORDER, Terms, count_define
@@ -30,7 +30,6 @@ FILE = "matmul/decode_hopper.cu"
 ROPE_FILE = "matmul/decode_hopper_rope.cu"
 GGUF_FILE = "matmul/decode_hopper_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
-HALF_SPLITS = 4  # of blocks, whose sums are added to each other before the others are
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row

@@ -13,6 +13,7 @@ from gpt2block.ops._rows import WARP, power_of_two
 FILE = "matmul/decode_mma.cu"
 UNIT = 128  # of K: splits have whole units
 MOST_SPLITS = 8
+HALF_SPLITS = 4  # with blocks of GGUF, whose sums are added to each other before the others are
 OCTET = 8  # columns
 LOADED = 16  # bytes of a row of W that a lane loads at once
 MANY_COLUMNS = 16384  # from here on warps go through several groups of columns

@@ -1,19 +1,21 @@
 """The feed-forward part of a Llama layer for up to four rows in one kernel, and what reads it.
 
-The kernel, matmul/decode_ffn.cu, leaves the sum of each split of its last product, because a split
-is what one cluster computes. `linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`,
-`rmsnorm_sums` add them to the residual stream as they load it. A row has the bits that `rmsnorm`
-(variant stream), `linear` (variant mma), `rope_append` and `silu_mul` give it. x_dtype rounds the
-operands of products, as in `linear`.
+The kernels, matmul/decode_ffn.cu and, for weights in blocks of GGUF, decode_ffn_gguf.cu, leave the
+sum of each split of their last product, because a split is what one cluster computes.
+`linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add them to the residual
+stream as they load it. A row has the bits that `rmsnorm` (variant stream), `linear` (variant mma,
+or gguf), `rope_append` and `silu_mul` give it. x_dtype rounds the operands of products, as in
+`linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.config.formats import FILE as OF_FILE
 from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -27,14 +29,21 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, gate_define, storage_of
+from gpt2block.ops._products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    filled,
+    gate_define,
+    storage_of,
+)
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, Unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Unfit, Variant, variant
+from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 
-FILE = "matmul/decode_ffn.cu"
+FILE, BLOCKS_FILE = "matmul/decode_ffn.cu", "matmul/decode_ffn_gguf.cu"
 MOST_ROWS = 4  # with more, the kernels that it replaces are faster
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # of an RMSNorm in a product: a split is one unit
 MULTIPLE = 16  # of channels: rows of FP8 weights have whole loads, and blocks as many outputs
@@ -64,8 +73,7 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
     """
     if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
         return None
-    parts, each = mma.splits(H)
-    if parts * each * mma.UNIT != H:
+    if not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
     for cluster in ONE_ROW if M == 1 else MORE_ROWS:
@@ -73,7 +81,8 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
             continue
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
-            return geometry_of(rows, C, H, cluster, shared)
+            found = geometry_of(rows, C, H, cluster, shared)
+            return found.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
 
 
@@ -84,7 +93,6 @@ def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geo
         ("LM_ROWS", rows),
         ("FF_H", H),
         ("FF_CLUSTER", cluster.blocks),
-        ("FF_COPIED", int(cluster.copied)),
     )
     grid, block = (cluster.blocks * mma.splits(H)[0],), (WARP * mma.splits(C)[0],)
     return Geometry("ffn_decode", grid, block, shared, defines)
@@ -109,6 +117,11 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     return (2 * own * mma.UNIT // mma.OCTET + last) * mma.OCTET * weight // (4 * WARP)
 
 
+def _has_equal_splits(H: int) -> bool:
+    parts, each = mma.splits(H)
+    return parts * each * mma.UNIT == H
+
+
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
     """Channels of a split of a block, and of all blocks."""
     length = mma.splits(H)[1] * mma.UNIT
@@ -120,11 +133,56 @@ def _columns(C: int, cluster: Cluster) -> int:
     return ceil(ceil(C / cluster.blocks / mma.OCTET) / mma.splits(C)[0])
 
 
-def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
+@lru_cache(maxsize=1024)
+def blocks_geometry(
+    M: int, C: int, H: int, types: tuple[str, str], terms: int, sms: int
+) -> Geometry | None:
+    """The launch for weights in blocks of GGUF; None where it does not fit.
+
+    types: of the weights of h, and of the last ones. terms: of x.
+    """
+    if M > MOST_ROWS or C > MOST_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
+        return None
+    rows = power_of_two(M)
+    for cluster in ONE_ROW if M == 1 else MORE_ROWS:
+        if cluster.blocks > PORTABLE and sms < WHOLE:
+            continue
+        shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
+        if shared <= MOST_SHARED:
+            shared = filled(MOST_SHARED, 2 if M == 1 else 1, shared)
+            found = geometry_of(rows, C, H, cluster, shared)._replace(kernel="ffn_decode_gguf")
+            numbers = (TYPES[name].number for name in types)
+            return found.with_defines(tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True)))
+    return None
+
+
+def blocks_shared_bytes(
+    rows: int, C: int, H: int, types: tuple[str, str], terms: int, cluster: int
+) -> int:
+    """BYTES of matmul/decode_ffn_gguf.cu: x, then h as it arrives and as terms, sums, weights."""
+    parts, (_, units) = mma.splits(C)[0], mma.splits(H)
+    length = mma.UNIT * units
+    own, tiles = length // cluster, ceil(C / blocks.COLUMNS)
+    x = rows * blocks.SharedMemory(parts, 1, 0, 2, terms).row(parts)
+    hidden = ceil(terms * (2 * length + 64 + 16 * units) / 128) * 128 + 64
+    arrived = ceil(x / 16) * 16 + rows * (4 * length + hidden + 4 * own + 8 * parts * own)
+    slots = (own // mma.OCTET, ceil(tiles / (parts * cluster)) * units)
+    weights = sum(n * blocks.slot_bytes(name) for n, name in zip(slots, types, strict=True))
+    return ceil((arrived + 8) / 16) * 16 + parts * weights
+
+
+def splits_of(
+    dtype: str,
+    M: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Collection[tuple[str, str]] = (),
+    head_size: int = 0,
+) -> int:
     """The splits of `gated_sums` for M rows of a layer; 0 where the layer cannot have it.
 
     dtype: of the weights. shapes: of the layer's tensors, which are Llama's without biases and
-    without norms of the results of its halves.
+    without norms of the results of its halves. types: with blocks of GGUF, those of w_gate and of
+    w_down in any layer, where the whole layer has them; head_size: channels of a head there.
     """
     others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
     if compute_capability() != HOPPER_CAPABILITY or others or "w_gate" not in shapes:
@@ -133,7 +191,12 @@ def splits_of(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
         return 0
     narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
     C, H = shapes["w_gate"]
-    fits = narrow and geometry(M, C, H, dtype, device_attribute("MultiProcessorCount"))
+    sms = device_attribute("MultiProcessorCount")
+    if dtype == OF_FILE:
+        whole = types and "gamma_q" not in shapes and head_size % blocks.COLUMNS == 0
+        fits = whole and all(blocks_geometry(M, C, H, pair, mma.TERMS, sms) for pair in types)
+    else:
+        fits = narrow and geometry(M, C, H, dtype, sms) is not None
     return mma.splits(H)[0] if fits else 0
 
 
@@ -178,9 +241,39 @@ def _gated_sums(c: Call) -> Launch:
     return launch_at(FILE, found, args, *storage_of(c.w_gate))
 
 
+@variant("gated_sums_gguf", BLOCKS_FILE, "ffn_decode_gguf")
+def _gated_blocks(c: Call) -> Launch:
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear")
+    matrices = c.w_gate, c.w_up, c.w_down
+    mixed = any(w.dtype != GGUF or len(w.ranges) > 1 for w in matrices)
+    if mixed or c.w_up.ranges != c.w_gate.ranges:
+        raise Unfit("weights: expected GgufMatrices of a type each, w_gate's and w_up's the same")
+    terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
+    types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
+    found = blocks_geometry(c.M, c.C, c.H, types, terms, device_attribute("MultiProcessorCount"))
+    if found is None:
+        raise Unfit(
+            f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
+            f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
+            "channels between the products: use linear"
+        )
+    if c.splits != mma.splits(c.H)[0]:
+        raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+    _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    found = _rounding(found, c, c.w_gate).with_defines(gate_define(c.gelu))
+    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
+    return launch_at(BLOCKS_FILE, found, args, *storage_of(c.w_gate))
+
+
 def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
     """The launch of a kernel that rounds the operands of products with such weights to x_dtype."""
     return made.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
+
+
+def _check_sums(c: Call) -> None:
+    if (c.sums is None) != (c.w_down is None):
+        raise InputError("expected sums and w_down, or neither")
 
 
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
@@ -188,8 +281,7 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
 
     columns: of a block, those that are possible.
     """
-    if (c.sums is None) != (c.w_down is None):
-        raise InputError("expected sums and w_down, or neither")
+    _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
         raise Unfit("needs a GPU of compute capability 8.0 or newer")
     if c.M > MOST_ROWS:
@@ -227,6 +319,14 @@ def _linear_sums(c: Call) -> Launch:
     return launch_at(mma.FILE, found, args, *storage_of(c.w))
 
 
+@variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
+def _linear_blocks(c: Call) -> Launch:
+    _check_sums(c)
+    c.rounded = rounds(c.x_dtype, c.w.dtype)
+    args = (c.x, c.w.data, c.sums, c.residual, c.out, c.M, c.N)
+    return blocks.launch(c, "linear_gguf_sums", args)
+
+
 @variant("rope_sums", mma.FILE, "rope_decode_sums")
 def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
@@ -243,8 +343,9 @@ def _rope_sums(c: Call) -> Launch:
 
 @variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
 def _rope_blocks(c: Call) -> Launch:
-    if c.sums is not None or c.gamma_q is not None:
-        raise Unfit("a GgufMatrix: expected neither sums nor norms of heads")
+    _check_sums(c)
+    if c.gamma_q is not None:
+        raise Unfit("a GgufMatrix: expected no norms of heads")
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     return blocks.launch_rope(c, c.gamma, None, c.eps, c.T, c.kv_dtype)
 
@@ -279,13 +380,30 @@ def _prepare_rope(asked: Asked) -> Call:
     return c
 
 
+def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[Asked], Call]:
+    """A preparation that chooses the variant for weights of this name in blocks, or the other."""
+
+    def prepare(asked: Asked) -> Call:
+        c = asked.checked()
+        c.order = (of_blocks if getattr(c, name).dtype == GGUF else others,)
+        return c
+
+    return prepare
+
+
 GATED_SUMS = Operation(
     name="gated_sums",
-    variants=(_gated_sums,),
+    variants=(_gated_sums, _gated_blocks),
     options={"splits": 1, "eps": 1e-6, "gelu": False, "x_dtype": None},
+    prepare=_of_blocks("w_gate", _gated_sums, _gated_blocks),
 )
 
-LINEAR_SUMS = Operation(name="linear_sums", variants=(_linear_sums,), options={"x_dtype": None})
+LINEAR_SUMS = Operation(
+    name="linear_sums",
+    variants=(_linear_sums, _linear_blocks),
+    options={"x_dtype": None},
+    prepare=_of_blocks("w", _linear_sums, _linear_blocks),
+)
 
 ROPE_SUMS = Operation(
     name="rope_sums",

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import ceil, gcd
 
 from gpt2block.checks import check_choice
+from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
@@ -24,6 +25,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import Asked, Call, storage
@@ -128,6 +130,7 @@ def _sums(c: Call) -> Launch:
         check_address(name, getattr(c, name), 4 * gcd(4, c.C))
     geometry = stream_geometry(c.M, c.C)
     defines = (*geometry.defines, ("RS_SUMS", c.S))
+    defines += (("SUMS_HALF", HALF_SPLITS),) if c.w_down.dtype == GGUF else ()
     geometry = geometry._replace(kernel="rmsnorm_sums", defines=defines)
     return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 

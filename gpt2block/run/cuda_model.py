@@ -523,7 +523,9 @@ class CudaModel(StoredModel):
         """
         norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
         shapes, dtype = self.config.block_shapes(), self.formats.dtype
-        splits = splits_of(dtype, rows, shapes) if terms == {} else 0
+        types = self._types_of_ffn() if dtype == FILE and terms == {} else ()
+        sizes = rows, shapes, types, self.config.head_size
+        splits = splits_of(dtype, *sizes) if terms == {} else 0
         fp8_cache = self.formats.fp8_cache
         step: DecodePass
         if splits:
@@ -549,6 +551,17 @@ class CudaModel(StoredModel):
             if any(begin % self.config.head_size for begin in blocks[0].begins):
                 return False
         return True
+
+    def _types_of_ffn(self) -> set[tuple[str, str]]:
+        """Types of w_gate and w_down in the layers, where all are blocks, and each of one type."""
+        types: set[tuple[str, str]] = set()
+        for n in range(self.config.n_layer) if self._in_blocks() else ():
+            found = [self._matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
+            blocks = [w.ranges for w in found if isinstance(w, GgufMatrix)]
+            if len(blocks) < len(found) or any(len(ranges) > 1 for ranges in blocks[:2]):
+                return set()
+            types.add((blocks[0][0][0], blocks[1][0][0]))
+        return types
 
     def _by_wgmma(self, name: str) -> bool:
         """Whether all matrices of this name are blocks that products by wgmma take."""

@@ -32,38 +32,23 @@
 #include "lib/sm80.cuh"
 #include "matmul/decode_mma.cuh"
 #include "matmul/decode_ends.cuh"
-#include "lib/cluster.cuh"
+#include "matmul/decode_ffn.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
-#if defined(__CUDA_ARCH__)
-#include "lib/sm90.cuh"
-#endif
 
-#ifndef FF_H  // of x: LM_K
-#define FF_H 2048
-#endif
-#ifndef FF_CLUSTER  // blocks of a split of H
-#define FF_CLUSTER 16
-#endif
 #ifndef FF_COPIED  // whether V waits in shared memory instead of registers
 #define FF_COPIED 1
 #endif
 
-constexpr int H_LENGTH = order::split_length(FF_H);
-constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
 constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
 constexpr int MATRICES = 2;  // W and U
 constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
-constexpr int VECTORS_SENT = 2 * 2 * OWN / 16;  // of 16 bytes: the terms of a block's columns of h
 static_assert(!order::FLOATS, "of 16 bits or FP8");
-static_assert(FF_H % H_LENGTH == 0 && H_LENGTH % FF_CLUSTER == 0, "blocks are alike");
-static_assert(OWN % 8 == 0, "and send whole vectors");
 static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
 
 // The layout of shared memory.
-__device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH: h[s] as terms, from all blocks
 constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN) terms, of this block
 constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats
@@ -180,43 +165,6 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
     __syncwarp();
 }
 
-// Sends them to all blocks of the cluster.
-__device__ __forceinline__ void send_row(char* shared, int r, int rank) {
-#pragma unroll
-    for (int i = threadIdx.x % 32; i < VECTORS_SENT * FF_CLUSTER; i += 32) {
-        const int vector = i % VECTORS_SENT, low = vector >= VECTORS_SENT / 2, at = vector - low * (VECTORS_SENT / 2);
-        const float4 v = *reinterpret_cast<const float4*>(shared + STAGED + r * 4 * OWN + 16 * vector);
-        char* to = shared + HIDDEN + r * H_PITCH + low * H_TERM + 2 * OWN * rank + 16 * at;
-#if defined(__CUDA_ARCH__)
-        store_at(i / VECTORS_SENT, to, *reinterpret_cast<Barrier*>(shared + ARRIVED), v.x, v.y, v.z, v.w);
-#else
-        *reinterpret_cast<float4*>(to) = v;
-#endif
-    }
-}
-
-// All blocks' columns of h are there.
-__device__ __forceinline__ void wait_for_hidden(char* shared) {
-#if defined(__CUDA_ARCH__)
-    wait<true>(*reinterpret_cast<Barrier*>(shared + ARRIVED), 0, "hidden");
-#else
-    __syncthreads();
-#endif
-}
-
-__device__ __forceinline__ void open_cluster(char* shared) {
-#if defined(__CUDA_ARCH__)
-    if (threadIdx.x == 0) {
-        Barrier& arrived = *reinterpret_cast<Barrier*>(shared + ARRIVED);
-        init(arrived, 1);
-        arrive_and_expect(arrived, LM_ROWS * FF_CLUSTER * VECTORS_SENT * 16);
-        fence_inits();
-    }
-    __syncwarp();
-    arrive_in_cluster();
-#endif
-}
-
 extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
     const float* x,                       // (M, C), M up to LM_ROWS
     const float* __restrict__ gamma,      // (C)
@@ -229,7 +177,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     float eps, int M) {
     extern __shared__ float4 memory[];
     char* shared = reinterpret_cast<char*>(memory);
-    open_cluster(shared);
+    open_cluster(shared + ARRIVED);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int rank = blockIdx.x % FF_CLUSTER, h_split = blockIdx.x / FF_CLUSTER;
     const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
@@ -283,9 +231,12 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll 1
     for (int r = warp; r < LM_ROWS; r += WARPS) {
         complete_row(shared, r, ends);
-        send_row(shared, r, rank);
+        char* const row = shared + HIDDEN + r * H_PITCH + 2 * OWN * rank;  // high terms, then low ones
+        send_row(shared + STAGED + r * 4 * OWN, shared + ARRIVED, [&](int i) {
+            return row + (i < OWN / 8 ? 16 * i : H_TERM + 16 * i - 2 * OWN);
+        });
     }
-    wait_for_hidden(shared);
+    wait_for_hidden(shared + ARRIVED);
 
     second.multiply([&](order::Rows& to, int i, int chunk) {
         const int r = (order::TILE_ROWS * i + lane / 8) % LM_ROWS;

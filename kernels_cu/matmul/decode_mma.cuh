@@ -85,6 +85,40 @@ static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
 
+// The terms of a split of a row, of COUNT units, for blocks of GGUF: in a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and
+// 2 t + 24, which lane t reads, are neighbours. SUMS_AT: bytes before the sums of chunks.
+template <int COUNT, int SUMS_AT>
+struct BlockTerms {
+    char* values;
+
+    // Stores a term of four values of each lane, of a unit, and sums of chunks, over eight lanes.
+    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+        constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
+        const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
+        char* to = values + term * TERM_BYTES + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
+        *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
+        *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
+        const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
+        if (lane % 8 == 0) *chunk_sum(unit, term, lane / 8) = split_sum(sum);
+    }
+
+    __device__ __forceinline__ unsigned* chunk_sum(int unit, int term, int chunk) const {
+        char* const sums = values + SUMS_AT + term * 16 * COUNT + unit * 16;
+        return reinterpret_cast<unsigned*>(sums) + chunk;
+    }
+
+    // That of chunk t, of the term of lane g.
+    __device__ __forceinline__ unsigned own_sum(int unit) const {
+        return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
+    }
+};
+
+// The terms of four values, as pairs.
+__device__ __forceinline__ void split_four(const float (&v)[4], float inverse, uint2& high, uint2& low) {
+    split_pair<order::KIND>(v[0], v[1], inverse, high.x, low.x);
+    split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
+}
+
 // A block's rows of x (M, K), or with LM_NORM their norm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
 // each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
 // (with float weights the values themselves).
@@ -273,12 +307,11 @@ struct Input {
                 if constexpr (LM_TERMS) {
                     high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
                 } else {
-                    split_pair<order::KIND>(from[0], from[1], inverse, high.x, low.x);
-                    split_pair<order::KIND>(from[2], from[3], inverse, high.y, low.y);
+                    split_four(from, inverse, high, low);
                 }
                 if constexpr (order::BLOCKS) {
-                    store_pairs(high, r, split, unit, 0);
-                    if (order::TERMS == 2) store_pairs(low, r, split, unit, 1);
+                    blocks(r, split).store(high, unit, 0);
+                    if (order::TERMS == 2) blocks(r, split).store(low, unit, 1);
                 } else {
                     char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                     *reinterpret_cast<uint2*>(to) = high;
@@ -286,28 +319,6 @@ struct Input {
                 }
             }
         }
-    }
-
-    // Of blocks of GGUF. In a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are
-    // neighbours.
-    __device__ __forceinline__ void store_pairs(uint2 four, int r, int split, int unit, int term) const {
-        const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
-        char* to = values(r, split) + term * TERM + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
-        *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
-        *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
-        add_chunk(four, r, split, unit, term);
-    }
-
-    // The sum of a term of a chunk, over eight lanes.
-    __device__ __forceinline__ void add_chunk(uint2 four, int r, int split, int unit, int term) const {
-        const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
-        const int lane = threadIdx.x % 32;
-        if (lane % 8 == 0) *chunk_sum(r, split, unit, term, lane / 8) = split_sum(sum);
-    }
-
-    __device__ __forceinline__ unsigned* chunk_sum(int r, int split, int unit, int term, int chunk) const {
-        char* const sums = values(r, split) + TERMS_BYTES + term * CHUNK_SUMS + unit * 16;
-        return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
@@ -343,8 +354,12 @@ struct Input {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
 
-    // What add_chunk() stored for the lane's chunk, t, of the row and term of lane g.
+    __device__ __forceinline__ BlockTerms<UNITS, TERMS_BYTES> blocks(int r, int split) const {
+        return {values(r, split)};
+    }
+
+    // The sums of the lane's chunk, t, of the row and term of lane g.
     __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
-        return *chunk_sum(row_of(i), split, unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
+        return blocks(row_of(i), split).own_sum(unit);
     }
 };

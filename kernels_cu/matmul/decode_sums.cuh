@@ -1,8 +1,16 @@
-// What matmul/decode_ffn.cu leaves of a product: the sum of each split of K, of every output. The next kernels add them
-// to x as they load it, in the order and with the bits of matmul/decode_ends.cuh.
+// What matmul/decode_ffn.cu and decode_ffn_gguf.cu leave of a product: the sum of each split of K, of every output. The
+// next kernels add them to x as they load it, in the order and with the bits of matmul/decode_ends.cuh.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
+
+#ifndef SUMS_HALF  // splits that are added to each other first (order::HALF_SPLITS)
+#if defined(WEIGHT_GGUF)
+#define SUMS_HALF 4
+#else
+#define SUMS_HALF 8
+#endif
+#endif
 
 template <int COUNT, int X>
 struct SplitSums {  // of X neighbouring outputs
@@ -18,9 +26,10 @@ struct SplitSums {  // of X neighbouring outputs
     }
 
     __device__ __forceinline__ float added_to(float x, int e) const {
-        float total = 0.0f;
+        float halves[2] = {};
 #pragma unroll
-        for (int p = 0; p < COUNT; ++p) total += of[p][e];
+        for (int p = 0; p < COUNT; ++p) halves[p / SUMS_HALF] += of[p][e];
+        const float total = SUMS_HALF < 8 ? halves[0] + halves[1] : halves[0];
         return COUNT ? x + fmaf(total, scale[e], 0.0f) : x;
     }
 };
