@@ -276,6 +276,13 @@ def _check_sums(c: Call) -> None:
         raise InputError("expected sums and w_down, or neither")
 
 
+def _check_sums_of_blocks(c: Call) -> None:
+    _check_sums(c)
+    _check_addresses(c, "sums")
+    if c.w_down is not None and c.w_down.dtype != GGUF:
+        raise Unfit(f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too")
+
+
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
     """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels.
 
@@ -321,7 +328,7 @@ def _linear_sums(c: Call) -> Launch:
 
 @variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
 def _linear_blocks(c: Call) -> Launch:
-    _check_sums(c)
+    _check_sums_of_blocks(c)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     args = (c.x, c.w.data, c.sums, c.residual, c.out, c.M, c.N)
     return blocks.launch(c, "linear_gguf_sums", args)
@@ -343,7 +350,7 @@ def _rope_sums(c: Call) -> Launch:
 
 @variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
 def _rope_blocks(c: Call) -> Launch:
-    _check_sums(c)
+    _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise Unfit("a GgufMatrix: expected no norms of heads")
     c.rounded = rounds(c.x_dtype, c.w.dtype)
