@@ -219,6 +219,27 @@ def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: An
         yield from (q, k, v)
 
 
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_rows_that_a_product_normalizes(where: str) -> None:
+    """With more than eight, several blocks have the same columns: the bits are those of one row."""
+    rng, K = np.random.default_rng(0), 160
+    x, gamma = (rng.standard_normal(shape, np.float32) for shape in ((19, K), (K,)))
+    with running_on(where):
+        w, up = (GgufMatrix.random([("Q4_1", 48)], K, n).mapped(cupy.asarray) for n in (1, 2))
+        by = cupy.asarray(gamma)
+
+        def normalized(rows: Any) -> Any:
+            given = cupy.asarray(np.ascontiguousarray(rows))
+            bound = LINEAR.bind_on_device((given, w, None, by, None, None, up), decoding=True)
+            (launch,) = bound.launches
+            assert launch.grid[1] == -(-len(rows) // 8)
+            return bound.run().get()
+
+        whole = normalized(x)
+        for m in (0, 7, 8, 15, 16, 18):
+            np.testing.assert_array_equal(whole[m : m + 1], normalized(x[m : m + 1]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("types", [*((name,) for name in TYPES), ("Q4_K", "Q6_K", "Q5_K")])
 def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...]) -> None:
