@@ -217,8 +217,10 @@ def test_the_registry_names_the_kernels() -> None:
         "qkv_decode_hopper",
         "rope_decode_hopper",
         "linear_decode_sums",
+        "linear_gguf_sums",
         "rope_decode_sums",
         "ffn_decode",
+        "ffn_decode_gguf",
     ]
 
 
