@@ -169,7 +169,7 @@ def split_geometry(
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
     """Heads of q that can share loads of K and V, of `serves` that have the same head of K.
 
-    In teams of about equal size; the last ones are the most that registers and shared memory hold.
+    In teams of about equal size; the last is the most that registers and shared memory hold.
     """
     equal = {ceil(serves / ceil(serves / most)) for most in range(2, MOST_QUERIES + 1)}
     return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]

@@ -76,9 +76,7 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
     if not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
-    for cluster in ONE_ROW if M == 1 else MORE_ROWS:
-        if cluster.blocks > PORTABLE and sms < WHOLE:
-            continue
+    for cluster in _clusters(M, sms):
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
             found = geometry_of(rows, C, H, cluster, shared)
@@ -117,6 +115,12 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     return (2 * own * mma.UNIT // mma.OCTET + last) * mma.OCTET * weight // (4 * WARP)
 
 
+def _clusters(M: int, sms: int) -> list[Cluster]:
+    """Those that a GPU with so many multiprocessors has room for, the fastest first."""
+    known = ONE_ROW if M == 1 else MORE_ROWS
+    return [each for each in known if each.blocks <= PORTABLE or sms >= WHOLE]
+
+
 def _has_equal_splits(H: int) -> bool:
     parts, each = mma.splits(H)
     return parts * each * mma.UNIT == H
@@ -144,9 +148,7 @@ def blocks_geometry(
     if M > MOST_ROWS or C > MOST_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
-    for cluster in ONE_ROW if M == 1 else MORE_ROWS:
-        if cluster.blocks > PORTABLE and sms < WHOLE:
-            continue
+    for cluster in _clusters(M, sms):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= MOST_SHARED:
             shared = filled(MOST_SHARED, 2 if M == 1 else 1, shared)
@@ -232,10 +234,7 @@ def _gated_sums(c: Call) -> Launch:
             f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
             "silu_mul"
         )
-    if c.splits != mma.splits(c.H)[0]:
-        raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
-    _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    found = _rounding(found, c, c.w_gate).with_defines(gate_define(c.gelu))
+    found = _checked(found, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
     return launch_at(FILE, found, args, *storage_of(c.w_gate))
@@ -258,12 +257,17 @@ def _gated_blocks(c: Call) -> Launch:
             f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
             "channels between the products: use linear"
         )
+    found = _checked(found, c)
+    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
+    return launch_at(BLOCKS_FILE, found, args, *storage_of(c.w_gate))
+
+
+def _checked(made: Geometry, c: Call) -> Geometry:
+    """The launch for this call of `gated_sums`, whose splits and addresses are right."""
     if c.splits != mma.splits(c.H)[0]:
         raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    found = _rounding(found, c, c.w_gate).with_defines(gate_define(c.gelu))
-    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
-    return launch_at(BLOCKS_FILE, found, args, *storage_of(c.w_gate))
+    return _rounding(made, c, c.w_gate).with_defines(gate_define(c.gelu))
 
 
 def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:

@@ -523,9 +523,10 @@ class CudaModel(StoredModel):
         """
         norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
         shapes, dtype = self.config.block_shapes(), self.formats.dtype
-        types = self._types_of_ffn() if dtype == FILE and terms == {} else ()
-        sizes = rows, shapes, types, self.config.head_size
-        splits = splits_of(dtype, *sizes) if terms == {} else 0
+        splits = 0
+        if terms == {}:
+            types = self._types_of_ffn() if dtype == FILE else ()
+            splits = splits_of(dtype, rows, shapes, types, self.config.head_size)
         fp8_cache = self.formats.fp8_cache
         step: DecodePass
         if splits:

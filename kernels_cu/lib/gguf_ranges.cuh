@@ -30,7 +30,6 @@ struct OfRange {
     static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
     static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // the first output of the next one, if any
     typedef Part<TYPE> Of;
-    static constexpr int STORED = Of::LOW_BYTES + Of::HIGH_BYTES + Of::SCALE_BYTES;  // of 128 of K of eight rows
 
     // Bytes before the range.
     __device__ __forceinline__ static long long begin(int K) {

@@ -77,7 +77,7 @@ struct OfHidden {
 
 struct OfV {
     typedef gguf::Part<FF_TYPE> Of;
-    static constexpr int FROM = 0, STORED = Of::LOW_BYTES + Of::HIGH_BYTES + Of::SCALE_BYTES;
+    static constexpr int FROM = 0;
 
     __device__ __forceinline__ static int begin(int) { return 0; }
 };

@@ -48,7 +48,7 @@ struct Blocks {
     static constexpr int K = Side::K, UNITS = Side::UNITS;
     static constexpr bool SHORT = order::splits(K) * UNITS * order::UNIT > K;  // whether the last split can be
     // Of an octet in the ring: low bits, high bits, scales.
-    static constexpr int OCTET_BYTES = OfRange::STORED;
+    static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
     const W* w;   // of the range
