@@ -241,16 +241,18 @@ def test_rows_that_a_product_normalizes(where: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("units", [9, 8, 22])
 @pytest.mark.parametrize("types", [*((name,) for name in TYPES), ("Q4_K", "Q6_K", "Q5_K")])
-def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...]) -> None:
+def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int) -> None:
+    """Few splits, then as many as there can be, which sets of warps share; the last one shorter."""
     cupy_with(HOPPER_CAPABILITY)
-    K = 2304 if TYPES[types[0]].size == 256 else 1152  # splits of 3 and of 2 units
+    K = units * (256 if TYPES[types[0]].size == 256 else 128)
     D, order = 128, _linear_hopper.terms(GGUF, rounded=True)
     ranges = [(name, 3 * D // len(types)) for name in types]
     w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
     rng = np.random.default_rng(7)
     bias = cupy.asarray(rng.standard_normal(w.N, np.float32))
-    for M in (1, 9, 16, 17, 64, 65, 200):
+    for M in (1, 9, 16, 17, 33, 64, 65, 200):
         x = rng.standard_normal((M, K)).astype(np.float16).astype(np.float32)
         weights = w, up, bias, cupy.asarray(rng.standard_normal((M, w.N), np.float32))
         ordered = cupy.asarray(terms(x, "float16", order.width, rounded=True))

@@ -239,10 +239,10 @@ def blocks_by_wgmma() -> None:
     rng, order = np.random.default_rng(0), _linear_hopper.terms(GGUF, rounded=True)
     for names in (*((name, name) for name in TYPES), ("Q4_K", "Q6_K"), ("Q5_1", "Q8_0")):
         ranges = tuple((name, 128) for name in dict.fromkeys(names))
-        w = GgufMatrix.random((*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1))), 768)
-        w = w.mapped(cupy.asarray)
-        down = GgufMatrix.random([(names[0], 64)], w.N).mapped(cupy.asarray)
-        for M in (20, 66):
+        ranges = (*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1)))
+        down = GgufMatrix.random([(names[0], 64)], 256).mapped(cupy.asarray)
+        for M, K in (20, 768), (66, 768), (66, 1024):  # two sets of warps share splits of 1024
+            w = GgufMatrix.random(ranges, K).mapped(cupy.asarray)
             rows = cupy.asarray(rng.standard_normal((M, w.K), np.float32))
             norm = partial(OPERATIONS["rmsnorm"].bind_on_device, (rows, cupy.ones(w.K, "float32")))
             row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")

@@ -55,11 +55,13 @@ class HopperLinearTile(NamedTuple):
     blocks: int = 1  # that a multiprocessor should have room for
     stages: int = 2
     tiles: int = 2  # of blocks of GGUF, in their ring
+    depth: int = 1  # sets of warps, each with rings, that share the half of K that a block has
 
     @property
     def threads(self) -> int:
         """Those that multiply, and a warp that copies; with three warpgroups it is one of four."""
-        return 32 * (GROUP_WARPS * self.groups + (GROUP_WARPS if self.groups == MOST_GROUPS else 1))
+        of_copies = GROUP_WARPS if self.groups == MOST_GROUPS else 1
+        return 32 * (GROUP_WARPS * self.groups + of_copies) * self.depth
 
     def columns(self, gated: bool) -> int:
         return GROUP_COLUMNS * self.groups // (1 + gated)
@@ -105,7 +107,8 @@ def _sums(tile: HopperLinearTile, K: int, octet: int = 0) -> int:
     tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(K)[0]
     messages, kept = (0 if tile.splits == 1 else parts), 0
     if octet and tile.splits < 3:  # of the halves of the splits that a block has
-        messages, kept = (0, ceil(parts / HALF_SPLITS)) if tile.splits == 1 else (1, 1)
+        halves = ceil(parts / HALF_SPLITS)
+        messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
         kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
     return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
 
@@ -119,7 +122,7 @@ def shared_bytes(
     """
     ring = tile.stages * _stage(tile, dtype, rounded, octet)
     ring += tile.tiles * GROUP_COLUMNS // OCTET * tile.groups * octet
-    return ALIGNMENT + ring + _sums(tile, K, octet)
+    return ALIGNMENT + tile.depth * ring + _sums(tile, K, octet)
 
 
 def _can_share(parts: int, blocks: int) -> bool:
@@ -186,9 +189,10 @@ def _with_stages(
     for blocks in range(tile.blocks, 0, -1):
         left = room(most_shared, blocks) - _static(tile)
         left -= shared_bytes(tile, K, dtype, rounded, octet)
-        stages = tile.stages + left // _stage(tile, dtype, rounded, octet)
+        stages = tile.stages + left // (tile.depth * _stage(tile, dtype, rounded, octet))
         if stages >= tile.stages:
-            return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))
+            most = max(2, slices // (tile.splits * tile.depth))
+            return tile._replace(blocks=blocks, stages=min(stages, most))
     return None
 
 
@@ -252,7 +256,8 @@ def choose_blocks(
 
     N: outputs of each type. octet, units: bytes of a tile of blocks, and what it has of K. K is
     divided until multiprocessors have about three blocks of up to 32 rows; of more rows they have
-    one with deep rings, where that is enough. Blocks that do not share K share x.
+    one with deep rings, where that is enough, and two sets of warps for its half of K. Blocks that
+    do not share K share x.
     """
     rows, (parts, each) = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS))), splits(K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
@@ -267,7 +272,9 @@ def choose_blocks(
         halves = possible[:2]  # sums of more splits than halves cost more than they save
         tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
-        tile = tile._replace(blocks=2 if tile.groups == 1 and tile.grid(M, N, gated) > sms else 1)
+        once = tile.groups == MOST_GROUPS or tile.grid(M, N, gated) <= sms
+        deep = once and tile.groups == 1 and tile.splits == 2 and parts == MOST_SPLITS
+        tile = tile._replace(blocks=1 if once else 2, depth=2 if deep else 1)
     else:
         tile = HopperLinearTile(rows, 1, blocks=3)
         enough = 2.5 * sms / tile.grid(M, N, gated)
@@ -311,6 +318,7 @@ def geometry(
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
         *((("DH_ROPE", head),) if head else ()),
         *((("DH_TILES", tile.tiles),) if octet else ()),
+        *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
         *count_define(rounded),
     )
     grid = (tile.grid(M, parts or N, gated or head > 0),)

@@ -28,16 +28,20 @@
 #ifndef DH_ROPE  // channels of a head, whose pairs RoPE turns: a multiple of 64
 #define DH_ROPE 0
 #endif
+#ifndef DH_DEPTH  // 2: a block has two sets of warps, each with rings of its own, that share its half of all splits
+#define DH_DEPTH 1
+#endif
 #ifndef DH_BLOCKS  // on a multiprocessor
 #define DH_BLOCKS 2
 #endif
 
 constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
-constexpr int WARPS = 4 * DH_GROUPS;  // that multiply
+constexpr int WARPS = 4 * DH_GROUPS;         // that multiply, of a set
+constexpr int CONSUMERS = DH_DEPTH * WARPS;  // of all sets
 // Three warpgroups need more registers than a block of 13 warps can have: a fourth one gives them its own.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
 constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
-constexpr int THREADS = 32 * WARPS + (MOVES_REGISTERS ? 128 : 32);
+constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
 constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; with 4 of one term, half are of no row
 constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
 constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
@@ -53,10 +57,15 @@ constexpr int STAGE = W_BYTES + X_BYTES;
 #endif
 constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
 static_assert(!order::FLOATS, "terms are of 16 bits");
+static_assert(DH_DEPTH == 1 || (order::BLOCKS && DH_SPLITS == 2 && DH_SHARES == 1), "sets share a half of the splits");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
 // The first row of W of column n; of a pair, the second one is HALF_HEAD further.
 __device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
+
+// Of a warp that multiplies: its set, and which one it is in that.
+__device__ __forceinline__ int own_set() { return DH_DEPTH > 1 ? threadIdx.x / 32 / WARPS : 0; }
+__device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
 
 struct Ring {
     char* stages;
@@ -81,7 +90,7 @@ struct Share {
     int first;              // split
     int k, slices;
 
-    __device__ __forceinline__ Share(int M, int N, int K) {
+    __device__ __forceinline__ Share(int M, int N, int K, int set) {
         const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
         const int splits = order::splits(K);
         const int each = order::BLOCKS && DH_SPLITS == 2 ? order::HALF_SPLITS : (splits + DH_SPLITS - 1) / DH_SPLITS;
@@ -95,7 +104,8 @@ struct Share {
         column = group * COLUMNS, limit = N;
 #endif
         first = min(rank * each, splits);
-        const int last = min(first + each, splits);
+        int last = min(first + each, splits);
+        if (DH_DEPTH > 1) (set ? first : last) = min(first + order::HALF_SPLITS / 2, last);
         k = first * order::split_length(K);
         slices = (min(last * order::split_length(K), K) - k) / SLICE;
     }
