@@ -144,8 +144,6 @@ class CudaModel(StoredModel):
                         config, self._divisors, self._matrices, self._vectors
                     )
                 self.stream.synchronize()
-            if formats.dtype == FILE:  # what blocks were packed from
-                cupy.get_default_memory_pool().free_all_blocks()
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -160,7 +158,10 @@ class CudaModel(StoredModel):
         in_blocks = compute_capability() >= MMA_CAPABILITY
         if isinstance(array, InBlocks):
             if in_blocks:
-                return array.on_device()
+                packed = array.on_device()
+                # The file's bytes: of their memory, a smaller matrix would keep all.
+                cupy.get_default_memory_pool().free_all_blocks()
+                return packed
             array = array.on_host()
         if isinstance(array, GgufMatrix):
             if in_blocks:

@@ -210,10 +210,16 @@ __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
     if (high) atomicAdd(&s.high[bin], high);
 }
 
-// Finds the first bin at which the running sum over all blocks reaches `need`, which becomes the part of it that this
-// bin contributes. Each block adds up a share of the bins. Clears the histogram. p: `need` is this fraction of the sum
-// of all bins, unless it is negative. Returns false if that sum is less than `need`.
-__device__ __noinline__ bool find(float p, Shared& s, u64& need, int& digit) {
+// A bin, -1 if none, and what it has to contribute.
+struct Found {
+    int digit;
+    u64 need;
+};
+
+// Finds the first bin at which the running sum over all blocks reaches `need`; none if the sum of all bins is less.
+// Each block adds up a share of the bins. Clears the histogram. p: `need` is this fraction of the sum of all bins,
+// unless it is negative. Functions that are not inlined take and return values: a reference is one to local memory.
+__device__ __noinline__ Found find(float p, Shared& s, u64 need) {
     constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins of a block, of a thread
     const int first = rank_in_row() * MINE + threadIdx.x * OWN;
     sync_row();
@@ -244,10 +250,7 @@ __device__ __noinline__ bool find(float p, Shared& s, u64& need, int& digit) {
         before += own[i];
     }
     sync_row();
-    if (!reached) return false;
-    digit = s.digit;
-    need = s.rest;
-    return true;
+    return reached ? Found{s.digit, s.rest} : Found{-1, need};
 }
 
 // Tokens with a position in [from, limit) and l >= cut.
@@ -258,34 +261,34 @@ struct Candidates {
         const float position = row.position(l);
         return from <= position && position < limit && l >= cut;
     }
-
-    // Returns the number of candidates of the row. If it is at most LIST, s.list has them.
-    __device__ __noinline__ int gather(const Row& row, Shared& s) const {
-        float* own = RANKS > 1 ? s.own : s.list;
-        if (threadIdx.x == 0) s.count = 0;
-        __syncthreads();
-        visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
-#pragma unroll
-            for (int i = 0; i < LATER; ++i) {
-                if (!has(row, l[i])) continue;
-                const int at = atomicAdd(&s.count, 1);
-                if (at < LIST) own[at] = l[i];
-            }
-        });
-        __syncthreads();
-        if (RANKS == 1) return s.count;
-        if (threadIdx.x < RANKS) *in_block(&s.counts[rank_in_row()], threadIdx.x) = s.count;
-        sync_row();
-        int all = 0, rank = 0, before = 0;
-#pragma unroll
-        for (int other = 0; other < RANKS; ++other) {
-            if (threadIdx.x >= all) rank = other, before = all;
-            all += s.counts[other];
-        }
-        if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
-        return all;  // a thread reads the candidate that it has copied
-    }
 };
+
+// Returns the number of candidates of the row. If it is at most LIST, s.list has them.
+__device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) {
+    float* own = RANKS > 1 ? s.own : s.list;
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+    visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) {
+            if (!among.has(row, l[i])) continue;
+            const int at = atomicAdd(&s.count, 1);
+            if (at < LIST) own[at] = l[i];
+        }
+    });
+    __syncthreads();
+    if (RANKS == 1) return s.count;
+    if (threadIdx.x < RANKS) *in_block(&s.counts[rank_in_row()], threadIdx.x) = s.count;
+    sync_row();
+    int all = 0, rank = 0, before = 0;
+#pragma unroll
+    for (int other = 0; other < RANKS; ++other) {
+        if (threadIdx.x >= all) rank = other, before = all;
+        all += s.counts[other];
+    }
+    if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
+    return all;  // a thread reads the candidate that it has copied
+}
 
 // Sorts the listed candidates and returns the first one at which the sum reaches `need`, which it does. The histogram,
 // which is empty, serves to exchange them.
@@ -331,7 +334,6 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
 // p of their mass; -inf if there are fewer.
 __device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need, float p) {
     const bool masses = p >= 0.0f;
-    int digit;
     u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
         const bool first = shift == 32;  // the digit of the position, before those of the bits
@@ -344,14 +346,16 @@ __device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates a
                 masses ? add(s, bin, row.mass(l[i])) : count(s, bin);
             }
         });
-        if (!find(first ? p : -1.0f, s, need, digit)) return -INFINITY;
+        const Found found = find(first ? p : -1.0f, s, need);
+        if (found.digit < 0) return -INFINITY;
+        need = found.need;
         if (first) {
-            among.from = digit;
-            among.limit = digit + 1;
-            const int here = among.gather(row, s);
+            among.from = found.digit;
+            among.limit = found.digit + 1;
+            const int here = gather(among, row, s);
             if (here <= LIST) return select(masses, row, s, here, need);
         } else {
-            rank = rank << (top - shift) | digit;
+            rank = rank << (top - shift) | found.digit;
         }
     }
     return of_rank((unsigned)rank);
