@@ -18,10 +18,10 @@ from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _gemm_hopper
-from gpt2block.ops._gemm_hopper import MOST_ROWS, OF_REGISTERS
+from gpt2block.ops._gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.gemm import WIDEN
+from gpt2block.ops.gemm import WIDEN, handed_memory
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
@@ -148,7 +148,9 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
     ("format", "shape"),
     [
         *product(FP8, [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]),
+        *product(FP8, [(2000, 2312, 1296)]),  # parts of a tile in two clusters
         *product(TYPES, [(1, 8, 256), (130, 264, 768), (1000, 776, 3072), (5000, 2312, 256)]),
+        *product(["Q4_K", "Q5_1", "Q6_K", "Q4_K Q6_K"], [(2000, 2312, 1280)]),
         *product(["Q4_1", "Q8_0"], [(3, 72, 32), (300, 136, 416)]),
         *product(["Q4_K Q6_K", "Q8_0 Q5_K Q4_0"], [(130, 264, 768), (1000, 776, 3072)]),
     ],
@@ -170,19 +172,22 @@ def test_weights_are_widened_in_every_tile(
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
-    alone = M // 2
+    alone, handed = M // 2, handed_memory()
     for float_out in (False, True):
         added = residual.astype(np.float32) if float_out else residual
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
         expected = ops.gemm(a, wide, bias, added, **options).get()
-        for tile in OF_REGISTERS:
+        for tile in OF_REGISTERS + STREAMED:
             monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
             _gemm_hopper.geometry.cache_clear()
-            got = GEMM.bind((a, narrow, bias, added), **options).run().get()
+            inputs = a, narrow, bias, added, None, None, handed
+            got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected)
             row = slice(alone, alone + 1)
-            got = GEMM.bind((a[row], narrow, bias, added[row]), **options).run().get()
+            inputs = a[row], narrow, bias, added[row], None, None, handed
+            got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected[row])
+            assert not handed[:FLAGS].any()
         monkeypatch.undo()
         _gemm_hopper.geometry.cache_clear()
 

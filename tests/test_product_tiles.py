@@ -384,7 +384,8 @@ def gemm_fp8_tiles() -> Iterator[Job]:
     """Either format, with scales or without them, by turns; registers of w are loaded in time."""
     two_ends = ((False, False), (True, False), (False, True))
     for other_out in (False, True):
-        turns = zip(_gemm_hopper.OF_REGISTERS, cycle(FP8), cycle((True, True, False)))
+        tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
+        turns = zip(tiles, cycle(FP8), cycle((True, True, False)))
         for (tile, format, scaled), (gelu, residual) in product(turns, two_ends):
             ends = {"gelu": gelu, "residual": residual, "scaled": scaled, "other_out": other_out}
             options: Any = {**ends, "fp8": True, "sms": SMS, "tile": tile}
@@ -428,7 +429,8 @@ def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int
 def gguf_hopper_tiles() -> Iterator[Job]:
     """Prompts with each type and epilogue by turns, and decoding of each number of rows."""
     names = cycle(TYPES)
-    for other_out, tile in product((False, True), _gemm_hopper.OF_REGISTERS):
+    tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
+    for other_out, tile in product((False, True), tiles):
         w = GgufMatrix.random([(next(names), 128), (next(names), 128)], 256)
         ends = {"residual": other_out, "scaled": not other_out, "other_out": other_out}
         octet = max(TYPES[name].tile for name, _ in w.ranges)

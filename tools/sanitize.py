@@ -49,6 +49,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.gemm import handed_memory
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
@@ -169,6 +170,21 @@ def fp8_gemm() -> None:
         options = {"gelu": gelu, "dtype": kind}
         limit = measure.tolerance("float16")
         checked(label, truth, limit, bound_and_run, OPERATIONS["gemm"], arrays, residual, **options)
+
+
+def handed_sums() -> None:
+    """Prompts on Hopper whose tiles are divided among clusters."""
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((2000, 1280), np.float32).astype(np.float16)
+    narrow = rng.standard_normal((2312, 1280), np.float32)
+    for w in (
+        WeightMatrix.quantize(narrow, "float8_e5m2", "NK"),
+        GgufMatrix.random([("Q4_K", 2312)], 1280),
+    ):
+        truth = a.astype(np.float64) @ w.dequantized().astype(np.float64)
+        arrays = (cupy.asarray(a), w.mapped(cupy.asarray), *[None] * 4, handed_memory())
+        limit = measure.tolerance("float16")
+        checked(f"handed {w}", truth, limit, bound_and_run, OPERATIONS["gemm"], arrays)
 
 
 def blocks() -> None:
@@ -533,6 +549,7 @@ def main() -> None:
         *models,
         gemm,
         fp8_gemm,
+        handed_sums,
         blocks,
         feed_forward_in_blocks,
         blocks_by_wgmma,

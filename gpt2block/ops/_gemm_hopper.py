@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
@@ -40,6 +40,7 @@ class HopperGemmTile(NamedTuple):
     start_us: float  # once
     slice_us: float  # for a slice of K
     wave_us: float  # for a tile, besides its slices
+    stream: bool = False  # whether clusters have equal parts of all slices, not whole tiles
 
     @property
     def cluster(self) -> int:
@@ -79,6 +80,11 @@ OF_REGISTERS = (
     HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
 
+# Where there is memory for sums that a cluster hands to the next one.
+STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.shares > 1)
+HANDED_US = 4.0
+FLAGS = 1024  # of sums that have been handed
+
 MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
 
 # For two-part matrices: three accumulators an output.
@@ -96,7 +102,11 @@ def choose_tile(
     slices = ceil(K / SLICE)
 
     def us(tile: HopperGemmTile) -> float:
-        waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
+        waves = _tiles(tile, M, N) / _at_once(tile, sms)
+        if tile.stream:
+            ends = HANDED_US + ceil(waves) * tile.wave_us
+            return tile.start_us + ends + waves * slices * tile.slice_us if waves >= 1 else inf
+        waves = ceil(waves)
         return tile.start_us + waves * (ceil(slices / tile.split_k) * tile.slice_us + tile.wave_us)
 
     allowed = (t for t in tiles if t.split_k == 1 or (split_k and t.split_k <= slices))
@@ -128,6 +138,7 @@ def geometry(
     split_k: bool = False,
     fp8: bool = False,
     octet: int = 0,
+    streams: bool = False,
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
@@ -136,10 +147,12 @@ def geometry(
     a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
     the geometry of mma. Without splits of K the bits are the same for any tile. fp8: w is FP8, for
     gemm_fp8_hopper; octet: w is in blocks of GGUF, with so many bytes of eight rows, for
-    gemm_gguf_hopper. Both multiply w and a in this order and do not split K.
+    gemm_gguf_hopper. Both multiply w and a in this order and do not split K; streams: they have
+    memory of `handed_floats`.
     """
     turned = fp8 or octet > 0
-    candidates = TWO_PART_TILES if two_part else OF_REGISTERS if turned else TILES
+    of_registers = OF_REGISTERS + STREAMED * streams
+    candidates = TWO_PART_TILES if two_part else of_registers if turned else TILES
     if turned:
         M, N = N, M
     tile = tile or choose_tile(candidates, M, N, K, split_k and candidates is TILES, sms)
@@ -178,6 +191,7 @@ def launched(
         ("GEMM_SPLITS", tile.split_k),
         ("GEMM_SHARES", tile.shares),
         ("GEMM_CHUNK", tile.chunk),
+        *((("GEMM_STREAM", 1),) if tile.stream else ()),
         *ends,
     )
     # A cluster goes from tile to tile; where K is split, each has one.
@@ -185,6 +199,11 @@ def launched(
     if tile.split_k == 1:
         clusters = min(clusters, sms // tile.shares)
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
+
+
+def handed_floats(sms: int) -> int:
+    """The size of memory for sums that clusters hand on, zeros at first."""
+    return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 
 
 def shared_bytes(

@@ -17,6 +17,7 @@ import numpy as np
 
 from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     CudaArray,
     arrays_of,
@@ -172,6 +173,9 @@ def _hopper_two_part(c: Call) -> Launch:
 def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
     """The geometry and the arguments of a product of 16 bits; blocks of GGUF have no tensor map."""
     M, N, K = c.sizes
+    handed: tuple[Any, ...] = ()
+    if of_weights:
+        of_weights["streams"], handed = c.handed is not None, (c.handed,)
     geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
     weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
@@ -181,7 +185,7 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     else:
         own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
         ends = (*own, c.scale, c.bias, None, None)
-    return geometry, (*maps, *ends, M, N, K)
+    return geometry, (*maps, *ends, *handed, M, N, K)
 
 
 @variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
@@ -216,7 +220,8 @@ def _prepare(asked: Asked) -> Call:
     dtype is by default that of out, or without one that of a, with two-part matrices float32. FP8
     weights that the product does not take are converted to float16, exactly, by a launch of their
     own, into `memory`, (S,) of at least as many elements, or into new memory; a float32 `a` becomes
-    two-part.
+    two-part. handed: memory for the sums of FP8 weights and blocks on Hopper that a multiprocessor
+    hands to another one, zeros at first, so that both have the same share of the product.
     """
     a, w, *_ = asked.inputs
     two_part_a = isinstance(a, TwoPartMatrix)
@@ -321,6 +326,9 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
+        needed = hopper.handed_floats(device_attribute("MultiProcessorCount"))
+        if c.handed is not None and c.handed.size < needed:
+            raise InputError(f"handed: expected at least {needed:,} zeros, got {c.handed.size:,}")
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
@@ -337,6 +345,11 @@ def widens(w: WeightMatrix) -> bool:
     if isinstance(w, GgufMatrix):
         return not any(begin % hopper.MOST_ROWS for begin in w.begins)
     return w.dtype in FP8 and w.K % 16 == 0
+
+
+def handed_memory() -> CudaArray:
+    """What a product of such weights takes as `handed`, for one stream."""
+    return cupy.zeros(hopper.handed_floats(device_attribute("MultiProcessorCount")), "float32")
 
 
 def _check_up(c: Call) -> None:

@@ -155,7 +155,7 @@ class TensorCorePass(PrefillPass):
 
     def __init__(self, do: Machine, settings: Settings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
-        self.dtype, self.wide = dtype, ("", "wide") if shape.products == "fp8" else ()
+        self.dtype, self.wide = dtype, ("", "wide", "handed") if shape.products == "fp8" else ()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         operand = self._operand(name, to)

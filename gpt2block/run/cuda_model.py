@@ -37,7 +37,7 @@ from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
-from gpt2block.ops.gemm import widens
+from gpt2block.ops.gemm import handed_memory, widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, SumsPass
@@ -115,6 +115,7 @@ class CudaModel(StoredModel):
         self._divisors: dict[str, float] = {}
         self._divided: dict[str, Any] = {}
         self._wide: CudaArray | None = None
+        self._handed: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, formats)
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -477,6 +478,10 @@ class CudaModel(StoredModel):
                 self._wide = cupy.empty(size, "float16")
             if size:
                 given["wide"] = self._wide
+            if any(widens(m) for m in used):
+                if self._handed is None:
+                    self._handed = handed_memory()
+                given["handed"] = self._handed
         return given
 
     def _head_of_all(self) -> dict[str, Any]:

@@ -13,7 +13,13 @@
 // per block, both groups share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. The blocks of a cluster can have
 // tiles below each other, which use the same rows of w: each block loads a part of these rows for all (GEMM_SHARES),
 // which reduces the load on the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in
-// matmul/hopper_two_part.cu).
+// matmul/hopper_two_part.cu). With GEMM_STREAM each cluster has an equal part of the slices of all tiles, and of two
+// clusters that share a tile, one goes on with the sums of the other one. It begins with its last tile, so that they
+// are there when it needs them:
+//
+//   cluster 0   [ first part of tile 1 | tile 0 ........................... ]
+//   cluster 1   [ first part of tile 2 .............. | last part of tile 1 ]
+//   cluster 2   [ tile 3 ........................... | last part of tile 2 ]
 //
 // a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
 // GEMM_A_ROWS, 64) of a, (1, GEMM_N / GEMM_SHARES, 64) of w, and (1, 64, GEMM_CHUNK) of the output.
@@ -54,6 +60,9 @@
 #ifndef GEMM_SHARES
 #define GEMM_SHARES 1
 #endif
+#ifndef GEMM_STREAM  // 1: only matmul/hopper_registers.cuh
+#define GEMM_STREAM 0
+#endif
 #ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, a divisor of GEMM_GROUP_N / GEMM_SPLITS
 #define GEMM_CHUNK 64
 #endif
@@ -89,6 +98,7 @@ static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whol
 static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
 static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
 static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
+static_assert(!GEMM_STREAM || (GEMM_SPLITS == 1 && GEMM_PARTS == 1 && GROUPS == CONSUMERS), "sums of a whole tile");
 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
@@ -112,14 +122,19 @@ struct Barriers {
 
 // A block's position in its work: the tiles that it multiplies, one after the other.
 struct Work {
-    const int rank, tiles_n, tiles, first, last;  // the slices of each tile are first .. last - 1
+    const int rank, tiles_n, tiles;
+    int first, last;  // the slices of the tile are first .. last - 1
     int tile;
 
     __device__ Work(int M, int N, int K, int rank)
         : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
           tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n),
           first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
-          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER) {}
+          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER) {
+#if GEMM_STREAM
+        divide(K);
+#endif
+    }
 
     // The number of slices in the first `parts` splits. Even for two-part numbers: beyond K there are zeros.
     static __device__ int slices(int K, int parts) {
@@ -127,8 +142,34 @@ struct Work {
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
     }
 
+#if GEMM_STREAM
+    static constexpr int UNIT = 4;  // slices that are not divided: K of a block of weights
+
+    int all, begin, end;  // slices of a tile; units of all tiles, one after the other, that the cluster has
+
+    __device__ void divide(int K) {
+        all = slices(K, 1);
+        const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, units = tiles * units_of_tile();
+        begin = (long long)units * cluster / clusters, end = (long long)units * (cluster + 1) / clusters;
+        tile = (end - 1) / units_of_tile();
+        share();
+    }
+
+    __device__ int units_of_tile() const { return (all + UNIT - 1) / UNIT; }
+    __device__ void share() {
+        const int before = tile * units_of_tile();
+        first = max(0, begin - before) * UNIT, last = min(all, (end - before) * UNIT);
+    }
+    __device__ bool left() const { return (tile + 1) * units_of_tile() > begin; }
+    __device__ void next() { --tile, share(); }
+    __device__ bool continues() const { return first > 0; }
+    __device__ bool ends() const { return last == all; }
+#else
     __device__ bool left() const { return tile < tiles; }
     __device__ void next() { tile += gridDim.x / CLUSTER; }
+    __device__ bool continues() const { return false; }
+    __device__ bool ends() const { return true; }
+#endif
     __device__ int row() const {
         const int below = GEMM_DOWN ? tile % (tiles / tiles_n) : tile / tiles_n;
         return (below * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M;

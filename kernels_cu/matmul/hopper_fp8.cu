@@ -86,7 +86,7 @@ struct Fp8 {
                 fence_sums();
 #pragma unroll
                 for (int m = 0; m < BLOCKS_M; ++m) {
-                    ::multiply(sums[m], w[step % AHEAD][m], further(a, 32 * step), k > 0 || step > 0);
+                    ::multiply(sums[m], w[step % AHEAD][m], further(a, 32 * step), at.continues() || k > 0 || step > 0);
                 }
                 end_products();
             }
@@ -110,6 +110,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float* __restrict__ bias,              // (N) or null
     const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
     float* out_float,                            // (M, N)
+    float* handed,                               // with GEMM_STREAM: zeros at first (1024 + blocks GEMM_M GEMM_N)
     int M, int N, int K) {
-    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, M, N, K}, Fp8{w});
+    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Fp8{w});
 }

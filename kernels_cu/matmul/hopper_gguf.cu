@@ -71,23 +71,25 @@ struct Blocks {
                 p.load(slices, barriers, at.rank, slice, column, stage);
             });
         } else if (warp == 1) {
-            for (Work work = at; work.left(); work.next()) request<0>(p, work.row());
+            for (Work work = at; work.left(); work.next()) request<0>(p, work);
         }
     }
 
     // Requests the blocks of a tile: a lane those of eight rows.
     template <int RANGE>
-    __device__ __forceinline__ void request(const Product& p, int row) {
+    __device__ __forceinline__ void request(const Product& p, const Work& work) {
         typedef gguf::OfRange<RANGE> OfRange;
         typedef typename OfRange::Of Part;
         if constexpr (!OfRange::LAST) {
-            if (row >= OfRange::NEXT) return request<RANGE + 1>(p, row);
+            if (work.row() >= OfRange::NEXT) return request<RANGE + 1>(p, work);
         }
+        constexpr int SLICES = 2 * Part::UNITS;  // of a tile of blocks
+        const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
         const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, below the last tile
         const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
         const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
         const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
-        for (int at = 0; at < of_row; at += Part::BYTES, ++count) {
+        for (int at = begin * Part::BYTES; at < end * Part::BYTES; at += Part::BYTES, ++count) {
             const int stage = count % GGUF_STAGES;
             if (count >= GGUF_STAGES) wait(ring->empty[stage], (count / GGUF_STAGES - 1) & 1, "empty of blocks");
             if (lane == 0) arrive_and_expect(ring->full[stage], octets * Part::BYTES);
@@ -125,7 +127,7 @@ struct Blocks {
         const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
         unsigned halves[2][2][4];  // of two chunks, which alternate
 #pragma unroll 1
-        for (int unit = 0; 2 * unit < length; ++unit) {
+        for (int unit = at.first / 2; 2 * unit < length; ++unit) {
             const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
             if (of_stage == 0) wait(ring->full[stage], count / GGUF_STAGES & 1, "blocks");
             const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + octet * Part::BYTES;
@@ -156,7 +158,7 @@ struct Blocks {
                     }
                     end_products();
                 }
-                if (k > 0) release(barriers, group, slice - 1);  // its products have ended
+                if (k > at.first) release(barriers, group, slice - 1);  // its products have ended
                 ++slice;
             }
             // Only when all that was loaded has been used: right after the loads, a copy into this place overtook some.
@@ -193,6 +195,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float* __restrict__ bias,              // (N) or null
     const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
     float* out_float,                            // (M, N)
+    float* handed,                               // with GEMM_STREAM: zeros at first (1024 + blocks GEMM_M GEMM_N)
     int M, int N, int K) {
-    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, M, N, K}, Blocks{w});
+    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Blocks{w});
 }

@@ -181,6 +181,58 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
     group.sync();  // biases and scales are no longer needed
 }
 
+// Sums that a cluster hands to the next one: of each block 1,024 flags, then float4 (GEMM_GROUP_N / 8, both groups).
+// Flags are 0 before and after a launch.
+struct Handed {
+    float* const memory;  // null without GEMM_STREAM
+    const Group& group;
+
+    static constexpr int FLAGS = 1024, THREADS_OF_BOTH = CONSUMERS * GROUP;
+
+    __device__ __forceinline__ int* flag(int block) const {
+        return reinterpret_cast<int*>(memory) + block * CONSUMERS + group.index;
+    }
+    __device__ __forceinline__ float4* of_block(int block) const {
+        const int thread = group.index * GROUP + group.thread;
+        return reinterpret_cast<float4*>(memory + FLAGS) + block * (GEMM_GROUP_N / 8 * THREADS_OF_BOTH) + thread;
+    }
+
+    __device__ __forceinline__ void give(const Sums& sums) const {
+        float4* const to = of_block(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < GEMM_GROUP_N / 8; ++i) {
+            const float* from = sums[0] + 4 * i;
+            __stcg(to + i * THREADS_OF_BOTH, float4{from[0], from[1], from[2], from[3]});
+        }
+        __threadfence();
+        group.sync();
+        if (group.thread == 0) asm volatile("st.release.gpu.s32 [%0], 1;" ::"l"(flag(blockIdx.x)) : "memory");
+    }
+
+    // The sums that a tile begins with: those of the cluster before, or zeros. Loads under a condition, as with a branch
+    // around them the compiler would have each product wait for the one before.
+    __device__ __forceinline__ void take(Sums& sums, bool there) const {
+        const int block = blockIdx.x - CLUSTER;
+        if (there) {
+            int given = group.thread > 0;
+            while (!given) asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(given) : "l"(flag(block)) : "memory");
+            group.sync();
+            if (group.thread == 0) *flag(block) = 0;
+        }
+        const float4* const from = of_block(block);
+#pragma unroll
+        for (int i = 0; i < GEMM_GROUP_N / 8; ++i) {
+            float* to = sums[0] + 4 * i;
+            to[0] = to[1] = to[2] = to[3] = 0.0f;
+            asm volatile(
+                "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+                : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+                : "l"(from + i * THREADS_OF_BOTH), "r"((int)there)
+                : "memory");
+        }
+    }
+};
+
 struct Product {
     const TensorMap& a;         // (1, M, K)
     const TensorMap& residual;  // (1, M, N), with GEMM_RESIDUAL
@@ -189,6 +241,7 @@ struct Product {
     const float* bias;          // (N) or null
     const float* residual_float;  // (M, N); with GEMM_FLOAT_OUT used instead of the maps
     float* out_float;             // (M, N)
+    float* handed;                // of Handed, with GEMM_STREAM
     int M, N, K;
 
     // Requests a slice of the rows of a.
@@ -233,16 +286,17 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
     take_registers<Weights::MANY_REGISTERS>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
+    const Handed handed{p.handed, group};
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     wait_before_copies();
     unsigned count = 0;
-    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
+    for (int i = 0; at.left(); count += at.last - at.first, at.next(), ++i) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) {
             weights.skip(p.K, at.row());
             continue;
         }
         const int row = at.column() + group.column, column = at.row() + group.row;  // of out
-        if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(p.residual, 0, BUFFERS, row, column);
+        if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT && at.ends()) chunks.ask(p.residual, 0, BUFFERS, row, column);
         if (group.thread < GEMM_GROUP_M) {
             const int n = column + group.thread;
             own_bias[group.thread] = p.bias && n < p.N ? p.bias[n] : 0.0f;
@@ -250,7 +304,12 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
         }
         Sums sums;
         wait_for_turn(barriers, group, i);
+        if (GEMM_STREAM) handed.take(sums, at.continues());
         weights.multiply(sums, ring, barriers, group, count, at);
+        if (!at.ends()) {
+            handed.give(sums);
+            continue;
+        }
         group.sync();  // biases and scales are complete
         if (GEMM_FLOAT_OUT) store_float(sums, group, own_bias, p.residual_float, p.out_float, row, column, p.M, p.N);
         else chunks.store(sums, own_bias, p.residual, p.out, row, column);
