@@ -19,6 +19,9 @@
 //   512     6.4 (5.7, 12.4)    7.1 (6.3, 14.8)    25.6 (25.0, 46.2)    71.3 (65.6, 121.2)    65.9 (63.3, 116.1)
 //   1024    9.1 (8.3, 16.1)    10.8 (8.9, 17.6)   44.8 (47.0, 68.2)    137.8 (129.6, 189.5)  116.0 (123.3, 181.0)
 //
+// NVIDIA H100, 512 rows of E5M2, with equal parts of all slices for the clusters (GEMM_STREAM): N 12288 K 4096 81.6 ->
+// 74.8, N 11008 K 4096 75.5 -> 67.9, a prompt of 512 tokens of Llama 7B 12.89 -> 12.09 ms.
+//
 // K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
 //
 // architecture: sm_90a

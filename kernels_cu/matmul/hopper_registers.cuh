@@ -209,8 +209,8 @@ struct Handed {
         if (group.thread == 0) asm volatile("st.release.gpu.s32 [%0], 1;" ::"l"(flag(blockIdx.x)) : "memory");
     }
 
-    // The sums that a tile begins with: those of the cluster before, or zeros. Loads under a condition, as with a branch
-    // around them the compiler would have each product wait for the one before.
+    // The sums that a tile begins with: those of the cluster before, or zeros. Each load has a condition: with a branch
+    // around them, the compiler would have each product wait for the one before.
     __device__ __forceinline__ void take(Sums& sums, bool there) const {
         const int block = blockIdx.x - CLUSTER;
         if (there) {
