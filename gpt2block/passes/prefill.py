@@ -28,17 +28,17 @@ Products = Literal["float32", "16_bits", "fp8", "two_part"]
 class Prefill:
     """The parameters that determine the steps of a prefill on a GPU.
 
-    products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of
-    16 bits or two-part. With "fp8", a product that does not widen FP8 weights itself converts
-    them into the tensor "wide" first. rows: new tokens of all sequences; longest: an upper
-    bound for one sequence. cached: whether there is a kv_cache; with tensor cores, attention
-    over the new tokens only does not need one. continued: whether the sequences continue tokens
-    in the kv_cache; else all are new. Only tensor cores distinguish them. ends: the number of
-    rows of the output "last"; None: one for each row of the kv_cache. kv_dtype: the FP8 format
-    of the kv_cache, or None; attention over the new tokens only then reads keys and values that
-    have been rounded to it, too. gated: whether products of 16 bits can have two matrices, so
-    that a gated feed-forward has one product in place of gate, up and ff. appends: whether
-    attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype.
+    products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
+    bits or two-part. With "fp8", a product that does not widen FP8 weights itself converts them
+    into the tensor "wide" first, and others hand sums on in "handed". rows: new tokens of all
+    sequences; longest: an upper bound for one sequence. cached: whether there is a kv_cache; with
+    tensor cores, attention over the new tokens only does not need one. continued: whether the
+    sequences continue tokens in the kv_cache; else all are new. Only tensor cores distinguish them.
+    ends: the number of rows of the output "last"; None: one for each row of the kv_cache. kv_dtype:
+    the FP8 format of the kv_cache, or None; attention over the new tokens only then reads keys and
+    values that have been rounded to it, too. gated: whether products of 16 bits can have two
+    matrices, so that a gated feed-forward has one product in place of gate, up and ff. appends:
+    whether attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype.
     """
 
     products: Products
