@@ -231,6 +231,14 @@ def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
     assert plain.cache == 0
 
 
+def test_memory_that_a_product_works_in_is_no_weight() -> None:
+    M, N, K = 512, 768, 256
+    a, w = Stored((M, K), "float16", 2 * M * K), Stored((N, K), "float8_e5m2", N * K)
+    work, out = Stored((N * K,), "float16", 2 * N * K), Stored((M, N), "float16", 2 * M * N)
+    names, inputs = ("", "w", "", "", "", "wide", "handed"), (a, w, None, None, None, work, work)
+    assert moved("gemm", names, inputs, out) == Moved(N * K, 2 * M * (K + N), 0)
+
+
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks keep neither x nor the result of a call."""
     with gpu_with_known_times(monkeypatch):

@@ -20,7 +20,7 @@ from gpt2block.run.recorder import VIEW, Stored, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
-SCRATCH = "memory"  # of a product that converts its weights first
+SCRATCH = "memory", "handed"  # in which a product converts its weights, or hands sums on
 Call = Callable[[], Any]
 
 
@@ -102,7 +102,7 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
     weights = activations = cache = 0
     for entry, name in zip(contract.inputs, names, strict=False):
         value = given[entry.name]
-        if value is None or entry.name == SCRATCH:
+        if value is None or entry.name in SCRATCH:
             continue
         if entry.kind == "kv":
             stored, (new, keys) = Stored.of(value), _tokens(given)
