@@ -181,8 +181,9 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
     group.sync();  // biases and scales are no longer needed
 }
 
-// Sums that a cluster hands to the next one: of each block 1,024 flags, then float4 (GEMM_GROUP_N / 8, both groups).
-// Flags are 0 before and after a launch.
+// Sums that a cluster hands to the next one, in memory: FLAGS flags, of which each group of a block has one, 0 before
+// and after a launch, then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group that has the first part
+// of a tile gives its sums, the one that has the last part begins with them.
 struct Handed {
     float* const memory;  // null without GEMM_STREAM
     const Group& group;
