@@ -394,6 +394,24 @@ def gemm_fp8_tiles() -> Iterator[Job]:
             yield _gemm_hopper.FP8_FILE, "sm_90a", (*stored_as("float16", format), *how.defines)
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "divided"),
+    [
+        (512, 12288, 4096, True),  # 192 tiles of 128 x 256 for 132 multiprocessors
+        (512, 11008, 4096, True),
+        (512, 4096, 11008, False),  # fewer tiles than multiprocessors
+        (1, 12288, 4096, False),
+    ],
+)
+def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: bool) -> None:
+    """Where there is memory for the sums that are handed on, and whole tiles leave some idle."""
+    for streams in (False, True):
+        options: Any = {"fp8": True, "streams": streams, "sms": SMS}
+        how, tile = _gemm_hopper.geometry(M, N, K, **options)
+        assert tile.stream == (streams and divided)
+        assert how.shared <= MOST_SHARED
+
+
 def gguf_tiles() -> Iterator[Job]:
     """Decoding of few and of more rows, on GPUs without clusters and on one that has them."""
     for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), GPUS[::2])):
