@@ -21,7 +21,7 @@ EXAMPLES = {
     "trimat": Example({"B": 1, "T": 5, "NH": 2, "HS": 8}),
     "matmul_bias": Example({"K": 8, "N": 4}),
     "blocks_matmul": Example({"K": 512, "N": 4}, dtype="float16"),
-    "gemm": Example({"K": 64, "N": 16, "S": 9}, dtype="float16"),
+    "gemm": Example({"K": 64, "N": 16, "S": 9, "H": 9}, dtype="float16"),
     "two_part": Example({"K": 8}),
     "take": Example({"N": 5, "C": 8, "B": 3}),
     "rmsnorm": Example({"C": 8}, dtype="bfloat16"),

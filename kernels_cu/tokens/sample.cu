@@ -30,8 +30,8 @@
 //
 // NVIDIA H200, V 50257, us a launch in a graph, of 1 row (eight blocks) and 64 rows (a block each): temperature 0 5.4
 // and 8.1, 0.8 9.8 and 17.1, with top-k 50 15.1 and 24.9, with top-p 0.9 18.5 and 31.2, with logit_bias 16.3 and 28.7,
-// with frequency_penalty 23.7 and 36.6. On an H100, 64 rows take 7.5 with Row in shared memory, where it was 8.9 with one
-// in each thread's local memory, 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4 (39.5); 1 row as before
+// with frequency_penalty 23.7 and 36.6. On an H100, 64 rows take 7.5 with Row in shared memory, where it was 8.9 with
+// one in each thread's local memory, 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4 (39.5); 1 row as before
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
