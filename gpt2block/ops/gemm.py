@@ -271,7 +271,7 @@ def _check(c: Call) -> None:
         _check_two_part_result(c)
     else:
         _check_16_bits(c)
-    for name in ("a", "w", "bias", "residual", "up", "memory", "out"):
+    for name in ("a", "w", "bias", "residual", "up", "memory", "handed", "out"):
         for each, array in arrays_of(name, vars(c).get(name)).items():
             check_address(each, array)
 
@@ -326,8 +326,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
-        needed = hopper.handed_floats(device_attribute("MultiProcessorCount"))
-        if c.handed is not None and c.handed.size < needed:
+        if c.handed is not None and c.handed.size < (needed := _handed_floats()):
             raise InputError(f"handed: expected at least {needed:,} zeros, got {c.handed.size:,}")
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
@@ -349,7 +348,11 @@ def widens(w: WeightMatrix) -> bool:
 
 def handed_memory() -> CudaArray:
     """What a product of such weights takes as `handed`, for one stream."""
-    return cupy.zeros(hopper.handed_floats(device_attribute("MultiProcessorCount")), "float32")
+    return cupy.zeros(_handed_floats(), "float32")
+
+
+def _handed_floats() -> int:
+    return hopper.handed_floats(device_attribute("MultiProcessorCount"))
 
 
 def _check_up(c: Call) -> None:
