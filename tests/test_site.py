@@ -167,6 +167,21 @@ def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:
     assert excerpts.excerpt(python, "f") == ("def f():\n    return 1", 2)
 
 
+def test_indices_in_the_text_of_a_page_are_code() -> None:
+    """Markdown reads [k][n] outside of code as a reference, whose target does not exist."""
+    for page in DOCS.rglob("*.md"):
+        text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert re.findall(r"\w*\[\w+\]\[\w*\]", text) == [], page.name
+
+
+def test_the_packages_that_write_the_site_are_pinned() -> None:
+    listed = re.search(
+        r"^docs = (\[.+\])$", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE
+    )
+    assert listed is not None
+    assert all("==" in each for each in json.loads(listed[1]))
+
+
 def test_the_pages_have_the_excerpts_that_they_name() -> None:
     for page in (*CHAPTERS, DOCS / "forward-pass.md"):
         text = page.read_text(encoding="utf-8")
