@@ -1,0 +1,133 @@
+"""Draw passages of the project's prose at random, for a reader who does not know the project.
+
+`python tools/passages.py --seed 11` prints 200 passages with their places: first paragraphs of
+docstrings, comments of Python files, heads and comments of kernels, sentences of pages. A reader
+marks each passage that cannot be restated exactly after one reading. A comment at the end of a line
+is shown with its line, and such comments on neighbouring lines are one passage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import random
+import re
+import tokenize
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAWN = {"docstring": 110, "comment": 40, "kernel head": 10, "kernel comment": 20, "page": 20}
+PRAGMA = re.compile(r"#\s*(noqa|type:|fmt:|pragma|!)|#:|#!/")
+
+
+class Passage(NamedTuple):
+    """A passage of prose. place: file and line, from 1."""
+
+    place: str
+    text: str
+
+
+def docstrings(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and first paragraph of each docstring of a Python file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text and isinstance(node, kinds):
+            yield node.body[0].lineno, text.partition("\n\n")[0]
+
+
+def comments(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield first line and text of each comment of a Python file, with the code of its lines."""
+    text = file.read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    own = [t for t in tokens if t.type == tokenize.COMMENT and not PRAGMA.match(t.string)]
+    yield from _joined(text.splitlines(), [(t.start[0], t.start[1]) for t in own], "#")
+
+
+def kernel_comments(file: Path, head: bool) -> Iterator[tuple[int, str]]:
+    """Yield first line and text of the head of a kernel file, or of its other comments."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    starts = [(n, line.find("//")) for n, line in enumerate(lines, 1) if "//" in line]
+    ends = next((n for n, line in enumerate(lines, 1) if not line.startswith("//")), 0)
+    chosen = [(n, column) for n, column in starts if (n < ends) == head]
+    yield from _joined(lines, chosen, "//")
+
+
+def sentences(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each sentence of a page, without its code, tables and lists of links."""
+    text = re.sub(
+        r"```.*?```|<!--.*?-->|^[#|!<].*?$",
+        lambda found: "\n" * found[0].count("\n"),
+        file.read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", text):
+        joined = " ".join(paragraph.split())
+        for sentence in re.split(r"(?<=[.!?]) (?=[A-Z`\[*])", joined):
+            if sentence.endswith((".", "!", "?")) and len(sentence) > 25:
+                yield line, sentence
+        line += paragraph.count("\n")
+
+
+def _joined(
+    lines: list[str], starts: list[tuple[int, int]], mark: str
+) -> Iterator[tuple[int, str]]:
+    """Yield comments (line, column), joined where they are on neighbouring lines and of one kind."""
+
+    def run(item: tuple[int, tuple[int, int]]) -> tuple[int, bool]:
+        index, (line, column) = item
+        return line - index, bool(lines[line - 1][:column].strip())
+
+    for (_, trailing), group in groupby(enumerate(starts), run):
+        found = [at for _, at in group]
+        shown = [lines[n - 1].strip() if trailing else lines[n - 1][c:].strip() for n, c in found]
+        text = "\n".join(shown)
+        if any(len(re.sub(r"\W", "", lines[n - 1][c:])) > 8 for n, c in found):
+            yield found[0][0], text if trailing else text.replace(mark, "").strip()
+
+
+def passages(kind: str, root: Path = ROOT) -> list[Passage]:
+    """All passages of a kind of DRAWN, in the order of their files."""
+    python = sorted((root / "gpt2block").rglob("*.py"))
+    kernels = sorted(p for p in (root / "kernels_cu").rglob("*.cu*"))
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    found: list[Passage] = []
+    files = {"docstring": python, "comment": python, "page": pages}.get(kind, kernels)
+    for file in files:
+        if kind == "docstring":
+            items = docstrings(file)
+        elif kind == "comment":
+            items = comments(file)
+        elif kind == "page":
+            items = sentences(file)
+        else:
+            items = kernel_comments(file, head=kind == "kernel head")
+        found += [Passage(f"{file.relative_to(root)}:{line}", text) for line, text in items]
+    return found
+
+
+def drawn(seed: int, root: Path = ROOT) -> dict[str, list[Passage]]:
+    """Passages of each kind, as many as DRAWN says, which follow from the seed and the files."""
+    chosen = random.Random(seed)
+    return {kind: chosen.sample(passages(kind, root), count) for kind, count in DRAWN.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to draw from")
+    arguments = parser.parse_args()
+    number = 0
+    for kind, found in drawn(arguments.seed, arguments.root).items():
+        for each in found:
+            number += 1
+            print(f"--- {number} · {kind} · {each.place}\n{each.text}\n")
+
+
+if __name__ == "__main__":
+    main()
