@@ -58,7 +58,7 @@ def kernel_comments(file: Path, head: bool) -> Iterator[tuple[int, str]]:
 
 
 def sentences(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each sentence of a page, without its code, tables and lists of links."""
+    """Yield line and text of each sentence of a page, without its code and tables."""
     text = re.sub(
         r"```.*?```|<!--.*?-->|^[#|!<].*?$",
         lambda found: "\n" * found[0].count("\n"),
@@ -69,7 +69,7 @@ def sentences(file: Path) -> Iterator[tuple[int, str]]:
     for paragraph in re.split(r"(\n\s*\n)", text):
         joined = " ".join(paragraph.split())
         for sentence in re.split(r"(?<=[.!?]) (?=[A-Z`\[*])", joined):
-            if sentence.endswith((".", "!", "?")) and len(sentence) > 25:
+            if re.fullmatch(r"[A-Z`[*].{24,}[.!?]", sentence):
                 yield line, sentence
         line += paragraph.count("\n")
 
@@ -77,7 +77,7 @@ def sentences(file: Path) -> Iterator[tuple[int, str]]:
 def _joined(
     lines: list[str], starts: list[tuple[int, int]], mark: str
 ) -> Iterator[tuple[int, str]]:
-    """Yield comments (line, column), joined where they are on neighbouring lines and of one kind."""
+    """Yield comments (line, column), joined where their lines are neighbours and of one kind."""
 
     def run(item: tuple[int, tuple[int, int]]) -> tuple[int, bool]:
         index, (line, column) = item
