@@ -9,7 +9,7 @@
 //
 //   - The grid has only the tiles on and below the diagonal. In a tile on the diagonal, two warps have parts (32x64)
 //     that lie above the diagonal; these warps do nothing. At T = 1024 this saves 2 of 36 tiles.
-//     (Dividing parts as well, which saves 3, was 1.5 % slower: a block waits for its slowest warp.)
+//     (Also skipping halves of parts, which saves 3, was 1.5 % slower: a block waits for its slowest warp.)
 //   - Slices of 16 values use two buffers: the next slice is copied (cp.async, bypassing registers) while the current
 //     slice is multiplied, with one barrier per slice.
 //   - Rows are padded to 20 floats. Rows, columns and threads are arranged so that reads of shared memory (16 reads
