@@ -2,7 +2,7 @@
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
-//   row (M): the sequence of each row of logits. Without row, row m belongs to sequence m
+//   row (M), the sequence of each row of logits. Without row, row m belongs to sequence m
 //   with SAMPLE_CHANGES: changes (B, 258): for each of 128 places, a bias until min_new_tokens are drawn and a bias
 //   afterwards; then frequency_penalty and presence_penalty. seen also holds twice the place of each token. Place 0
 //   holds 1 if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
