@@ -84,7 +84,7 @@
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
-constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // per head of K; the last team may have fewer queries
+constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // teams per head of K; the last may have fewer queries
 constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q per block
 constexpr int KEYS = 32, SPAN = 32;                           // keys of a split; splits of a span
 constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of a key

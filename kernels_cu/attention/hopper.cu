@@ -154,7 +154,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
-    const __grid_constant__ TensorMap k_map,  // of k and v, not used for FP8
+    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     const int* start,       // (B)
     T* out,                 // (N, C)
     int n_ctx, int N, int B,
-    int seq_len,            // of the longest sequence
+    int seq_len,            // length of the longest sequence
     int n_head,  // length of the longest sequence
     int together) {         // heads per band
     Shared& shared = start_block<Shared>(map);

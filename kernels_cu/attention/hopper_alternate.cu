@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
-        for (int i = 0; i < steps + 2; ++i) {  // loads keys of step i from the end, and values two steps behind
+        for (int i = 0; i < steps + 2; ++i) {  // steps counted from the end: keys of step i, values of step i - 2
             const int ring = i % 2;
             const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
             if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
-    const __grid_constant__ TensorMap k_map,  // of k and v, not used for FP8
+    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)

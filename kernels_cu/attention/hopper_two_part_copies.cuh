@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
         }
 #pragma unroll 1
-        for (int i = 0; i < tiles + 2; ++i) {  // loads keys of tile i from the end, and values 2 tiles behind
+        for (int i = 0; i < tiles + 2; ++i) {  // tiles counted from the end: keys of tile i, values of tile i - 2
             const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
             const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
             if (i < tiles) load(i % 2, own - (i >= 2), column, first);

@@ -274,10 +274,10 @@ struct Queries {
 
 // Addresses of a block's queries, and of the keys and values that they see.
 struct Place {
-    const T *q, *k, *v;  // of the sequence's first row (q) and of position 0 (k, v)
+    const T *q, *k, *v;  // addresses for the sequence's first row (q) and for position 0 (k, v)
     long long q_stride, kv_stride;
     int start;  // position of the first row
-    T* out;     // address of the sequence's first row
+    T* out;     // address for the sequence's first row
     int C;
 };
 

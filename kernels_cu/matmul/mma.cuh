@@ -114,7 +114,7 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
 struct Copies {
     const T *const a, *const w;
     const Sizes sizes;
-    const int row, part, offset;  // of the thread's first row in a slice
+    const int row, part, offset;  // row, chunk and offset of the thread's first row in a slice
     int index, k;                 // the tile; start of the next slice
     int rows, columns;            // remaining rows and columns, from the thread's first; 0 after the last tile
     const T *from_a, *from_w;     // addresses in the next slice

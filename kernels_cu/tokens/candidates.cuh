@@ -50,7 +50,7 @@ constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
 constexpr int PLACES = 128;           // places of a sequence's tokens, two biases each; place 0: all other tokens
 constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
 constexpr int PASS = 1024;            // threads of the largest block, whose order of additions the first pass has
-constexpr int SHARE = PASS / RANKS;   // of PASS threads, the number whose sums a block computes
+constexpr int SHARE = PASS / RANKS;   // threads of PASS whose sums a block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73

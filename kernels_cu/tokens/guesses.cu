@@ -2,8 +2,8 @@
 //
 // A decoding step computes `together` neighbouring rows of a slot, at successive positions: the row of the last token,
 // and rows of guesses of the tokens after it. The token of each row is drawn as if the guesses before it were correct
-// (tokens/sample.cu). Drawn tokens are taken up to the first one that differs from its guess. They are the same tokens
-// as with one row per step, in fewer steps.
+// (tokens/sample.cu). Drawn tokens are taken up to and including the first one that differs from its guess. They are
+// the same tokens as with one row per step, in fewer steps.
 //
 //   rows of a slot   last token   guess 0   guess 1   guess 2
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
