@@ -1,26 +1,27 @@
-// Causal attention of several tokens per sequence over a kv_cache that already contains their own keys and values.
+// Causal attention of several tokens per sequence over a kv_cache that already contains the keys and values of these
+// tokens.
 //
-//   out = softmax(Q K^T / sqrt(HS)) V for each head: the query at position p of sequence b sees keys 0..p of it
+//   out = softmax(Q K^T / sqrt(HS)) V for each head: the query at position p of sequence b sees keys 0..p of b
 //
 //   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence after the other
 //   out (N, C)
-//   k, v (B, n_ctx, NKV HS) of KV: each head of them serves NH / NKV neighbouring heads of q
+//   k, v (B, n_ctx, NKV HS) of KV: each head of k and v serves NH / NKV neighbouring heads of q
 //
 //   attention_cached: attention_forward_online over packed rows of several sequences; a query's bits depend on its own
-//       sequence only. q and out are float, whatever KV is
-//   attention_cached_narrow: the same with q and out in 16 bits. They are of T, for use with tensor-core products;
-//       arithmetic is float
+//       sequence only. q and out are float for every KV
+//   attention_cached_narrow: attention_cached with q and out in 16 bits. They are of T, for use with tensor-core
+//       products; arithmetic is float
 //
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
 //
-// attention/online.cuh has the algorithm; here rows have different addresses. Neither later rows of a sequence nor how
-// it was divided into calls make a difference to a query's bits.
+// attention/online.cuh has the algorithm; this file supplies the addresses of rows. A query's bits depend neither on
+// later rows of its sequence nor on how the sequence was divided into calls.
 //
-// Sequences and starts that reach beyond N or n_ctx are truncated: nothing outside the arrays is read or written.
+// Sequences and starts that exceed N or n_ctx are truncated: nothing outside the arrays is read or written.
 //
 // Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays at the start of
 // `attend`. If HS is a multiple of 4 (for float), 8 (16 bits) or 16 (FP8), q, k, v and out are aligned to 16 bytes, and
-// q_distance is a multiple of the elements that move together: 4 floats, or 8 of 16 bits.
+// q_distance is a multiple of the elements of a 16-byte copy: 4 floats, or 8 of 16 bits.
 #include "attention/online.cuh"
 #include "lib/overlap.cuh"
 
@@ -48,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const float* q,         // (N, C), rows q_distance apart
     const KV* k,            // (B, n_ctx, NKV HS)
     const KV* v,            // (B, n_ctx, NKV HS)
-    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
-    const int* start,       // (B), or null: at_once for all
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows per sequence
+    const int* start,       // (B), or null: at_once for every sequence
     float* out,             // (N, C)
     int q_distance, int n_ctx, int N, int B, int at_once) {
     attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow
     const T* q,             // (N, C), rows q_distance apart
     const KV* k,            // (B, n_ctx, NKV HS)
     const KV* v,            // (B, n_ctx, NKV HS)
-    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
-    const int* start,       // (B), or null: at_once for all
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows per sequence
+    const int* start,       // (B), or null: at_once for every sequence
     T* out,                 // (N, C)
     int q_distance, int n_ctx, int N, int B, int at_once) {
     attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);

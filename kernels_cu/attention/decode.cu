@@ -1,38 +1,38 @@
-// Attention of one query per row of a batch, as in decoding, over a kv_cache that already contains the query's own key.
+// Attention of one query per row of a batch (decoding), over a kv_cache that already contains the query's own key.
 //
 //   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of KV    row, position (M): query m belongs to sequence row[m]
 //   of the cache, and sees its keys 0..position[m]
 //
-// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
-// values once for all of them; fewer, where the GPU has room for more warps (H100, one row at position 500: a step of
-// Gemma 3 1B 1.33 -> 1.16 ms, of Qwen3 4B 3.23 -> 3.12). What follows is for each head of q, with its bits in any team.
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps computes AS_QUERIES of these, which share
+// its loads; fewer, if the GPU has room for more warps (H100, one row at position 500: a step of Gemma 3 1B 1.33 ->
+// 1.16 ms, of Qwen3 4B 3.23 -> 3.12). Below, one head of q is described; its bits are the same in any team.
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
-//       memory, for few rows that of a cluster
+//       memory, which with few rows is shared by a cluster
 //
-// Of its split, 32 neighbouring keys, a warp computes
+// For its split, which is 32 neighbouring keys, a warp computes
 //
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
 //
-// The splits of a span, 1,024 keys, are combined in shared memory, one lane per split: with M the largest m, the span
-// has w = 2^(m - M), L = sum w l and sum w part. A later span is added to the earlier ones in the same way. The output
-// is the sum of the parts over L. Nothing is written without a sequence (row outside 0..B - 1) or key (position < 0).
+// The splits of a span (1,024 keys) are combined in shared memory, one lane per split. With M the largest m and w =
+// 2^(m - M), a span has L = sum w l and the sum of w part. A later span is added to the earlier ones in the same way.
+// The output is the sum of parts divided by L. For a row outside 0..B - 1 or a position < 0, nothing is written.
 //
 //   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
-//   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
+//   a warp's keys    GROUPS at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
 //
-// The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
-// of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. The order of
-// additions depends on HS, KV, AS_WIDTH and AS_VECTORS alone.
+// A team has AS_WARPS warps in each of AS_CLUSTER blocks of a cluster. They write to the shared memory of the cluster's
+// first block. With few queries, clusters let more of the GPU take part, and a warp has one split. The order of
+// additions depends only on HS, KV, AS_WIDTH and AS_VECTORS.
 //
-// A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
-// loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
-// ended: of a sequence with `together` rows it can write only keys from the first one's position on, which is a hint
-// until then. If it was wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
+// A thread keeps HELD pieces of keys and of values in flight. Once the keys are multiplied, the next keys are loaded
+// into their registers; values likewise. The first loads precede the end of the previous kernel, which can write only
+// keys from the first row's position on (`together` rows per sequence). Until then this position is a hint. If it was
+// wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
 //
-// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
-// of sizeof(Shared). A position beyond the cache is its last. Source of the idea: Dao et al., "Flash-Decoding" (2023).
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, sizeof(Shared) dynamic
+// shared memory. Positions beyond the cache count as its last. Source of the idea: Dao et al., "Flash-Decoding" (2023).
 #include "attention/unit.cuh"
 #include "attention/window.cuh"
 #include "lib/cluster.cuh"
@@ -40,12 +40,12 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // and terms
+#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
 
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K, and of V
+#ifndef NKV  // heads of K; V has as many
 #define NKV NH
 #endif
 #ifndef HS
@@ -54,13 +54,13 @@
 #ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
 #define AS_WIDTH 4
 #endif
-#ifndef AS_QUERIES  // heads of q of a team
+#ifndef AS_QUERIES  // heads of q per team
 #define AS_QUERIES 1
 #endif
-#ifndef AS_HEADS  // teams of a block
+#ifndef AS_HEADS  // teams per block
 #define AS_HEADS 1
 #endif
-#ifndef AS_WARPS  // of a team in a block
+#ifndef AS_WARPS  // warps of a team per block
 #define AS_WARPS 4
 #endif
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
@@ -70,33 +70,33 @@
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
-#ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
+#ifndef AS_BLOCKS  // minimum blocks per multiprocessor: limits the registers
 #define AS_BLOCKS 1
 #endif
-#ifndef AS_TERMS  // the kind of terms (lib/terms.cuh) that out has for a product; 0: out has floats
+#ifndef AS_TERMS  // kind of terms (lib/terms.cuh) in out, for a product; 0: out holds floats
 #define AS_TERMS 0
 #endif
-#ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
+#ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
 #define AS_VECTORS 8
 #endif
-#ifndef AS_GUESSES  // 1: a sequence has `together` rows
+#ifndef AS_GUESSES  // 1: each sequence has `together` rows
 #define AS_GUESSES 0
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // heads of q of a head of K
-constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // of a head of K; the last may have fewer queries
-constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q of a block
-constexpr int KEYS = 32, SPAN = 32;                           // keys of a split, splits of a span
-constexpr int VECTORS = HS / AS_WIDTH;                        // of a key
-constexpr int LANES = least(next_power(VECTORS), 32);         // of a warp that share a key
-constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a lane
-constexpr int GROUPS = 32 / LANES;                            // keys at a time
-constexpr int SHARE = KEYS / GROUPS;                          // keys of a thread, of a split
-constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // of these at a time
+constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
+constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // teams per head of K; the last may have fewer queries
+constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q per block
+constexpr int KEYS = 32, SPAN = 32;                           // keys of a split; splits of a span
+constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of a key
+constexpr int LANES = least(next_power(VECTORS), 32);         // lanes that share a key
+constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a key per lane
+constexpr int GROUPS = 32 / LANES;                            // keys per warp at a time
+constexpr int SHARE = KEYS / GROUPS;                          // keys of a split per thread
+constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys of these at once
 constexpr int ROUNDS = SHARE / HELD;
-constexpr int ROUND = HELD * GROUPS;                          // keys of a warp, of a round
+constexpr int ROUND = HELD * GROUPS;                          // keys of a round per warp
 constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
-constexpr int CHUNKS = (HS + 31) / 32;                        // of 32 channels, of a head
+constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels in a head
 constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a warp combines
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
@@ -112,12 +112,12 @@ struct Shared {
     float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
 
-// A team's first head of q, and how many it has.
+// head_of: a team's first head of q. queries_of: the team's number of heads of q.
 __device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
 __device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 
 template <typename Op>
-__device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different values
+__device__ __forceinline__ float across_groups(float value) {  // over a warp; lanes of a group differ
 #pragma unroll
     for (int distance = 16; distance >= LANES; distance /= 2) {
         value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -125,7 +125,7 @@ __device__ __forceinline__ float across_groups(float value) {  // of a warp; a g
     return value;
 }
 
-// Calls use(i, p) for a thread's vectors of a round: piece p of its key i.
+// Calls use(i, p) for each of a thread's vectors in a round: piece p of the thread's key i.
 template <typename Use>
 __device__ __forceinline__ void each(Use use) {
     const int vector = threadIdx.x % LANES;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void each(Use use) {
     }
 }
 
-// What a thread holds of K or V in a round.
+// A thread's vectors of K or V in a round.
 struct Held {
     Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
 
-    // Loads those keys of the round from key `first` on that are in from..to. own: this thread's vector of key 0.
+    // Loads keys from..to of the round that begins with key `first`. own: this thread's vector of key 0.
     __device__ __forceinline__ void add(const KV* own, int first, int from, int to) {
         const int group = threadIdx.x % 32 / LANES;
         const KV* const here = own + (long long)first * KV_ROW;
@@ -153,7 +153,7 @@ struct Held {
         });
     }
 
-    // Loads the keys of the round from `lowest` to `last`, and zeros for others.
+    // Loads keys lowest..last of the round, and zeros for its other keys.
     __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
         if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
             const KV* const here = own + (long long)first * KV_ROW;
@@ -169,7 +169,7 @@ struct Held {
     }
 };
 
-// A lane's share of the products of x and its keys.
+// Computes a lane's share of the products of x with its keys.
 __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -184,9 +184,9 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
     }
 }
 
-// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf for keys that are not seen.
+// Combines the shares into the scores of a round from key `first` on, in all lanes of a key; -inf for keys not seen.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
-    const float unit = score_unit(HS);  // a constant
+    const float unit = score_unit(HS);  // a compile-time constant
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
@@ -196,12 +196,12 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     }
 }
 
-// The softmax of a warp over a split, or over the rounds of it so far.
+// The softmax of a warp over a split, or over the rounds of the split so far.
 struct Softmax {
-    float m = -INFINITY, l = 0.0f;  // m: of the warp; l, o: of the thread's keys
+    float m = -INFINITY, l = 0.0f;  // m: maximum of the warp; l, o: sums over the thread's keys
     float o[PIECES][AS_WIDTH] = {};
 
-    // Adds keys with the scores s.
+    // Adds keys with the scores s and the values v.
     __device__ __forceinline__ void add(float (&s)[HELD], const Held& v) {
         float max = s[0];
 #pragma unroll
@@ -210,7 +210,7 @@ struct Softmax {
         const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
         if (ROUNDS > 1) {
             const float scale = exp2f(m - point);
-            l = __fmul_rn(l, scale);  // stated, so that no variant of the kernel rounds differently
+            l = __fmul_rn(l, scale);  // explicit rounding: every variant of the kernel has the same bits
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
 #pragma unroll
@@ -232,7 +232,7 @@ struct Softmax {
         }
     }
 
-    // Writes the split's results, to the first block of a cluster.
+    // Writes the split's results to the shared memory of the cluster's first block.
     __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
         Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
@@ -254,7 +254,7 @@ struct Softmax {
     }
 };
 
-// Of the spans so far: 32 channels of a head, one per lane. m and l are the same in all lanes.
+// The sums over all spans so far, for 32 channels of a head, one per lane. m and l are the same in all lanes.
 struct Whole {
     float m, l, o;
 
@@ -282,7 +282,7 @@ struct Whole {
     }
 };
 
-// A barrier of all warps of a team. Writes to shared memory before it are visible after it.
+// A barrier for all warps of a team. Writes to shared memory before the barrier are visible after it.
 __device__ __forceinline__ void sync_team() {
     if (AS_CLUSTER > 1) {
         release_to_cluster();
@@ -296,12 +296,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const float* q,       // (M, C)
     const KV* k,          // (B, n_ctx, NKV HS)
     const KV* v,          // (B, n_ctx, NKV HS)
-    const int* row,       // (M): no kernel that can overlap with this one writes it
+    const int* row,       // (M): not written by kernels that can overlap with this one
     const int* position,  // (M)
-    int B, int n_ctx, int together,  // neighbouring rows of a sequence, a power of two
-    float out_scale,      // of two-part terms
+    int B, int n_ctx, int together,  // rows of a sequence, neighbours: a power of two
+    float out_scale,      // scale of two-part terms
     float* out) {         // (M, C)
-#if AS_QUERIES > 1  // then it may be more than a block has by default
+#if AS_QUERIES > 1  // Shared may exceed the static limit
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
 #else
@@ -320,8 +320,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
     const KV *const own_k = k + from, *const own_v = v + from;
-    int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // the first key of split 0
-    int first = origin + worker * KEYS;                            // key of the round
+    int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // first key of split 0
+    int first = origin + worker * KEYS;                            // first key of the round
     Held keys, values;
     keys.load(own_k, first, lowest, hint - mine - 1);
     values.load(own_v, first, lowest, hint - mine - 1);
@@ -350,7 +350,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         keys.load(own_k, first, lowest, last);
         values.load(own_v, first, lowest, last);
     }
-    if (AS_CLUSTER > 1) wait_for_cluster();  // the first block runs, so that its shared memory can be written
+    if (AS_CLUSTER > 1) wait_for_cluster();  // the first block has started: its shared memory can be written
 
     const int splits = (last - origin) / KEYS + 1;
     int split = worker;
@@ -379,7 +379,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             for (int i = 0; i < AS_QUERIES; ++i) softmax[i].store(shared, own_slot + i, split % SPAN);
         }
         const bool more = begin + SPAN < splits;
-        if (rank > 0 && !more) return release_to_cluster();  // arrives and does not wait
+        if (rank > 0 && !more) return release_to_cluster();  // arrives without waiting
         sync_team();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -395,6 +395,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
         }
         if (!more) return;
-        sync_team();  // before the next span overwrites the splits
+        sync_team();  // the next span overwrites the splits
     }
 }

@@ -1,18 +1,19 @@
 // Attention on Hopper, for heads of 64 and 128 channels.
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else all of the sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
 //
-//   qkv (rows, W)    a row is [Q | K | V], Q of C = SIZE n_head channels, K and V of C / ATT_SERVES, with the heads
-//                    packed next to each other in each; a head of K and V serves ATT_SERVES neighbouring heads of Q
+//   qkv (rows, W)    a row is [Q | K | V], each with its heads next to each other: Q of C = SIZE n_head channels, K and
+//                    V of C / ATT_SERVES; a head of K and V serves ATT_SERVES neighbouring heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other
 //
 //   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
 //       overlaps the products, each block processes many tiles; ragged batches
-//   attention_cached_hopper: the same with ATT_CACHED, queries from position start[b] of sequence b on, K and V from a
-//       kv_cache, in which those of the queries are, too; a row has the bits that it has over its whole sequence
+//   attention_cached_hopper: attention_hopper with ATT_CACHED: queries from position start[b] of sequence b on, with K
+//       and V from a kv_cache that already contains the queries' keys; the bits of a row are those of attention_hopper
+//       over its whole sequence
 //
-// A tile is 128 queries of a head, for two warpgroups. They are loaded first, then keys and values, 128 at a time from
-// the last keys seen to the first, into a ring in shared memory:
+// A tile is 128 queries of a head, for two warpgroups. The queries are loaded first. Then keys and values are loaded
+// into a ring in shared memory, 128 keys at a time, from the last keys that are seen to the first:
 //
 //   wgmma     S = Q K^T                       (64, 128) in registers: scores are never stored in memory
 //   softmax   P = exp2(S UNIT - reference)    attention/scores.cuh; the sum of a row's P is combined at the end
@@ -21,28 +22,30 @@
 //   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
 //   threads           softmax0      softmax1      softmax2  ...                        out
 //
-// The bits of a row depend only on its sequence: keys are counted from its start, 128 at a time. Heads of 64 channels
-// add up even and odd steps separately (attention/hopper_rows.cuh), so that attention/hopper_alternate.cu, in which two
-// warpgroups share the keys of a query, has the same bits. Only the 128 keys that are processed first can include keys
-// after a query or past the end, and with a window (attention/window.cuh) the last ones keys before it. Values of these
-// V that are not finite are removed, and added at the end to the rows that see them.
+// The bits of a row depend only on its sequence: keys are counted from the start of the sequence, in steps of 128. For
+// heads of 64 channels, even and odd steps have separate sums (attention/hopper_rows.cuh).
+// attention/hopper_alternate.cu, in which two warpgroups share the keys of a query, therefore computes the same bits.
+// Only the step processed first can include keys after a query or after the end, and with a window
+// (attention/window.cuh) only the last steps include keys before the window. In V of these steps, infinite and NaN
+// values are replaced by 0, and added at the end to the rows that see them.
 //
-// Warps that have nothing else to do write K and V to a kv_cache, if there is one (attention/hopper_append.cuh).
-// attention/hopper_work.cuh describes which tiles a block takes.
+// Otherwise idle warps write K and V to a kv_cache, if there is one (attention/hopper_append.cuh).
+// attention/hopper_work.cuh describes which tiles a block processes.
 //
-// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run).
-// With one series for all keys these were 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
-// (attention/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us (attention/mma.cu):
-// 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3), 2,048 after 2,048: 180 / 241 (389); 9 heads of 64, 3
-// of K, 2,048 after 6,144: 102 / 161 (182), where 288 tiles of 64 rows are 2.2 for each multiprocessor.
+// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run);
+// with a single sum for even and odd steps 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
+// (attention/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us (attention/mma.cu in
+// parentheses): 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3); 2,048 rows after 2,048 keys: 180 / 241
+// (389); 9 heads of 64, 3 of K, 2,048 rows after 6,144 keys: 102 / 161 (182), where attention/mma.cu has 288 tiles of
+// 64 rows, 2.2 per multiprocessor.
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
-// map: qkv as (B, T, W), or (1, rows, W), boxes (1, 128, 64); 128 rows of a head are one box, or two, one after the
-// other. Block (THREADS), grid: one block per multiprocessor, or per tile if that is fewer, dynamic shared memory
-// sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums take so many registers that the copying warps leave
-// theirs to the others.
+// map: qkv as (B, T, W) or (1, rows, W), boxes (1, 128, 64). 128 rows of a head are one box, or two consecutive boxes.
+// Block (THREADS), grid: one block per multiprocessor, or per tile if there are fewer tiles, dynamic shared memory
+// sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums need so many registers that the copying warps release
+// most of theirs to the consumers.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -58,7 +61,7 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "attention/hopper_work.cuh"
 #include "attention/hopper_rows.cuh"
 #include "attention/hopper_append.cuh"
-constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers of a thread that computes; that copies
+constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers per thread: consumers, copiers
 static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
@@ -84,11 +87,11 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
 __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, T* out, bool ragged) {
     if (!work.next()) return;
     Consumer own(shared);
-    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // of steps 0, 2, .. and 1, 3, ..
+    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // sums of steps 0, 2, .. and 1, 3, ..
     if (own.group == 1) own.pass_turn();
     const int C = SIZE * work.n_head;
     bool more = true;
-    const auto ask_for_first = [&](int tile) {  // its first scores; unused ones if there is no next tile
+    const auto ask_for_first = [&](int tile) {  // a tile's first scores, or unused ones if no tile is left
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         own.ask_for_scores(tile, more ? own.arrived(own.count) : own.first_slot);
     };
@@ -98,8 +101,8 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // the last keys come first
-        const int row = work.first + own.row;                     // the warp's first
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // last keys first
+        const int row = work.first + own.row;                     // the warp's first row
         bool finite = true;
         if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {
             finite = own.make_finite(own.count + (last > 0 ? 2 : 1));
@@ -150,8 +153,8 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
-    const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
-    const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
+    const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
+    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)
@@ -159,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     const int* start,       // (B)
     T* out,                 // (N, C)
     int n_ctx, int N, int B,
-    int seq_len,            // of the longest sequence
-    int n_head,
+    int seq_len,            // length of the longest sequence
+    int n_head,  // length of the longest sequence
     int together) {         // heads per band
     Shared& shared = start_block<Shared>(map);
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
@@ -181,21 +184,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
-    const __grid_constant__ TensorMap map,  // of qkv
+    const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                                 // (rows, C)
     int B,
-    int seq_len,          // of the longest sequence
+    int seq_len,          // length of the longest sequence
     int n_head,
     int together,         // heads per band
-    const int* row,       // (rows), of the sequence in the kv_cache; this and what follows can be null
+    const int* row,       // (rows): sequence in the kv_cache; this and the next five can be null
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Shared& shared = start_block<Shared>(map);
-    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T without ATT_CACHED
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T if not ATT_CACHED
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {

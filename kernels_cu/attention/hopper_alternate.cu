@@ -1,28 +1,29 @@
 // Attention on Hopper for few sequences, for heads of 64 channels.
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else all of the sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
 //
 //   attention_hopper_alternate: attention_hopper's bits for few sequences: two warpgroups take alternate keys of 64
 //       queries, so that the last queries take half as long
-//   attention_cached_hopper_alternate: the same with ATT_CACHED, for attention_cached_hopper
+//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, for attention_cached_hopper
 //
-// Arguments, products and softmax are those of attention/hopper.cu. There a tile is 128 queries: one prompt of 1,024
-// tokens with 12 heads has 96 tiles, and the last one of a head takes 8 steps of 128 keys, as long as the whole kernel.
-// Here each warpgroup has a ring of its own, and takes every other step, from the last keys seen to the first. At the
-// end the second one passes its sums to the first, which adds and stores them:
+// Arguments, products and softmax are those of attention/hopper.cu. In that file a tile is 128 queries: one prompt of
+// 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, as long as the whole
+// kernel. Here a tile is 64 queries, and each warpgroup has its own ring. A warpgroup processes every other step, from
+// the last keys that are seen to the first. At the end the second warpgroup passes its sums to the first warpgroup,
+// which adds and stores them:
 //
 //   first    S7 V7   S5 V5   S3 V3   S1 V1 | add, store    S: scores and softmax of 128 keys, V: product with values
 //   second   S6 V6   S4 V4   S2 V2   S0 V0 | pass
 //
-// Blocks of 64 queries read keys and values from the L2 cache twice as often, and the next tile does not overlap the
-// end of one. So this is faster only where tiles are few, or one or two for each sequence.
-// gpt2block/ops/_attention_tiles.py estimates both.
+// Blocks of 64 queries read keys and values from the L2 cache twice as often as blocks of 128, and the next tile does
+// not overlap the end of the current tile. Therefore this kernel is faster only if there are few tiles, or one or two
+// per sequence. gpt2block/ops/_attention_tiles.py estimates the times of both kernels.
 //
-// On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/hopper.cu): T = 64 3.5 (4.3), 256 4.5
-// (6.0), 512 5.9 (8.3), 1024 8.8 (13.1), 1536 14.9 (17.7); B = 8, T = 1024: 53.1 (43.0).
+// On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/hopper.cu in parentheses): T = 64 3.5
+// (4.3), 256 4.5 (6.0), 512 5.9 (8.3), 1024 8.8 (13.1), 1536 14.9 (17.7); B = 8, T = 1024: 53.1 (43.0).
 //
-// map: as there. Block (THREADS), grid: one block per multiprocessor, or per tile if that is fewer, dynamic shared
-// memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.
+// map: as in attention/hopper.cu. Block (THREADS), grid: one block per multiprocessor, or per tile if there are fewer
+// tiles, dynamic shared memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -40,7 +41,7 @@ constexpr int QUERIES = 64, RINGS = 2;
 #include "attention/hopper_append.cuh"
 static_assert(SIZE == 64, "the keys of a head are two series");
 
-// What the second warpgroup has added up to, for the first.
+// The sums of the second warpgroup, passed to the first.
 struct Passed {
     float values[SIZE / 2 + 4][GROUP];
 };
@@ -49,7 +50,7 @@ struct Block : Shared {
     Passed passed;
 };
 
-// Barriers of some threads of a block, after those of attention/hopper_rows.cuh.
+// Named barriers of this file, numbered after those of attention/hopper_rows.cuh.
 enum { PASS = 6, TAKEN };
 
 __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work work) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
-        for (int i = 0; i < steps + 2; ++i) {  // keys of the step i before the last one, values of two steps after it
+        for (int i = 0; i < steps + 2; ++i) {  // steps counted from the end: keys of step i, values of step i - 2
             const int ring = i % 2;
             const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
             if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
@@ -72,10 +73,10 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
     }
 }
 
-// Passes the state of the second warpgroup to the first.
+// Passes the sums of the second warpgroup to the first.
 __device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
     const int thread = threadIdx.x % GROUP;
-    sync_threads(TAKEN, CONSUMERS);  // what was passed before
+    sync_threads(TAKEN, CONSUMERS);  // the previous sums have been taken
 #pragma unroll
     for (int i = 0; i < SIZE / 2; ++i) passed.values[i][thread] = sums.out[i];
 #pragma unroll
@@ -89,7 +90,8 @@ __device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
 __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
     const int thread = threadIdx.x % GROUP;
     Sums other;
-    // Orders nothing: racecheck reports what PASS orders if the other warpgroup has passed more barriers of its own.
+    // This barrier orders nothing. Without it, racecheck reports accesses that PASS orders, if the other warpgroup has
+    // passed more of its own barriers.
     if (WINDOW) sync_threads(1, GROUP);
     sync_threads(PASS, CONSUMERS);
 #pragma unroll
@@ -103,8 +105,8 @@ __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
     sums.divide_with(other);
 }
 
-// The group's steps of a tile, every second one from `step` on. Returns whether values that not all queries see are
-// finite.
+// Computes the group's steps of a tile: every second step, from `step` down. Returns whether the values that only some
+// of the queries see are finite.
 __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& work, int tile, int step, bool ragged) {
     const int from = (first_step(work) + step) * KEYS;
     const bool last = own.group == 0, in_part = ATT_CAUSAL || (ragged && work.length - from < KEYS);
@@ -133,7 +135,7 @@ __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& wo
 
 __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T* out, bool ragged) {
     Consumer own(shared);
-    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // there is room for what is passed
+    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // `passed` is empty at first
     const int C = SIZE * work.n_head;
     for (int tile = 0; work.next(); ++tile) {
         const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS, row = work.first + own.row;
@@ -161,8 +163,8 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
-    const __grid_constant__ TensorMap map,    // of qkv, whose rows of K and V are not read
-    const __grid_constant__ TensorMap k_map,  // of k and of v, unless these are FP8
+    const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
+    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)
@@ -170,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     const int* start,       // (B)
     T* out,                 // (N, C)
     int n_ctx, int N, int B,
-    int seq_len,            // of the longest sequence
+    int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads per band
     Block& shared = start_block<Block>(map);
@@ -188,21 +190,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_alternate(
-    const __grid_constant__ TensorMap map,  // of qkv
+    const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                                 // (rows, C)
     int B,
-    int seq_len,          // of the longest sequence
+    int seq_len,          // length of the longest sequence
     int n_head,
     int together,         // heads per band
-    const int* row,       // (rows), of the sequence in the kv_cache; this and what follows can be null
+    const int* row,       // (rows): sequence in the kv_cache; this and the next five can be null
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Block& shared = start_block<Block>(map);
-    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T without ATT_CACHED
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T if not ATT_CACHED
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {

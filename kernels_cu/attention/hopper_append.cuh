@@ -1,6 +1,6 @@
-// The new keys and values of a tile's rows into a kv_cache, by warps of attention/hopper.cu and
-// attention/hopper_alternate.cu that have nothing else to do. The including file defines QUERIES and includes
-// attention/scores.cuh, attention/hopper_work.cuh and lib/storage.cuh.
+// Stores a tile's new keys and values in a kv_cache, by otherwise idle warps of attention/hopper.cu and
+// attention/hopper_alternate.cu. The including file defines QUERIES and includes attention/scores.cuh,
+// attention/hopper_work.cuh and lib/storage.cuh.
 #pragma once
 
 struct KvCache {
@@ -9,11 +9,12 @@ struct KvCache {
     int B, n_ctx;
 };
 
-// `warp`: which of `warps` the calling one is; each has 32 of the tile's rows at a time. Rows and positions outside the
-// cache are skipped. The first of the heads that K and V serve stores them.
+// Copies K and V of a tile's rows. warp: index of the calling warp among `warps`; a warp copies 32 rows of the tile at
+// a time. Rows and positions outside the cache are skipped. Of the heads of Q that share a head of K and V, only the
+// first one copies it.
 __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvCache& cache, int warp, int warps) {
-    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // of a row; that 32 lanes copy
-    constexpr int AT_ONCE = 2;                          // of these
+    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // 16-byte units of a row; rows that 32 lanes copy
+    constexpr int AT_ONCE = 2;                          // copies in flight per lane
     if (work.head % ATT_SERVES) return;
     const int lane = threadIdx.x % 32, C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const int column = SIZE * (work.head / ATT_SERVES) + lane % UNITS * 8;
@@ -21,7 +22,7 @@ __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvC
     for (int piece = 32 * warp; piece < min(QUERIES, work.length - work.first); piece += 32 * warps) {
         const long long first = work.row + work.first + piece;
         const int there = work.length - work.first - piece;
-        int place = -1;  // of row `lane`, in rows of the cache
+        int place = -1;  // row of the cache for row `lane`
         if (lane < there) {
             const int b = __ldcg(cache.row + first + lane), at = __ldcg(cache.position + first + lane);
             if (b >= 0 && b < cache.B && at >= 0 && at < cache.n_ctx) place = b * cache.n_ctx + at;

@@ -1,20 +1,21 @@
-// How rows of Q, K and V reach the shared memory of attention/hopper.cu and attention/hopper_alternate.cu: by the copy
-// engine (TMA), or, if the kv_cache is FP8, K and V by the threads of the copying warps, which widen them. Included by
-// attention/hopper_rows.cuh.
+// Loads of Q, K and V into the shared memory of attention/hopper.cu and attention/hopper_alternate.cu. The copy engine
+// (TMA) loads them; K and V from an FP8 kv_cache are loaded and widened by the threads of the copying warps. Included
+// by attention/hopper_rows.cuh.
 #pragma once
 
-// What rows are loaded from. k and v are those of the kv_cache, with ATT_CACHED; by their maps or, of FP8, by threads.
+// Sources of rows. With ATT_CACHED, k and v are in the kv_cache: read through their maps, or by threads if they are
+// FP8.
 struct Source {
     const TensorMap &map, &k_map, &v_map;
     const KV *k, *v;
 };
 
-// V of position 0 for the tile's head, and the distance of the next position.
+// The address of V at position 0 for the tile's head, and the distance between positions.
 struct Values {
     const KV* first;
     long long stride;
 
-    // from: qkv, or with ATT_CACHED v of the kv_cache.
+    // from: qkv, or with ATT_CACHED the array v of the kv_cache.
     __device__ __forceinline__ Values(const Work& work, const KV* from) {
         const int C = SIZE * work.n_head, own = C / ATT_SERVES;
         const long long row = CACHED ? (long long)work.map_z * work.n_ctx : work.row;
@@ -23,7 +24,7 @@ struct Values {
     }
 };
 
-// Eight numbers of T from as many of FP8.
+// Converts eight FP8 numbers to T.
 __device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
     uint4 found{0, 0, 0, 0};
 #if ATT_CACHED && (defined(CACHE_E5M2) || defined(CACHE_E4M3))
@@ -42,7 +43,7 @@ __device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
 
 // 128 rows of FP8, of which `there` exist, in registers of all threads of the copying warps.
 struct Narrow {
-    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // of a row; that the threads load at once
+    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // 16-byte units of a row; rows loaded at once
     uint4 bytes[KEYS / ROWS];
 
     __device__ __forceinline__ Narrow(const KV* from, long long stride, int there) {
@@ -54,7 +55,7 @@ struct Narrow {
         }
     }
 
-    // Stores them as T.
+    // Stores the rows as T.
     __device__ __forceinline__ void widen_to(char* to, Barrier& barrier) const {
         const int unit = threadIdx.x % UNITS, row = threadIdx.x % GROUP / UNITS;
         to += unit / 4 * BOX;
@@ -69,7 +70,7 @@ struct Narrow {
     }
 };
 
-// Loads 128 rows of the tile's head, from its sequence's position `first` on. part: 0 for Q, 1 for K, 2 for V.
+// Loads 128 rows of the tile's head, starting at position `first` of its sequence. part: 0 for Q, 1 for K, 2 for V.
 __device__ __forceinline__ void load_rows(const Source& from, const Work& work, char* to, Barrier& barrier, int part,
                                           int first) {
     if (WIDENS && threadIdx.x % GROUP) return;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void load_rows(const Source& from, const Work& work, 
     for (int box = 0; box < BOXES; ++box) load_box(to + box * BOX, map, barrier, column + 64 * box, row, z);
 }
 
-// Loads a step's 128 rows of K or V into a slot of a ring when it is empty, which a new one is at once. FP8 is read
-// before that.
+// Loads a step's 128 rows of K or V into a slot of a ring, once the slot is empty (unused slots are empty). FP8 rows
+// are read before this wait.
 __device__ __forceinline__ void load_slot(const Source& from, const Work& work, Shared& shared, int ring,
                                           unsigned number, int part, int step) {
     const int slot = number % SLOTS;

@@ -1,11 +1,12 @@
-// What attention/hopper.cu and attention/hopper_alternate.cu do alike: a warpgroup's queries, its products and its
-// softmax. The including file defines QUERIES, of a tile, and RINGS, and includes attention/scores.cuh and
+// The part that attention/hopper.cu and attention/hopper_alternate.cu share: a warpgroup's queries, products and
+// softmax. The including file defines QUERIES (queries per tile) and RINGS, and includes attention/scores.cuh and
 // attention/hopper_work.cuh.
 //
-// A warpgroup has 64 queries. The keys that they see are divided into tiles of 128, counted from the sequence's start.
-// Alternate tiles belong to two series, each with its own sums and reference, and a row's result is the sum of both: so
-// its bits are the same whether one warpgroup computes both series (one ring), or each of two has one (two rings). With
-// 128 channels there is one series, as the sums of two do not fit into registers.
+// A warpgroup has 64 queries. The keys that they see are divided into steps of 128, counted from the start of the
+// sequence. Even and odd steps form two series, each with its own sums and reference. The result of a row is the sum of
+// both series. Its bits are therefore the same whether one warpgroup computes both series (one ring) or each of two
+// warpgroups computes one (two rings). With 128 channels there is one series, because the sums of two do not fit into
+// registers.
 #pragma once
 
 #include "lib/fast.cuh"
@@ -13,7 +14,7 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_SLOTS  // of all rings
+#ifndef ATT_SLOTS  // slots of all rings together
 #define ATT_SLOTS (SIZE == 64 ? 8 : 4)
 #endif
 #ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
@@ -21,20 +22,20 @@
 #endif
 
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
-constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // the warp that copies
+constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
-constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box, and of a box
-constexpr int SLOTS = ATT_SLOTS / RINGS;                         // of a ring
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box; of a box
+constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
-constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // all copying warps load K and V, which are FP8
+constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: all copying warps load K and V, which are FP8
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
 
 struct Shared {
-    char slots[RINGS][SLOTS][SLOT];  // K, then in turn K V, then V
+    char slots[RINGS][SLOTS][SLOT];  // K first, then K and V alternately, V last
     char queries[2][SLOT];
     char out[CONSUMERS / 32][16 * ROW_BYTES];
     Barrier full[RINGS][SLOTS], empty[RINGS][SLOTS];
-    Barrier asked[2], answered[2];  // asked: the queries have arrived; answered: they are no longer needed
+    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: they are no longer needed
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < RINGS; ++i) {
@@ -45,7 +46,8 @@ struct Shared {
     }
 };
 
-// The step of 128 keys that a tile starts with, of the series of even steps, and the number of steps from there on.
+// first_step: the first step of 128 keys that a tile sees (an even step if there are two series). steps_of: the number
+// of steps from there on.
 __device__ __forceinline__ int first_step(const Work& work) {
     return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
 }
@@ -53,7 +55,7 @@ __device__ __forceinline__ int steps_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
 }
 
-// The block's shared memory, with its barriers.
+// Initialises the barriers and returns the block's shared memory.
 template <typename Memory>
 __device__ __forceinline__ Memory& start_block(const TensorMap& map) {
     extern __shared__ char unaligned[];
@@ -70,10 +72,10 @@ __device__ __forceinline__ Memory& start_block(const TensorMap& map) {
 
 #include "attention/hopper_copies.cuh"
 
-// What a row's keys of one series have added up to: rows g and g + 8 of a lane.
+// The sums over a row's keys of one series. A lane holds rows g and g + 8.
 struct Sums {
     float out[SIZE / 2];         // undefined before the first product
-    float sum[2], reference[2];  // the sum covers this lane's keys
+    float sum[2], reference[2];  // sum: over the lane's keys
 
     __device__ __forceinline__ void clear() {
         sum[0] = sum[1] = 0.0f;
@@ -85,8 +87,8 @@ struct Sums {
         for (int i = 0; i < SIZE / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
 
-    // Replaces the first COUNT scores by P, as floats; the others are not seen. Returns whether some of the warp's rows
-    // have a new reference; the caller must then multiply `out` by `factor`.
+    // Replaces the first COUNT scores by P, as floats; no query sees the keys of the other scores. Returns whether the
+    // reference of any of the warp's rows has changed. If so, the caller must multiply `out` by `factor`.
     template <int COUNT>
     __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
         float base[2];
@@ -121,7 +123,7 @@ struct Sums {
         scale({__fdividef(1.0f, lanes_sum<4>(sum[0])), __fdividef(1.0f, lanes_sum<4>(sum[1]))});
     }
 
-    // The same of both series together. The result does not depend on which one is whose.
+    // Adds the other series, and divides `out` by the sums of its rows. The order of the two series does not matter.
     __device__ __forceinline__ void divide_with(const Sums& other) {
         float own[2], others[2];
 #pragma unroll
@@ -140,8 +142,8 @@ struct Sums {
         }
     }
 
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for rows that see them. `row`: the
-    // lane's first one.
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
+    // the lane's first row.
     __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
 #pragma unroll 1
         for (int key = from; key < to; ++key) {
@@ -159,10 +161,10 @@ struct Sums {
 
 struct Consumer {
     Shared& shared;
-    const int group, warp, lane;           // of the group, of the block's consumers, of the warp
+    const int group, warp, lane;           // index of the group, of its warp in the block, of the lane in the warp
     const int ring, row;                   // the group's ring; the warp's first row of the tile
-    const Matrix first_slot, first_query;  // of the group
-    unsigned count = 0;                    // slots of its ring so far
+    const Matrix first_slot, first_query;  // first slot and queries of the group
+    unsigned count = 0;                    // slots of the ring used so far
 
     float s[KEYS / 2];  // scores
     unsigned p[KEYS / 16][4];
@@ -190,8 +192,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void release_next() { release(shared.empty[ring][count++ % SLOTS]); }
 
-    // A store that never happens but that the compiler keeps between the softmax and what follows. Otherwise it would
-    // wait for P V first, and the softmax would not overlap it.
+    // A conditional store that never happens. The compiler keeps it between the softmax and the code that follows.
+    // Otherwise the wait for P V would move before the softmax, and the two would not overlap.
     __device__ __forceinline__ void hold(const Sums& to) const {
         asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(
                          to.sum[0] + to.sum[1]),
@@ -209,16 +211,16 @@ struct Consumer {
         end_products();
     }
 
-    // adds: to the products of earlier steps.
+    // Issues P V. adds: add to the products of earlier steps.
     __device__ __forceinline__ void ask_for_out(Sums& to, Matrix values, bool adds) const {
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i) multiply<true>(to.out, p[i], further(values, 16 * LINE * i), adds || i > 0);
         end_products();
     }
 
-    // One step: the products of the scores that `pending` has, and the scores of the tile's `step` for `next`. adds: as
-    // above; more: whether there are further steps. Returns whether values that a window hides from some queries are
-    // finite.
+    // Processes one step: issues P V for the scores of `pending`, and computes the tile's scores of `step` for `next`.
+    // adds: as in ask_for_out; more: whether further steps follow. Returns whether the values that a window hides from
+    // some queries are finite.
     __device__ __forceinline__ bool advance(Sums& pending, Sums& next, const Work& work, int tile, bool adds, int step,
                                             bool more) {
         const int from = (first_step(work) + step) * KEYS;
@@ -243,8 +245,8 @@ struct Consumer {
         return !is_past(from, work.first + QUERIES - 1) || make_finite(count + more);
     }
 
-    // The softmax of a tile's first scores, of 128 keys from `from` on, which can be later than some of the queries.
-    // `first`: the tile's first query.
+    // Computes the softmax of a tile's first scores: 128 keys starting at `from`, some of which can come after some
+    // queries. first: the tile's first query.
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
@@ -264,7 +266,7 @@ struct Consumer {
         }
     }
 
-    // Masks scores of 128 keys from `from` on that are no longer in the window of the lane's rows.
+    // Masks scores of the 128 keys starting at `from` that precede the window of the lane's rows.
     __device__ __forceinline__ void hide_past(int from, int first) {
         if (!is_past(from, first + row / GROUP_QUERIES * GROUP_QUERIES + GROUP_QUERIES - 1)) return;
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4);
@@ -274,8 +276,8 @@ struct Consumer {
         }
     }
 
-    // Masks scores FROM to TO whose keys come after `seen`; row g + 8 sees `later` more keys. Keys are counted from the
-    // lane's first one in this range.
+    // Masks scores FROM to TO whose keys come after key `seen`; row g + 8 sees `later` more keys. Keys are counted from
+    // the lane's first key in this range.
     template <int FROM, int TO>
     __device__ __forceinline__ void mask(int seen, int later) {
 #pragma unroll
@@ -290,8 +292,8 @@ struct Consumer {
         for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // Replaces values of a slot that are not finite by 0. Returns true if all were finite. Each group that reads the
-    // slot checks all of it, before one of them changes the values.
+    // Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite. Each group that reads
+    // the slot checks all of it before any value is changed.
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);
         char* const values = shared.slots[ring][number % SLOTS];
@@ -313,13 +315,14 @@ struct Consumer {
         return false;
     }
 
-    // Stores rows of the warp's 16 at `to`: those from `before` on, with ATT_CACHED, of which `left` exist.
+    // Stores the warp's 16 rows at `to`, except rows that do not exist (`left` do) and with ATT_CACHED rows less than
+    // `before`.
     __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int before, int left) {
         const int place = shared_address(shared.out[warp]);
-        __syncwarp();  // the previous rows have been read from there
+        __syncwarp();  // the previous rows have been read
 #pragma unroll
         for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
-            unsigned y[4];                       // j % 2: the lower rows; j / 2: the right columns
+            unsigned y[4];                       // y[j]: j % 2: the lower rows; j / 2: the right columns
 #pragma unroll
             for (int j = 0; j < 4; ++j) y[j] = pack2(sums.out[i + 2 * j], sums.out[i + 2 * j + 1]);
             store_matrices(swizzled(place + lane % 16 * ROW_BYTES + lane / 16 * 16 + 4 * i), y[0], y[1], y[2], y[3]);

@@ -2,8 +2,8 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
-// Matrices, scales, weights and values that are not finite are as in attention/mma_two_part.cu, which describes them;
-// ATT_ONE_SCALE, too. The copies are as in attention/hopper.cu:
+// Matrices, scales, weights, ATT_ONE_SCALE and the treatment of infinite and NaN values are described in
+// attention/mma_two_part.cu. The copies are as in attention/hopper.cu:
 //
 //   parts (2, rows, W)       hi, then lo; rows [Q | K | V]; scale (rows) applies to all three
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
@@ -11,28 +11,30 @@
 //
 //   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
 //
-// Tiles are 64 keys, from the last keys seen to the first. So the last queries of a sequence, which have most keys,
-// take half as long. At the end the second warpgroup passes its sums to the first.
+// Tiles are 64 keys, from the last keys that are seen to the first. With two warpgroups, the last queries of a
+// sequence, which have most keys, take half as long. At the end the second warpgroup passes its sums to the first.
 //
-//   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in another one; Q hi is in registers
+//   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in a second accumulator; Q hi is in registers
 //   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P
-//   wgmma     O = P V      of one tile, again in two accumulators
-//   threads   sums += O    as tensor cores truncate their sums
+//   wgmma     O = P V      of one tile, also in two accumulators
+//   threads   sums += O    in float, because tensor cores truncate their sums
 //
-// A warpgroup issues the products P V of one tile and Q K^T of its next tile together, then the other one does. While
-// its products run, the other's softmax does:
+// A warpgroup issues the products P V of one tile and Q K^T of its next tile together, then the other warpgroup does.
+// While the products of one warpgroup run, the other warpgroup computes its softmax:
 //
-//   tensor cores   S0   S0'  V0 S1   V0' S1'   V1 S2   V1' S2'  ...    S0': of the second warpgroup
+//   tensor cores   S0   S0'  V0 S1   V0' S1'   V1 S2   V1' S2'  ...    S0': S0 of the second warpgroup
 //   first               softmax0     +     softmax1    +     softmax2
 //   second                   softmax0'     +     softmax1'   +     softmax2'
 //
-// The bits of a row depend only on the rows that it sees: keys are counted from the start of the sequence, and which
-// warpgroup has which of two alternate series of tiles makes no difference. Only the first tile of each warpgroup can
-// include keys after a query or past the end, and with a window (attention/window.cuh) the last ones keys before it.
-// Values of its V that are not finite are removed, and added at the end to the rows that see them.
+// The bits of a row depend only on the rows that it sees. Keys are counted from the start of the sequence, and
+// alternate tiles form two series; it makes no difference which warpgroup computes which series. Only a warpgroup's
+// first tile can include keys after a query or after the end, and with a window (attention/window.cuh) only its last
+// tiles include keys before the window. In V of these tiles, infinite and NaN values are replaced by 0, and added at
+// the end to the rows that see them.
 //
-// map: parts, boxes (1, 64, 64). Block (THREADS), grid: a block per multiprocessor, or per tile of QUERIES if that is
-// fewer (attention/hopper_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16.
+// map: parts, boxes (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile of QUERIES if there
+// are fewer tiles (attention/hopper_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16
+// bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16)
@@ -57,23 +59,23 @@
 #include "attention/two_part_rows.cuh"
 #include "attention/hopper_two_part_copies.cuh"
 
-constexpr int SUMS = 4 * COLUMNS;  // of a thread
+constexpr int SUMS = 4 * COLUMNS;  // sums per thread
 
 struct Consumer {
     Shared& shared;
-    const int group, thread, warp, lane;  // of the block, of the group, of the group, of the warp
+    const int group, thread, warp, lane;  // indices in the block, the group, the group, the warp
     const Matrix first_slot;
-    unsigned count = 0;  // slots of the group's ring so far
+    unsigned count = 0;  // slots of the group's ring used so far
 
     float s[KEYS / 2], s_cross[KEYS / 2];  // scores
     float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile
     unsigned asked[SIZE / 16][4];          // hi of the queries
     unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // hi and lo of P
-    float of_key[KEYS / 8][2];                  // scales
+    float of_key[KEYS / 8][2];                  // scales of the keys
     float out[COLUMNS][4];
-    float unit[2];               // the row's scale, with ATT_ONE_SCALE its square, in units of exp2's argument
-    float sum[2], reference[2];  // the sum covers this lane's keys
-    float top[2];                // the largest scale so far
+    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
+    float sum[2], reference[2];  // sum: over the lane's keys
+    float top[2];                // largest scale so far
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
@@ -96,7 +98,7 @@ struct Consumer {
         if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
     }
 
-    // Starts with the queries in a buffer, of which `left` exist from the warp's first one on.
+    // Starts a tile of queries in a buffer. left: number of existing rows from the warp's first row on.
     __device__ __forceinline__ void start(const char* queries, const float* scale, int left) {
         const int place = shared_address(queries), row = 16 * warp + lane % 16;
 #pragma unroll
@@ -154,11 +156,12 @@ struct Consumer {
         }
     }
 
-    // Replaces the scores of a tile by P in two parts. With MASKED, not all queries see all of its keys: if causal, row
-    // i of the warp sees keys 0 .. seen + i, or of these the last WINDOW, or none; else all rows see 0 .. seen.
+    // Replaces the scores of a tile by P in two parts. With MASKED, not all queries see all of the tile's keys. If
+    // causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see keys
+    // 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int seen) {
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);  // of the lane's first key, row g
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);  // for the lane's first key and row g
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -179,7 +182,7 @@ struct Consumer {
             const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
             const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
-            sum[r] = __fmul_rn(sum[r], factor[r]);  // not fused with the next addition, whatever MASKED is
+            sum[r] = __fmul_rn(sum[r], factor[r]);  // explicit: never fused with the next addition
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
             moves |= passes;
@@ -210,8 +213,8 @@ struct Consumer {
         }
     }
 
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for rows that see them. `row`: the
-    // lane's first one.
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
+    // the lane's first row.
     __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
 #pragma unroll 1
         for (int key = from; key < to; ++key) {
@@ -226,9 +229,9 @@ struct Consumer {
         }
     }
 
-    // Passes the state of the second group to the first.
+    // Passes the sums of the second group to the first.
     __device__ __forceinline__ void give() const {
-        sync_threads(TAKEN, CONSUMERS);  // what was passed before
+        sync_threads(TAKEN, CONSUMERS);  // the previous sums have been taken
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) shared.passed[i][thread] = out[i / 4][i % 4];
 #pragma unroll
@@ -240,7 +243,7 @@ struct Consumer {
         pass_threads(PASS, CONSUMERS);
     }
 
-    // A sum of the two states that does not depend on which one is whose.
+    // Adds the passed sums to this group's. The result does not depend on the order of the two groups.
     __device__ __forceinline__ void add_given() {
         if (WINDOW) sync_threads(CHECK, GROUP);  // orders nothing, as in hopper_alternate.cu
         sync_threads(PASS, CONSUMERS);
@@ -268,7 +271,7 @@ struct Consumer {
     }
 };
 
-// Replaces values of a slot that are not finite by 0. Returns true if all were finite.
+// Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite.
 __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
     own.arrived(number);
@@ -277,9 +280,9 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     return false;
 }
 
-// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: the first key of its
-// first tile, of which `there` exist; first: the block's first query; scale: of the sequence's first row. Returns
-// whether values that not all queries see are finite.
+// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: first key of the
+// group's first tile, of which `there` exist; first: the block's first query; scale: scale of the sequence's first row.
+// Returns whether the values that only some of the queries see are finite.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
                                        int tiles, int key) {
     const int steps = (tiles + 1 - own.group) / 2;
@@ -318,7 +321,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // turn, which the first group has
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // an extra turn, as the first group takes
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();
@@ -334,7 +337,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
 __device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
                                         float* out_scale, long long rows) {
     Consumer own(shared);
-    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // there is room for what is passed; the first group starts
+    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // `passed` is empty at first; the first group begins
     const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const long long stride = C + 2 * KV;
     for (int tile = 0; work.next(); ++tile) {
@@ -365,14 +368,14 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_hopper(
-    const __grid_constant__ TensorMap map,  // of parts
+    const __grid_constant__ TensorMap map,  // tensor map of parts
     const T* parts,                         // (2, rows, W)
     const float* scale,                     // (rows), powers of two from 2^-126 to 2^126
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out_parts,                           // (2, rows, C)
     float* out_scale,                       // (rows)
     long long rows, int B,
-    int seq_len,     // of the longest sequence
+    int seq_len,     // length of the longest sequence
     int n_head,
     int together) {  // heads per band
     extern __shared__ char unaligned[];

@@ -2,9 +2,10 @@
 // attention/hopper_two_part.cu processes, one after the other. The including file defines QUERIES.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
-// seq_len .. (b + 1) seq_len - 1. With ATT_CACHED its first row is at position start[b], and earlier keys are in a
-// kv_cache. Tiles then begin at multiples of QUERIES of the position, as without a cache, so that a row has the same
-// bits; rows before position start[b] are not stored. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
+// seq_len .. (b + 1) seq_len - 1. With ATT_CACHED, the first row of sequence b is at position start[b], and the keys of
+// earlier positions are in a kv_cache. Tiles still begin at positions that are multiples of QUERIES, so a row has the
+// same bits as without a cache; rows before position start[b] are not stored. Block i of n processes tiles i, 2n - 1 -
+// i, 2n + i, .. in this order:
 //
 //   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
 //   within these, the last tile of every head comes first    with a causal mask it has the most work
@@ -19,11 +20,12 @@ constexpr bool CACHED = ATT_CACHED;
 struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
-    const int own, blocks;             // which block of how many
-    const int* const start = nullptr;  // this and what follows: with ATT_CACHED
-    const int N = 0, n_ctx = 0;        // rows in all; positions of a sequence of the kv_cache
+    const int own, blocks;             // index of this block; number of blocks
+    const int* const start = nullptr;  // this and the next two: with ATT_CACHED
+    const int N = 0, n_ctx = 0;        // total rows; positions per sequence of the kv_cache
     int round = 0;
-    // Of the tile: the row of its sequence's position 0 in out and in the map; the sequence's end; its first query.
+    // For the current tile: the row of its sequence's position 0 in out and in the map; the end of the sequence; the
+    // first query.
     long long row;
     int map_row, map_z, length, first, head;
     int begin = 0;  // position of the sequence's first row
@@ -40,10 +42,10 @@ struct Work {
             head = (band * together + rest % side) % n_head;
             first = (tiles - 1 - rest / side) * QUERIES;
             row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
-            if (CACHED) {  // most slots of a kv_cache have no new rows: these numbers are in the L1 cache soon
+            if (CACHED) {  // most sequences have no new rows; the L1 cache soon holds these numbers
                 map_row = cu_seqlens[b], length = cu_seqlens[b + 1] - map_row;
                 if (length <= 0) continue;
-                begin = max(start[b], 0), row = map_row;  // nothing outside the arrays is read or written
+                begin = max(start[b], 0), row = map_row;  // truncated: nothing outside the arrays is read or written
                 length = map_row < 0 ? 0 : min(begin + min(length, N - map_row), n_ctx);
                 if (length <= begin) continue;
                 first += begin / QUERIES * QUERIES, row -= begin, map_row -= begin;

@@ -1,15 +1,15 @@
 // Appends new keys and values to a kv_cache: row n of qkv belongs to sequence row[n], at position[n].
 //
-//   qkv (N, W), rows [Q | K | V], of which the last 2 C columns are K and V: with grouped queries W > 3C
+//   qkv (N, W), rows [Q | K | V], whose last 2 C columns are K and V: with grouped queries W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
 //
-//   kv_append, kv_append_narrow: writes K and V of packed rows to the kv_cache, converted to its dtype where needed. In
-//       the first qkv is of float, in the second of T, as tensor-core products produce it
+//   kv_append, kv_append_narrow: writes K and V of packed rows to the kv_cache, converted to its dtype where needed.
+//       kv_append reads qkv as float, kv_append_narrow as T, the output type of tensor-core products
 //   kv_round: rounds K and V of packed rows in place to what a kv_cache of FP8 can hold. qkv is of T
-//   kv_copy: copies the first positions of sequences to others, in all layers at once, which are halves (K, or V) of
-//       one array. Grid (any, M, halves)
+//   kv_copy: copies the first positions of sequences to other sequences, in all layers at once. The K and V arrays of
+//       all layers are the halves of one array. Grid (any, M, halves)
 //
-// k and v are of KV. For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
+// k and v are of KV. A thread moves a vector by loads of at most 16 bytes each and one store: attention/kv_cache.cuh.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "attention/kv_cache.cuh"
@@ -63,16 +63,16 @@ extern "C" __global__ void kv_round(
 
 extern "C" __global__ void kv_copy(
     KV* kv,             // (halves, B, n_ctx, C), aligned to a vector
-    const int* source,  // (M): a sequence
-    const int* target,  // (M): another one, of which the others are neither source nor target
-    const int* count,   // (M): positions
+    const int* source,  // (M): source sequences
+    const int* target,  // (M): target sequences; no sequence is the target of one pair and part of another
+    const int* count,   // (M): positions to copy
     int C, int B, int n_ctx) {
     let_next_start();
     wait_for_previous();
     typedef typename Vec<KV, KV_WIDTH>::Raw Raw;
     const int from = __ldcg(source + blockIdx.y), to = __ldcg(target + blockIdx.y);
     if (from < 0 || from >= B || to < 0 || to >= B || from == to) return;
-    const long long size = (long long)n_ctx * C;  // of a sequence
+    const long long size = (long long)n_ctx * C;  // elements per sequence
     const long long n = (long long)min(__ldcg(count + blockIdx.y), n_ctx) * C;
     KV* const half = kv + blockIdx.z * B * size;
     const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * KV_WIDTH;

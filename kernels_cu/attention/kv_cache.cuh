@@ -1,4 +1,4 @@
-// The rows and positions of a kv_cache that new keys and values go to. Included by attention/kv_cache.cu and
+// Destinations of new keys and values in a kv_cache. Included by attention/kv_cache.cu and
 // attention/kv_cache_two_part.cu.
 //
 // One thread per vector of KV_WIDTH channels. Rows and positions outside the cache are skipped. Grid (N), block (any).
@@ -8,7 +8,7 @@
 #define KV_WIDTH 4
 #endif
 
-// Calls move(from, to) for each vector of a row, where `from` is an offset in qkv.
+// Calls move(from, to) for each vector of K and V in row blockIdx.x. from: offset in qkv; to: address in the cache.
 template <typename E, typename Move>
 __device__ __forceinline__ void append(
     const int* row, const int* position, E* k, E* v, int C, int W, int B, int n_ctx, Move move) {

@@ -1,12 +1,12 @@
-// Attention step by step, as in the formula: out = softmax(Q K^T / sqrt(HS)) V for each head.
+// Attention in three kernels, one for each step of the formula: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv    (B, T, ROW)      a row is [Q | K | V], with the heads packed next to each other in each; C = NH HS channels
-//                           of Q, and NKV HS of K and of V: each of their heads serves NH / NKV heads of Q
-//   scores (B, NH, T, T)    passed from one kernel to the next, T / HS times as large as out. The other variants do
-//                           without it: attention/skeleton.cu holds one row of scores, attention/online.cu one tile
+//   qkv    (B, T, ROW)      a row is [Q | K | V], each with its heads next to each other: C = NH HS channels of Q, and
+//                           NKV HS of K and of V; a head of K and V serves NH / NKV heads of Q
+//   scores (B, NH, T, T)    passed from one kernel to the next, T / HS times as large as out. Other variants do not
+//                           store it: attention/skeleton.cu holds one row of scores, attention/online.cu one tile
 //   out    (B, T, C)
 //
-// The names are those of llm.c's attention kernels:
+// The kernels have the names of llm.c's attention kernels:
 //
 //   attention_query_key_kernel1, attention_softmax_kernel1, attention_value_kernel1: three kernels: one thread per
 //       score, per row, per output; TxT scores in memory. They compute
@@ -16,19 +16,19 @@
 //
 //            t2 ->
 //         [ s . . . ]
-//     t   [ s s . . ]   causal: query t sees keys 0..t. The scores beyond are not computed, not written and never read
+//     t   [ s s . . ]   causal: query t sees keys 0..t. Later scores are not computed, not written and never read
 //     |   [ s s s . ]
 //     v   [ s s s s ]
 //
-// The bottlenecks: neighbouring threads read K a row apart in the first kernel and scores T apart in the second, so
-// that each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per
-// multiply-add.
+// Bottlenecks: in the first kernel, neighbouring threads read rows of K, which are ROW floats apart; in the second
+// kernel, they read scores T floats apart. Each load of a warp therefore touches 32 cache lines. In the third kernel,
+// neighbouring threads read neighbouring values of V, but each multiply-add needs two loads.
 #include "lib/common.cuh"
 
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K, and of V
+#ifndef NKV  // heads of K; V has as many
 #define NKV NH
 #endif
 #ifndef HS
@@ -40,7 +40,7 @@ static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
 
 constexpr int C = NH * HS, ROW = C + 2 * NKV * HS, GROUP = NH / NKV;
 
-// Block (any), grid (B NH T ceil(T / blockDim.x)): the blocks of one row, then those of the next row.
+// Block (any), grid (B NH T ceil(T / blockDim.x)): the blocks of a row are consecutive.
 extern "C" __global__ void attention_query_key_kernel1(
     const float* __restrict__ qkv,  // (B, T, ROW)
     float* __restrict__ scores,     // (B, NH, T, T)
@@ -87,7 +87,7 @@ extern "C" __global__ void attention_value_kernel1(
     const long long b = i / C / T;
     const int t = i / C % T;
     const float* p = scores + ((b * NH + channel / HS) * T + t) * T;
-    const int before = channel / HS - channel / HS / GROUP;  // heads of Q up to this one, less those of V
+    const int before = channel / HS - channel / HS / GROUP;  // heads of Q up to this one minus heads of V
     const float* v = qkv + b * T * ROW + C + NKV * HS + channel - before * HS;
     const int n_keys = causal ? t + 1 : T;
     float sum = 0.0f;

@@ -2,37 +2,38 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
-//   qkv (rows, W)    a row is [Q | K | V], with the heads packed next to each other in each: n_head heads of Q, C
-//                    channels, and C / ATT_SERVES channels of K and of V, whose heads serve ATT_SERVES heads of Q each
+//   qkv (rows, W)    a row is [Q | K | V], each with its heads next to each other: n_head heads of Q, C channels, and
+//                    C / ATT_SERVES channels of K and of V; each head of K and V serves ATT_SERVES heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //
 //   attention_mma: tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring of tiles of K
 //       and V by cp.async; ragged batches
-//   attention_cached_mma: attention_mma with K and V from the cache, for packed rows in its 16-bit dtype. It is
-//       compiled with ATT_CACHED, and the cache holds those of the rows already: row i of a sequence is at position
-//       start + i, and sees all keys up to its own
+//   attention_cached_mma: attention_mma with K and V from the cache, for packed rows in its 16-bit dtype. The kernel is
+//       compiled with ATT_CACHED. The cache already contains the keys and values of the rows. Row i of a sequence is at
+//       position start + i and sees all keys up to this position
 //
-// A warp holds its 16 ATT_FRAGS queries in registers, or of 256 channels in shared memory, and walks over tiles of 64
-// keys, or of 32 for 256 channels, which the block's warps share:
+// A warp holds its 16 ATT_FRAGS queries in registers (with 256 channels in shared memory). It processes tiles of 64
+// keys (with 256 channels 32 keys), which the block's warps share:
 //
 //   cp.async   [K V of tile j+1, j+2 ...]     ATT_STAGES tiles in shared memory; one barrier per tile
 //   mma        S = Q K^T                      (queries, 64)
 //   softmax    P = exp2(S UNIT - reference)   attention/scores.cuh; the sum of a row's P is combined at the end
-//   mma        O = O + P V                    an accumulator of S has the layout of operand P of the next product
+//   mma        O = O + P V                    the accumulator of S has the layout of operand P of the next product
 //
-// The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. 16
-// queries skip each step of 16 keys that none of them sees. In the one step that they see in part, or two with a cache,
-// values that are not finite are multiplied key by key, for the queries that see them. Keys past the end of a sequence
-// are zeros, not read. A window (attention/window.cuh) is a second edge of the same kind. With a cache, a query has the
-// bits that it has in attention_mma, wherever its call starts.
+// The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. Keys
+// are processed in steps of 16. A group of 16 queries skips each step of which it sees no key. In a step of which it
+// sees some keys (one step, or two with a cache), infinite and NaN values are multiplied key by key, for the queries
+// that see them. Keys after the end of a sequence are not read and count as zeros. With a window
+// (attention/window.cuh), steps at the start of the window are treated in the same way. With a cache, a query has the
+// same bits as in attention_mma, for any start.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 65.7 and 43.0).
 // With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/cached.cu: 133).
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes, and those of
-// the queries if they stay there. qkv and out are aligned to 16 bytes.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, and with 256
+// channels the bytes of the queries. qkv and out are aligned to 16 bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -46,7 +47,7 @@
 #ifndef ATT_CAUSAL
 #define ATT_CAUSAL 1
 #endif
-#ifndef ATT_CACHED  // with ATT_CAUSAL
+#ifndef ATT_CACHED  // requires ATT_CAUSAL
 #define ATT_CACHED 0
 #endif
 #ifndef ATT_WARPS
@@ -58,7 +59,7 @@
 #ifndef ATT_STAGES
 #define ATT_STAGES 3
 #endif
-#ifndef ATT_BLOCKS  // that an SM must be able to hold
+#ifndef ATT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define ATT_BLOCKS 2
 #endif
 
@@ -67,20 +68,20 @@ constexpr int WARP_QUERIES = 16 * FRAGS, QUERIES = ATT_WARPS * WARP_QUERIES;
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 2 * TILE;  // K, then V
 constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8;  // fragments of a head, as operand and as result
-constexpr int NEAR = KEYS / 8;                        // likewise of a tile's keys
-constexpr int PART = COLUMNS > 16 ? 16 : COLUMNS;     // columns of V that are loaded at once
-constexpr bool KEPT = SIZE <= 128;                    // the queries are in registers
+constexpr int NEAR = KEYS / 8;                        // fragments of a tile's keys, as result
+constexpr int PART = COLUMNS > 16 ? 16 : COLUMNS;     // fragments of columns of V that are loaded at once
+constexpr bool KEPT = SIZE <= 128;                    // the queries stay in registers
 static_assert(!KEPT || QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
 #include "attention/mma_apart.cuh"
 
-// A warp's state for its queries. Lane 4 g + t has rows g and g + 8 of fragment f.
+// A warp's state for its queries. Lane 4 g + t holds rows g and g + 8 of each fragment f.
 struct Queries {
     unsigned q[FRAGS][KEPT ? DEPTH : 1][4];
-    const char* rows;  // the queries in shared memory
+    const char* rows;  // the lane's queries in shared memory
     float out[FRAGS][COLUMNS][4];
-    float sum[FRAGS][2], reference[FRAGS][2];  // the sum covers this lane's keys
+    float sum[FRAGS][2], reference[FRAGS][2];  // sum: over the lane's keys
 
     __device__ __forceinline__ Queries() {
 #pragma unroll
@@ -103,12 +104,12 @@ struct Queries {
         load_matrices<false>(a[0], a[1], a[2], a[3], rows + 16 * f * PITCH + 32 * k);
     }
 
-    // Processes a tile of keys. With MASKED, not all queries see all keys: if causal, row i of the warp sees keys 0 ..
-    // seen + i of the tile, or of these the last WINDOW; else all rows see 0 .. seen.
+    // Processes a tile of keys. With MASKED, not all queries see all keys of the tile. If causal, row i of the warp
+    // sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see keys 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;  // of key 2 t, row g
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;  // for key 2 t and row g
         float s[FRAGS][NEAR][4];
         multiply_keys<MASKED>(s, keys, seen);
         float base[FRAGS][2], factor[FRAGS][2];
@@ -139,7 +140,8 @@ struct Queries {
         multiply_values<MASKED>(s, base, values, seen);
     }
 
-    // Whether no query of fragments `from` to `to` sees keys 8 n .. 8 n + 15 of a tile; the same for the whole warp.
+    // Returns whether no query of fragments `from` to `to` sees keys 8 n .. 8 n + 15 of a tile. The result is the same
+    // for the whole warp.
     template <bool MASKED>
     static __device__ __forceinline__ bool hidden(int from, int to, int n, int seen) {
         return MASKED && (8 * n > (ATT_CAUSAL ? seen + 16 * to + 15 : seen) || is_past(8 * n + 15, seen + 16 * from));
@@ -195,7 +197,7 @@ struct Queries {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {  // 16 keys
+        for (int k = 0; k < KEYS / 16; ++k) {  // steps of 16 keys
             if (hidden<MASKED>(0, FRAGS - 1, 2 * k, seen)) continue;
             unsigned p[FRAGS][4];
 #pragma unroll
@@ -222,7 +224,7 @@ struct Queries {
         }
     }
 
-    // P of 16 keys, and their part of the sums.
+    // Computes P for 16 keys, and adds P to the sums.
     __device__ __forceinline__ void make_weights(unsigned (&p)[4], const float (&s)[NEAR][4], const float (&base)[2],
                                                  int f, int k) {
 #pragma unroll
@@ -244,7 +246,7 @@ struct Queries {
         }
     }
 
-    // Stores those rows of the warp that are below `left` at `to`, 16 bytes per lane at a time.
+    // Stores the warp's rows less than `left` at `to`; each lane stores 16 bytes at a time.
     __device__ __forceinline__ void store(T* to, long long stride, int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -270,22 +272,22 @@ struct Queries {
     }
 };
 
-// Where a block's queries are, and the keys and values that they see.
+// Addresses of a block's queries, and of the keys and values that they see.
 struct Place {
-    const T *q, *k, *v;  // of the sequence's first row, and of position 0
+    const T *q, *k, *v;  // addresses for the sequence's first row (q) and for position 0 (k, v)
     long long q_stride, kv_stride;
     int start;  // position of the first row
-    T* out;     // of the sequence's first row
+    T* out;     // address for the sequence's first row
     int C;
 };
 
 __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& at) {
     const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // positions of the sequence's rows
-    const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // that are seen, from key 0 on
+    const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // number of keys seen, from key 0 on
     const int first_key = first_seen(start + job.first) / KEYS * KEYS;
     char* const asked = ring + (KEPT ? ATT_STAGES - 1 : ATT_STAGES) * STAGE;
     copy_rows<QUERIES>(asked, at.q + job.first * at.q_stride, at.q_stride, job.length - job.first);
-    int arriving = first_key;  // the first key of the next tile to be copied
+    int arriving = first_key;  // first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             copy_rows<KEYS>(stage, at.k + arriving * at.kv_stride, at.kv_stride, end - arriving);
@@ -307,7 +309,7 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
 #pragma unroll 1
     for (int key = first_key; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
-        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
+        __syncthreads();  // the tile is complete; no thread still reads the previous tile or the queries
         ask(empty);
         const int seen = (ATT_CAUSAL ? start + first : end - 1) - key;
         const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;
@@ -329,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                 // (rows, C)
     int B,
-    int seq_len,            // of the longest sequence
+    int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -347,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
 #endif
 }
 
-// Sequences and starts that reach beyond N or n_ctx are truncated.
+// Sequences and starts that exceed N or n_ctx are truncated.
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cached_mma(
     const T* q,             // (N, C), rows q_distance apart
     const T* k,             // (B, n_ctx, C / ATT_SERVES)
@@ -356,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cach
     const int* start,       // (B)
     T* out,                 // (N, C)
     int q_distance, int n_ctx, int N, int B,
-    int seq_len,            // of the longest sequence
+    int seq_len,            // length of the longest sequence
     int n_head,
     int together) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

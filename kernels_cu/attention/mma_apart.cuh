@@ -1,5 +1,5 @@
-// Values that are not finite, of keys that not all of 16 queries see. A part of attention/mma.cu, which describes it
-// and defines PART, the columns of V that are loaded at once.
+// Products with infinite and NaN values of 16 keys that only some of 16 queries see. Part of attention/mma.cu, which
+// describes the purpose and defines PART, the number of fragments of V that are loaded at once.
 #pragma once
 
 __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
@@ -9,8 +9,8 @@ __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
     return __any_sync(0xffffffffu, found != 0);
 }
 
-// Multiplies 16 queries by as many keys, where query i sees keys 0 .. ahead + i, or of these the last WINDOW, and not
-// all values are finite. Removes the finite values from b.
+// Multiplies 16 queries by 16 keys, with infinite or NaN values among them. Query i sees keys 0 .. ahead + i, or only
+// the last WINDOW of these. Removes the finite values from b.
 __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[PART][2],
                                                int ahead) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

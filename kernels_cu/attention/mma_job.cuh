@@ -1,7 +1,7 @@
-// The queries of a block of the mma.sync attention kernels: which rows, of which head of which sequence.
+// The queries of a block of the mma.sync attention kernels: the rows, the head and the sequence.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
-// seq_len .. (b + 1) seq_len - 1. Blocks run roughly in the order of their index, so
+// seq_len .. (b + 1) seq_len - 1. Blocks run roughly in the order of their index. Therefore
 //
 //   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
 //   within these, the last tile of every head comes first    with a causal mask it has the most work
@@ -9,13 +9,14 @@
 
 struct Job {
     long long row;  // first row of the sequence
-    int length;     // of the sequence
-    int first;      // first query of the block, relative to `row`; if not below length, the block has nothing to do
+    int length;     // rows of the sequence
+    int first;      // first query of the block, relative to `row`; if not less than length, no work
     int head;
     int sequence;
 };
 
-// seq_len: of the longest sequence. The grid has ceil(seq_len / queries) n_head B blocks.
+// Returns the block's job. seq_len: length of the longest sequence. The grid has ceil(seq_len / queries) n_head B
+// blocks.
 __device__ __forceinline__ Job choose_job(const int* cu_seqlens, int B, int seq_len, int n_head, int together,
                                           int queries) {
     const int tiles = (seq_len - 1) / queries + 1;

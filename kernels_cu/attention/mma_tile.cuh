@@ -1,17 +1,17 @@
-// A tile of rows of a head in shared memory. Shared by attention/mma.cu and attention/mma_two_part.cu; the including
-// file defines THREADS.
+// A tile of a head's rows in shared memory, for attention/mma.cu and attention/mma_two_part.cu. The including file
+// defines THREADS.
 //
-// The pitch is an odd number of chunks of 16 bytes: ldmatrix has no bank conflicts, and all its offsets are constants.
+// The pitch is an odd number of 16-byte chunks: ldmatrix has no bank conflicts, and all its offsets are constants.
 #pragma once
 
 #include "attention/scores.cuh"
 #include "attention/turn.cuh"
 
-constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // of a tile
-constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // of a row in shared memory
+constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
+constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // chunks and bytes of a row in shared memory
 constexpr int TILE = KEYS * PITCH;
 
-// Copies ROWS rows of a head to shared memory. Rows from `there` on are not read and become zeros.
+// Copies ROWS rows of a head to shared memory. Rows from `there` on are not read; their copies are zeros.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
     constexpr int STEP = THREADS / CHUNKS;

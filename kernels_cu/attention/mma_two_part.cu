@@ -5,30 +5,32 @@
 //   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two in float16, three products instead
 //       of one
 //
-// The parts (lib/two_part.cuh) are those of x = (hi + lo / 2048) scale[row], where scale is a power of two, and the
-// products hi hi + (hi lo + lo hi) / 2048, the last two in a separate accumulator.
+// x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). The products are hi hi + (hi lo +
+// lo hi) / 2048, the last two in a separate accumulator.
 //
 //   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/mma.cu; scale (rows) applies to all three
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
 //
-// A warp has 16 queries. The notes of attention/mma.cu apply here too, with these differences:
+// A warp has 16 queries. The head of attention/mma.cu applies to this file as well, with these differences:
 //
-//   keys      two warps share 16 queries: each takes one half of every tile of keys. So the last queries of a sequence,
-//             which have most keys, take half as long. At the end the second warp passes its sums to the first
+//   keys      two warps share 16 queries: each processes one half of every tile of keys. The last queries of a
+//             sequence, which have most keys, then take half as long. At the end the second warp passes its sums to
+//             the first
 //   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
 //             argument of exp2
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
-//             is the largest scale so far, and O is in its units. The denominator sums P alone
-//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same with fewer registers, so that
-//             with a causal mask a multiprocessor holds two blocks
-//   sums      tensor cores truncate their sums: the product of each tile is added to O by a float32 addition
+//             is the largest scale so far, and the unit of O. The denominator is the sum of P alone
+//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same, with fewer registers. With a
+//             causal mask, a multiprocessor therefore holds two blocks
+//   sums      tensor cores truncate their sums. Therefore the product of each tile is added to O in float32
 //
-// If hi is not finite, lo is 0. Such a value makes every result that it reaches not finite, but not always the same as
-// in float32: infinity can become NaN.
+// If hi is infinite or NaN, lo is 0. Every result that depends on such a value is infinite or NaN, but not always the
+// same as in float32: infinity can become NaN.
 //
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
-// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; as C is a multiple of 64, so are the second parts.
+// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; the second parts are as well, because C is a
+// multiple of 64.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
@@ -45,35 +47,35 @@
 #ifndef ATT_ONE_SCALE
 #define ATT_ONE_SCALE 0
 #endif
-#ifndef ATT_WARPS  // of each half of the keys
+#ifndef ATT_WARPS  // warps for each half of the keys
 #define ATT_WARPS 4
 #endif
 #ifndef ATT_STAGES
 #define ATT_STAGES 3
 #endif
-#ifndef ATT_BLOCKS  // that an SM must be able to hold
+#ifndef ATT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define ATT_BLOCKS 1
 #endif
 
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "attention/mma_tile.cuh"
 #include "attention/two_part_rows.cuh"
-constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // K hi, K lo, V hi, V lo; keys of a tile that a warp takes
-constexpr int SUMS = 4 * COLUMNS;  // of a thread
+constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // stage: K hi, K lo, V hi, V lo; keys of a tile per warp
+constexpr int SUMS = 4 * COLUMNS;  // sums per thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
-// A warp's state for its queries. Lane 4 g + t has rows g and g + 8.
+// A warp's state for its queries. Lane 4 g + t holds rows g and g + 8.
 struct Queries {
 #if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
-    static constexpr bool ALL_MASKED = true;  // then only this variant fits into registers
+    static constexpr bool ALL_MASKED = true;  // the unmasked variant does not fit into registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
     float out[COLUMNS][4];
-    float unit[2];               // the row's scale, with ATT_ONE_SCALE its square, in units of exp2's argument
-    float sum[2], reference[2];  // the sum covers this lane's keys
-    float top[2];                // the largest scale so far
+    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
+    float sum[2], reference[2];  // sum: over the lane's keys
+    float top[2];                // largest scale so far
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -88,19 +90,19 @@ struct Queries {
         }
     }
 
-    // Whether none of the warp's queries sees HELD keys from 8 n on.
+    // Returns whether none of the warp's queries sees any of HELD keys, starting at key 8 n.
     template <bool MASKED, int HELD>
     static __device__ __forceinline__ bool hidden(int n, int seen) {
         return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
     }
 
-    // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of them: if
-    // causal, row i of the warp sees keys 0 .. seen + i, or of these the last WINDOW; else all rows see 0 .. seen.
-    // rows: the high parts of the queries; QUERIES rows further are the low parts.
+    // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of these keys.
+    // If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see
+    // keys 0 .. seen. rows: the high parts of the queries, followed after QUERIES rows by the low parts.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;  // of key 2 t, row g
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;  // for key 2 t and row g
         float of_key[OWN / 8][2], s[OWN / 8][4];
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) {
@@ -148,7 +150,7 @@ struct Queries {
                 for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
             }
         }
-        unsigned p[OWN / 16][4], q[OWN / 16][4];  // hi and lo
+        unsigned p[OWN / 16][4], q[OWN / 16][4];  // hi and lo of P
 #pragma unroll
         for (int k = 0; k < OWN / 16; ++k) {
 #pragma unroll
@@ -171,7 +173,7 @@ struct Queries {
                                                          int seen) {
         const int lane = threadIdx.x % 32;
         rows += lane % 16 * PITCH + lane / 16 * 16;
-        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // the upper lanes load low parts
+        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // the upper 16 lanes load low parts
         float cross[OWN / 8][4] = {};
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
@@ -206,7 +208,7 @@ struct Queries {
         for (int n = 0; n < COLUMNS; ++n) {
             float sums[4] = {}, cross[4] = {};
 #pragma unroll
-            for (int k = 0; k < OWN / 16; ++k) {  // 16 keys
+            for (int k = 0; k < OWN / 16; ++k) {  // steps of 16 keys
                 if (hidden<MASKED, 16>(2 * k, seen)) continue;
                 unsigned b[2], c[2];
                 load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
@@ -221,8 +223,8 @@ struct Queries {
         }
     }
 
-    // For 16 keys of which query i sees 0 .. ahead + i, or of these the last WINDOW: removes values that are not finite
-    // from b and c, and adds them, key by key, to the queries that see them.
+    // Treats 16 keys, of which query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Removes infinite and
+    // NaN values from b and c, and adds them, key by key, to the queries that see them.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
                                                       unsigned (&c)[2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -251,7 +253,8 @@ struct Queries {
         }
     }
 
-    // Passes the state to the warp with the same queries; `to` and `from`: a thread's places, HALF floats apart.
+    // Passes the state to the warp with the same queries. to, and `from` in add(): a thread's values, HALF floats
+    // apart.
     __device__ __forceinline__ void give(float* to) const {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
@@ -293,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     T* out_parts,           // (2, rows, C)
     float* out_scale,       // (rows)
     long long rows, int B,
-    int seq_len,            // of the longest sequence
+    int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -303,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
     const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
-    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // keys seen: 0 .. keys - 1
     const long long stride = C + 2LL * KV, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
@@ -313,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     }
     const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
     const int first_key = first_seen(job.first) / KEYS * KEYS;
-    int arriving = first_key;  // the first key of the next tile to be copied
+    int arriving = first_key;  // first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             const T* from = head + arriving * stride + to_keys;
@@ -329,14 +332,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
 
     const int warp = threadIdx.x % HALF / 32 * 16;      // the warp's first query in the block's tile
-    const int own = __shfl_sync(0xffffffffu, threadIdx.x / HALF, 0) * OWN;  // and its first key in a tile of keys
+    const int own = __shfl_sync(0xffffffffu, threadIdx.x / HALF, 0) * OWN;  // the warp's first key in a tile
     const int first = job.first + warp;
     Queries queries(first < job.length ? scale + first : scale, job.length - first);
     int stage = 0, empty = (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
     for (int key = first_key; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
-        __syncthreads();  // the tile and the queries are complete, and no thread still reads the previous tile
+        __syncthreads();  // the tile and the queries are complete; no thread still reads the previous tile
         ask(ring + empty);
         const char *const asked = asking + warp * PITCH, *const tile = ring + stage + own * PITCH;
         const int from = key + own, seen = (ATT_CAUSAL ? first : job.length - 1) - from;

@@ -1,26 +1,26 @@
 // Attention in one kernel: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv (B, T, ROW)   a row is [Q | K | V], with the heads packed next to each other in each: NH heads of Q, and NKV
-//                     of K and of V, each of which serves NH / NKV neighbouring heads of Q
+//   qkv (B, T, ROW)   a row is [Q | K | V], each with its heads next to each other: NH heads of Q, and NKV of K and of
+//                     V; a head of K and V serves NH / NKV neighbouring heads of Q
 //   out (B, T, C)     C = NH HS
 //
 //   attention_forward_online: tiles of K and V in shared memory, online softmax, 8x8 per thread; no TxT scores. A block
-//       has many queries and one tile of scores at a time, in registers; attention/skeleton.cu has a row of scores in
-//       shared memory, attention/ladder.cu all of them in device memory
+//       processes many queries and holds one tile of scores at a time, in registers. attention/skeleton.cu holds a row
+//       of scores in shared memory, attention/ladder.cu all scores in device memory
 //
-// Any T. attention/online.cuh describes the algorithm, the tiles and what a thread holds. If HS is a multiple of 4, qkv
-// and out are aligned to 16 bytes.
+// Any T. attention/online.cuh describes the algorithm, the tiles and the values in a thread's registers. If HS is a
+// multiple of 4, qkv and out are aligned to 16 bytes.
 //
 // Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays at the start of `attend`.
 #include "attention/online.cuh"
 
-constexpr int ROW = (NH + 2 * NKV) * HS;  // distance between consecutive rows of a head
+constexpr int ROW = (NH + 2 * NKV) * HS;  // distance between rows of a head
 
-// With a bound of 1 block: otherwise the compiler spills registers so that more small blocks fit.
+// __launch_bounds__ with 1 block: otherwise the compiler spills registers so that more small blocks fit.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_online(
     const float* __restrict__ qkv,  // (B, T, ROW), a row is [Q | K | V]
     float* __restrict__ out,        // (B, T, C)
-    int T, int causal) {            // causal: query t sees keys 0..t, else all
+    int T, int causal) {            // causal: query t sees keys 0..t, else all keys
     extern __shared__ __align__(16) float tiles[];
     attend<float>(tiles, out, causal, [&](long long b, long long h) -> Task<float> {
         const float* head_q = qkv + b * T * ROW + h * HS;

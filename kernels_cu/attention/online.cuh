@@ -1,17 +1,17 @@
 // Tile-by-tile attention, shared by attention/online.cu and attention/cached.cu.
 //
-// A block walks along K and V, KEYS rows at a time. Of the keys processed so far, it keeps for each query the largest
+// A block processes K and V in tiles of KEYS rows. Over the keys processed so far, it keeps for each query the largest
 // score m, the sum l of exp(score - m) and the sum o of exp(score - m) V. If a tile has a larger m, both sums are
-// scaled by exp(m - new m); the result is o / l.
+// scaled by exp(m - new m). The result is o / l.
 //
 //                 K, V ->
-//             [ m m . . . . ]   x  a tile seen whole
+//             [ m m . . . . ]   x  a tile whose keys all queries of the block see
 //        Q    [ x x m m . . ]   m  a tile that the causal mask crosses: each product with V is masked
 //        |    [ x x x x m m ]   .  neither read nor computed
-//        v                      a row is a block's QUERIES queries; the longest start first, short ones fill the end
+//        v                      a row is a block's QUERIES queries; rows with most work start first, short ones last
 //
-// A tile is two matrix products, whose arithmetic bounds the kernel. In each, a thread holds 8x8 results in registers:
-// of the scores of its warp's 32 queries and KEYS keys, and of o.
+// A tile takes two matrix products, whose arithmetic bounds the kernel. For each product, a thread holds 8x8 results in
+// registers: scores of its warp's 32 queries and KEYS keys, and values of o.
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
@@ -19,20 +19,21 @@
 //             |                           |        |       multiply-adds in both products
 //     Q (QUERIES, HS) in shared    o = o exp(m - new m) + P V
 //
-// P passes through shared memory, 32 keys at a time. A warp reads only what it wrote itself, so no block barrier is
-// needed. V is loaded (cp.async) while S is computed, the next K while o is: one buffer each, two barriers per tile.
+// P passes through shared memory, 32 keys at a time. A warp reads only values that it wrote itself, so no block barrier
+// is needed. V is loaded (cp.async) while S is computed, and the next K while o is computed: one buffer each, two
+// barriers per tile.
 //
 //   a thread's queries     4 r + ty          (r = 0..ROWS-1, ty = 0..3)
-//   its keys               32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
-//   its channels of o      the same, in o[r][g][e]
+//   a thread's keys        32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
+//   its channels of o      32 g + 4 tx + e, in o[r][g][e]
 //
 // K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread widens the pieces that it has
-// copied into the tile, before the barrier that makes them visible to the others. The order of a query's sums depends
-// only on KEYS: not on the other queries, nor on its position in a block.
+// copied and writes them to the tile, before the barrier that makes them visible to other threads. The order of a
+// query's sums depends only on KEYS: neither on the other queries, nor on the query's position in a block.
 //
-// Any number of queries and keys. Any HS up to 256: a larger head means fewer queries per warp, so that o stays in
-// registers. If HS is a multiple of 4 (8 for K and V of 16 bits, 16 for FP8), rows are aligned to 16 bytes and move in
-// 16-byte pieces. GPUs before sm_80 have no cp.async: there copies are synchronous and go through registers.
+// Any number of queries and keys. Any HS up to 256: larger heads have fewer queries per warp, so that o fits in
+// registers. If HS is a multiple of 4 (8 for K and V of 16 bits, 16 for FP8), rows are aligned to 16 bytes and are
+// copied in 16-byte pieces. GPUs before sm_80 have no cp.async: copies are synchronous and go through registers.
 //
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
@@ -46,19 +47,19 @@
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K, and of V
+#ifndef NKV  // heads of K; V has as many
 #define NKV NH
 #endif
 #ifndef HS
 #define HS 64
 #endif
-#ifndef AO_WARPS  // of a block
+#ifndef AO_WARPS  // warps per block
 #define AO_WARPS 4
 #endif
-#ifndef AO_KEYS  // of a tile
+#ifndef AO_KEYS  // keys per tile
 #define AO_KEYS 64
 #endif
-#ifndef AO_ROWS  // queries of a thread
+#ifndef AO_ROWS  // queries per thread
 #define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : 2)
 #endif
 #ifndef AO_UNROLL  // unrolled steps of 4 terms of a sum
@@ -69,22 +70,22 @@ static_assert(NH > 0 && HS > 0 && HS <= 256, "o must fit in registers: HS <= 256
 static_assert(AO_WARPS > 0 && AO_WARPS <= 8, "a thread needs up to 255 registers: at most 8 warps");
 static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys at a time");
 
-constexpr int GROUP = NH / NKV;  // heads of Q that share one of K
+constexpr int GROUP = NH / NKV;  // heads of Q that share a head of K
 constexpr int ROWS = AO_ROWS;
-constexpr int COLUMNS = AO_KEYS / 8;    // keys of a thread
-constexpr int GROUPS = (HS + 31) / 32;  // of 32 channels, 4 of which belong to a thread
+constexpr int COLUMNS = AO_KEYS / 8;    // keys per thread
+constexpr int GROUPS = (HS + 31) / 32;  // groups of 32 channels; a thread has 4 of each group
 constexpr int THREADS = 32 * AO_WARPS;
 constexpr int WARP_QUERIES = 4 * ROWS;
 constexpr int QUERIES = WARP_QUERIES * AO_WARPS;
 constexpr int KEYS = AO_KEYS;
 constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to whole float4, padded with zeros
-constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 consecutive rows then start in 8 different groups of 4 banks
+constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 consecutive rows start in 8 different groups of 4 banks
 constexpr int V_STRIDE = 32 * GROUPS;
-constexpr int P_STRIDE = 32 + 16;  // a quarter of a warp stores 4 float4 in each of two rows: again 8 groups
+constexpr int P_STRIDE = 32 + 16;  // a quarter of a warp stores 4 float4 in each of two rows: 8 groups of banks
 
-// Calls copy(row, more, d) for all pieces of WIDTH elements of COUNT rows of a head: of row + more, from element d on.
-// The pieces of a warp are contiguous. If a thread can keep to one d, `row` is its first row and `more` is a constant
-// to the compiler. With WIDTH 1, the padding elements are included.
+// Calls copy(row, more, d) for all pieces of WIDTH elements of COUNT rows of a head: the piece of row `row + more` that
+// starts with element d. The pieces of a warp are contiguous. If all pieces of a thread have the same d, `row` is the
+// thread's first row, and `more` is a compile-time constant. With WIDTH 1, the padding elements are included.
 template <int COUNT, int WIDTH, typename Copy>
 __device__ __forceinline__ void for_each_piece(Copy copy) {
     constexpr int PIECES = DEPTH / WIDTH, STEP = PIECES <= THREADS ? THREADS / PIECES : 1;
@@ -98,12 +99,13 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
     }
 }
 
-// The position of a key in a tile of K: key 4 i + e of each 32 is in row 8 e + i, so that neighbouring threads, whose
-// keys are 4 apart, read neighbouring rows. It permutes bits: place(a + b) = place(a) + place(b) if no bit carries.
+// Returns the position of a key in a tile of K: key 4 i + e of each 32 keys is in row 8 e + i, so that neighbouring
+// threads, whose keys are 4 apart, read neighbouring rows. The function permutes bits: place(a + b) = place(a) +
+// place(b) if no bit carries.
 __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 * 8 + key % 32 / 4; }
 
 template <typename E>
-constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements that move together
+constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece
 template <typename E>
 constexpr bool STAGED = sizeof(E) < 4 && ACROSS<E> > 1;
 
@@ -112,12 +114,12 @@ __device__ __forceinline__ float as_float(E value) {
     if constexpr (sizeof(E) < 4) {
         return widen(value);
     } else {
-        return value;  // T may be a type other than float
+        return value;  // not widen(): T may be another type than float
     }
 }
 
-// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, others
-// to `staged`. Past the end of the sequence its last row is copied, which no query sees.
+// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, other types to
+// `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -133,7 +135,7 @@ __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, i
     });
 }
 
-// Widens the pieces that this thread has copied to `staged`, after they have arrived.
+// Widens the pieces that this thread has copied to `staged`, after the copies have arrived.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     if constexpr (STAGED<E>) {
@@ -150,7 +152,7 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
-// Like copy_rows, for 16-bit queries, which are loaded only once: each thread widens what it loads.
+// Copies 16-bit queries like copy_rows. They are loaded only once, so each thread widens its queries directly.
 template <int COUNT, int TO_STRIDE, typename E>
 __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -176,7 +178,8 @@ __device__ __forceinline__ void add_product(float (&sum)[4], float a, float4 b) 
     sum[3] += a * b.w;
 }
 
-// s = Q K^T for the thread's queries and keys. q and k point to its first rows; the others follow every 4 and 8 rows.
+// s = Q K^T for the thread's queries and keys. q and k point to the thread's first rows; its other rows follow at
+// distances of 4 (q) and 8 (k).
 __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const float* q, const float* k) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -203,8 +206,8 @@ __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const 
     }
 }
 
-// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or the
-// last WINDOW of these. Products with other keys are skipped, not multiplied by 0: their values may be NaN.
+// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or only
+// the last WINDOW of these. Products with other keys are skipped, not multiplied by 0, because the values may be NaN.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(
     float (&o)[ROWS][GROUPS][4], const float* p, const float* v, int key, int last, int step) {
@@ -230,13 +233,14 @@ __device__ __forceinline__ void add_values(
 }
 
 template <typename Op>
-__device__ __forceinline__ float combine_row(float value) {  // over the 8 threads that share a query
+__device__ __forceinline__ float combine_row(float value) {  // over the 8 threads of a query
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 1));
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 4));
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
 }
 
-// The work of a block: some queries of a head of a sequence. K and V have type E; queries and output Q: float or E.
+// The work of a block: some queries of a head of a sequence. K and V have type E. Queries and output have type Q: float
+// or E.
 template <typename E, typename Q = float>
 struct Task {
     const Q* q;                // (queries, HS), rows q_distance apart
@@ -246,8 +250,8 @@ struct Task {
     long long out_row;         // output row of query 0
 };
 
-// find(b, h) returns the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH, ceil(queries / QUERIES)).
-// tiles: dynamic shared memory for the arrays that follow.
+// Computes attention. find(b, h) returns the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH,
+// ceil(queries / QUERIES)). tiles: dynamic shared memory for the arrays below.
 template <typename E, typename Q, typename Find>
 __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find find) {
     float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE apart
@@ -259,7 +263,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     // The lane's bits are permuted so that each half of a warp reads 8 rows of K and 2 of Q at a time.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
-    const int row = WARP_QUERIES * warp + ty;  // of q_s and p_s
+    const int row = WARP_QUERIES * warp + ty;  // row of q_s and p_s
     const float* q = q_s + row * STRIDE;
     const float* k = k_s + tx * STRIDE;
     const float* v = v_s + 4 * tx;
@@ -270,18 +274,18 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     const int queries = task.queries, start = task.start, rows = task.rows;
     const int tile = causal ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const int block_query = tile * QUERIES, warp_query = block_query + WARP_QUERIES * warp, query = block_query + row;
-    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // seen by some query of the block
+    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // keys that the block's queries see
     const int some_see = warp_query >= queries ? 0  // keys that some query of the warp sees
                          : causal              ? min(rows, start + warp_query + WARP_QUERIES)
                                                : rows;
     const int all_see = causal ? start + warp_query + 1 : rows;  // keys that all queries of the warp see: no mask
-    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // seen by some query of the block
-    const int none_before = first_seen(start + warp_query);  // keys that no query of the warp sees
+    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // first tile that the block sees
+    const int none_before = first_seen(start + warp_query);  // keys before these are hidden from the whole warp
     const int all_from = first_seen(start + warp_query + WARP_QUERIES - 1);
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
-    const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a constant
-    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of the thread's own keys, until the end
+    const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a compile-time constant
+    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum over the thread's keys, until the end
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
@@ -303,13 +307,13 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     for (int key = first_key; key < n_keys; key += KEYS) {
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
-        __syncthreads();  // K is there, and the previous V has been read
+        __syncthreads();  // K is complete; the previous V has been read
         copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
         if (key < some_see && key + KEYS > none_before) compute_scores(s, q, k);
         wait_for_copies();
         widen_rows<KEYS, V_STRIDE, false>(v_s, staged);
-        __syncthreads();  // V is there, and K has been read
+        __syncthreads();  // V is complete; K has been read
         if (key + KEYS < n_keys) {
             copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
         }
@@ -373,7 +377,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         Q* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const int channels = HS - 32 * g - 4 * tx;  // that are left
+            const int channels = HS - 32 * g - 4 * tx;  // remaining channels
             float y[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) y[e] = o[r][g][e] * scale;

@@ -1,14 +1,15 @@
-// The treatment of scores that the attention kernels on tensor cores share (attention/mma*.cu, attention/hopper*.cu).
-// The including file selects T, a 16-bit type (lib/storage.cuh).
+// Softmax of scores in the tensor-core attention kernels (attention/mma*.cu, attention/hopper*.cu). The including file
+// selects T, a 16-bit type (lib/storage.cuh).
 //
-//   P = exp2(S UNIT - reference)     S = q . k, before its division by sqrt(SIZE)
+//   P = exp2(S UNIT - reference)     S = q . k, not yet divided by sqrt(SIZE)
 //
-// A row's reference is its largest score at the time the reference was set, minus 8. So the largest P of a row, rounded
-// to T, is between 2^8 and 2^15, and values down to 2^-32 of it are not yet zero in fp16. The reference is updated, and
-// O rescaled, only if a score would exceed 2^15, which is rare after the first keys.
+// A row's reference is its largest score at the time the reference was set, minus 8. The largest P of a row, rounded to
+// T, is therefore between 2^8 and 2^15, and values down to 2^-32 of it are not yet zero in fp16. Only if a score would
+// make P exceed 2^15, which is rare after the first keys, is the reference updated and O rescaled.
 //
-// A key that a query does not see has P = 0, but 0 NaN is NaN. So if not all queries see all of the keys that are
-// multiplied at once, values that are not finite are removed from V and added separately to the queries that see them.
+// A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. So if some queries do not see all of
+// the keys that are multiplied at once, infinite and NaN values are removed from V and added separately to the queries
+// that see them.
 #pragma once
 
 #include "attention/unit.cuh"
@@ -18,7 +19,7 @@
 #ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
 #define ATT_SIZE 64
 #endif
-#ifndef ATT_SERVES  // heads of Q that a head of K and V serves
+#ifndef ATT_SERVES  // heads of Q served by a head of K and V
 #define ATT_SERVES 1
 #endif
 
@@ -30,10 +31,10 @@ constexpr float UNIT = LOG2_E * ATT_SCALE;
 // exp(s / sqrt(SIZE)) is exp2(s UNIT)
 constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
 #endif
-constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: when the reference is set, and its limit
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: at a new reference; limit
 
-// Of two values of T in a register: sets the sign bits of those that are infinite or NaN. (The result, shifted right by
-// 15 and multiplied by 0xffff, masks all their bits.)
+// Sets the sign bit of each of two values of T that is infinite or NaN. (The result, shifted right by 15 and multiplied
+// by 0xffff, is a mask of all bits of these values.)
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;

@@ -1,25 +1,25 @@
 // Attention: out = softmax(q K^T / sqrt(HS)) V for each head.
 //
 //   mha_causal_kernel, mha_nocausal_kernel: one block per query and head: scores, exp and sum, weighted sum of V. In
-//       the first, query t sees keys 0..t, as in GPT-2, and keys beyond are never read. In the second, every query sees
-//       all seq_len keys, as in LeetGPU's GPT-2 block challenge
+//       mha_causal_kernel, query t sees keys 0..t, as in GPT-2, and later keys are never read. In mha_nocausal_kernel,
+//       every query sees all seq_len keys, as in LeetGPU's GPT-2 block challenge
 //
-// A row of qkv is [Q | K | V]. With grouped queries, NKV < NH, K and V have fewer heads, each of which serves NH / NKV
-// neighbouring heads of Q.
+// A row of qkv is [Q | K | V]. With grouped queries (NKV < NH), K and V have fewer heads than Q; each of their heads
+// serves NH / NKV neighbouring heads of Q.
 //
-// grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, one row of scores. The opt-in shared
-// memory of the GPU therefore limits seq_len (about 57,000 on an H200).
+// grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, for one row of scores. The GPU's limit of
+// opt-in shared memory therefore limits seq_len (about 57,000 on an H200).
 //
 //   pass 1   scores[j] = q . k_j / sqrt(HS), one thread per key, and their maximum
 //   pass 2   scores[j] = exp(scores[j] - max), and their sum
 //   pass 3   out[d] = sum_j scores[j] v_j[d] / sum: HS neighbouring threads read a row of V together; the 256 / HS
-//            groups of such threads share the keys and add their parts in shared memory at the end
+//            groups of such threads share the keys and add their sums in shared memory at the end
 #include "lib/common.cuh"
 
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K, and of V
+#ifndef NKV  // heads of K; V has as many
 #define NKV NH
 #endif
 #ifndef HS
@@ -31,10 +31,10 @@ constexpr int C = NH * HS, ROW = C + 2 * NKV * HS;
 static_assert(HS <= MHA_BLOCK, "pass 3 needs a thread for every channel of a head: HS <= 256");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
 
-__device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory, (HS) each
+__device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory; q, k (HS)
     float sum = 0.0f;
-#if HS % 4 == 0  // rows of K are then aligned to 16 bytes, as qkv itself is
-#pragma unroll 4  // fully unrolled, q would take 64 registers and fewer blocks fit on an SM: 1.29 times slower
+#if HS % 4 == 0  // rows of K are aligned to 16 bytes, as is qkv
+#pragma unroll 4  // fully unrolled, q takes 64 registers, and fewer blocks fit on an SM: 1.29 times slower
     for (int d = 0; d < HS; d += 4) {
         const float4 k4 = *reinterpret_cast<const float4*>(k + d);
         sum += q[d] * k4.x;
@@ -55,7 +55,7 @@ __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_o
     __shared__ float scratch[MHA_BLOCK];
     const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
     const long long first_row = (long long)blockIdx.z * seq_len;
-    const float* head_q = qkv + first_row * ROW + head * HS;  // (seq_len, ROW), from this head's Q on
+    const float* head_q = qkv + first_row * ROW + head * HS;  // (seq_len, ROW), starting at this head's Q
     const float* head_k = head_q + C - (head - head / (NH / NKV)) * HS;
     const float* head_v = head_k + NKV * HS;
     const int n_keys = CAUSAL ? t + 1 : seq_len;

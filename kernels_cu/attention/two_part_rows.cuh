@@ -1,13 +1,13 @@
-// What attention/mma_two_part.cu and attention/hopper_two_part.cu do alike with two-part numbers (lib/two_part.cuh):
-// the division of floats into their parts in the registers of a product, and the store of a warp's rows. The including
-// file defines ATT_ONE_SCALE and includes attention/scores.cuh and lib/sm80.cuh.
+// The treatment of two-part numbers (lib/two_part.cuh) that attention/mma_two_part.cu and attention/hopper_two_part.cu
+// share: splitting floats into two parts in the operand registers of a product, and storing a warp's rows. The
+// including file defines ATT_ONE_SCALE and includes attention/scores.cuh and lib/sm80.cuh.
 //
-// Lane 4 g + t of a warp has rows g and g + 8 of 16, and of these columns 8 n + 2t and 8 n + 2t + 1.
+// Of a warp's 16 rows, lane 4 g + t holds columns 8 n + 2t and 8 n + 2t + 1 of rows g and g + 8.
 #pragma once
 
 #include "attention/turn.cuh"
 
-constexpr float CROSS = 1.0f / 2048;  // a unit of lo, in units of hi
+constexpr float CROSS = 1.0f / 2048;  // 1 in lo is CROSS in hi
 constexpr int COLUMNS = SIZE / 8;
 
 // Two floats, each as hi + lo / 2048.
@@ -22,8 +22,8 @@ struct Split {
     }
 };
 
-// Stores the scales of the warp's rows below `left`, unless `to` is null: the largest that a row has seen, or with
-// ATT_ONE_SCALE `one`.
+// Stores the scales of the warp's rows less than `left`, unless `to` is null. The scale of a row is the largest that
+// the row has seen, or with ATT_ONE_SCALE `one`.
 __device__ __forceinline__ void store_scales(const float (&top)[2], float* to, float one, int left) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -33,8 +33,8 @@ __device__ __forceinline__ void store_scales(const float (&top)[2], float* to, f
     }
 }
 
-// Divides the warp's rows by their sums, of which each lane has a part, and stores those below `left` at `to`; lo is
-// `part` elements further.
+// Divides the warp's rows by their sums (each lane holds a part of a sum), and stores rows less than `left` at `to`. lo
+// is stored `part` elements after hi.
 __device__ __forceinline__ void store_rows(const float (&out)[COLUMNS][4], const float (&sum)[2], T* to, long long part,
                                            long long stride, int left) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -1,5 +1,5 @@
-// What scores are multiplied by, so that their softmax has powers of two: log2(e) / sqrt(HS) or, for models that state
-// a scale of their own, log2(e) ATT_SCALE.
+// The factor that scales scores so that softmax can use powers of two: log2(e) / sqrt(HS), or log2(e) ATT_SCALE for
+// models that define their own scale.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;

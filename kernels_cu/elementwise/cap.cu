@@ -1,6 +1,6 @@
 // Logits capped between -limit and limit: y = limit tanh(x / limit).
 //
-//   cap_logits: one thread per element; -infinity, the logit of what is no token, stays; launches may overlap
+//   cap_logits: one thread per element; a logit of -infinity, which excludes a token, stays; launches may overlap
 //
 // grid (ceil(n / block)), block (any). Source: Gemma Team, "Gemma 2" (2024), "logit soft-capping".
 #include "lib/fresh.cuh"

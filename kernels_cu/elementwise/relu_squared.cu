@@ -14,5 +14,5 @@ extern "C" __global__ void relu_squared(const float* x,  // (n)
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const float v = __ldcg(x + i);
-    y[i] = v < 0.0f ? 0.0f : v * v;  // NaN stays
+    y[i] = v < 0.0f ? 0.0f : v * v;  // NaN stays NaN
 }

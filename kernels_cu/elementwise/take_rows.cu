@@ -1,6 +1,6 @@
-// Rows by their numbers: out[i] = x[index[i]].
+// Gathers rows by index: out[i] = x[index[i]].
 //
-//   take_rows: some rows of a matrix, a block for each
+//   take_rows: one block per row of out; gathers rows of a matrix by index
 //
 // grid (rows of out), block (any). TAKE_WIDTH divides C; x and out are aligned to TAKE_WIDTH elements.
 #include "lib/fresh.cuh"
@@ -12,7 +12,7 @@
 
 extern "C" __global__ void take_rows(
     const T* x,        // (rows, C)
-    const int* index,  // (gridDim.x): rows of x
+    const int* index,  // (gridDim.x): indices of rows of x
     T* out,            // (gridDim.x, C)
     int C) {
     typedef typename Vec<T, TAKE_WIDTH>::Raw Raw;

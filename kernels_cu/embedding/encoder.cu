@@ -2,17 +2,17 @@
 //
 //   ids (B, T) of int, wte (V, C), wpe (n_ctx, C) with n_ctx >= T, out (B, T, C); rows = B * T
 //
-// The names are those of llm.c's encoder kernels. Each variant adds one idea to the previous one:
+// The kernels have the names of llm.c's encoder kernels. Each variant adds one idea to the previous one:
 //
 //   encoder_forward_kernel1: one thread per element
 //   encoder_forward_kernel2: one thread per 4 channels, 16-byte loads and stores
 //   encoder_forward_kernel3: one warp per row, several 16-byte loads in flight. The id is read and the address computed
-//       once per row. Neighbouring warps take the same position of different sequences and so share its row of wpe in
-//       the L1 cache
+//       once per row. Neighbouring warps process the same position of different sequences, so they share its row of wpe
+//       in the L1 cache
 //
-// The kernels are memory-bound: each token reads a row of wte and writes a row of out. For an id outside 0..V-1 nothing
-// is read; its row becomes NaN.
-constexpr int ENCODER_LOADS = 4;  // loads of wte that a lane of kernel 3 has in flight
+// The kernels are memory-bound: each token reads a row of wte and writes a row of out. For an id outside 0..V-1, no row
+// of wte is read, and the row of out becomes NaN.
+constexpr int ENCODER_LOADS = 4;  // loads of wte that a lane of encoder_forward_kernel3 issues at once
 
 __device__ bool known(int id, int V) { return 0 <= id && id < V; }
 
@@ -33,14 +33,14 @@ extern "C" __global__ void encoder_forward_kernel1(
     out[i] = known(id, V) ? wte[(long long)id * C + c] + wpe[(long long)t * C + c] : not_a_number();
 }
 
-// C must be a multiple of 4 and rows aligned to 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
+// C must be a multiple of 4, and rows aligned to 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
 extern "C" __global__ void encoder_forward_kernel2(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)
     const float* __restrict__ wpe,  // (n_ctx, C)
     float* __restrict__ out,        // (B, T, C)
     int rows, int T, int C, int V) {
-    const int packs = C / 4;  // of a row
+    const int packs = C / 4;  // float4 per row
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (long long)rows * packs) return;
     const int row = i / packs, p = i % packs, t = row % T, id = ids[row];
@@ -53,7 +53,8 @@ extern "C" __global__ void encoder_forward_kernel2(
     reinterpret_cast<float4*>(out)[i] = sum;
 }
 
-// C must be a multiple of 4 and rows aligned to 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
+// C must be a multiple of 4, and rows aligned to 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of
+// 32)
 extern "C" __global__ void encoder_forward_kernel3(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)

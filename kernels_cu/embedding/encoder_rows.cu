@@ -1,23 +1,23 @@
 // Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] * ER_FACTOR + wpe[position[n]].
 //
-//   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C) or null for none, out (N, C)
+//   ids, position (N), wte (V, C) of W, scale (V) or null (ones), wpe (n_ctx, C) or null (not added), out (N, C)
 //
 //   encoder_rows: one block per row, one thread per ER_WIDTH channels; ids and positions in device memory, wte in any
 //       weight dtype
 //
-// Compared with embedding/encoder.cu, which takes whole sequences from position 0 on, each token has its own position,
-// and a CUDA graph can begin with this kernel. For an id or a position outside its table nothing is read; the row
+// embedding/encoder.cu embeds whole sequences from position 0 on. Here each token has its own position, and a CUDA
+// graph can begin with this kernel. For an id or a position outside its table, no table is read, and the row of out
 // becomes NaN.
 //
 // Grid (N), block (any).
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
-#ifndef ER_WIDTH  // channels of a thread: 1, 2 or 4, a divisor of C; all arrays are aligned to a vector
+#ifndef ER_WIDTH  // channels per thread: 1, 2 or 4, a divisor of C; all arrays are aligned to a vector
 #define ER_WIDTH 4
 #endif
 
-#ifndef ER_FACTOR  // of the rows of wte
+#ifndef ER_FACTOR  // factor for the rows of wte
 #define ER_FACTOR 1.0f
 #endif
 
@@ -29,8 +29,8 @@ extern "C" __global__ void encoder_rows(
     const int* ids,                   // (N)
     const int* position,              // (N)
     const W* __restrict__ wte,        // (V, C)
-    const float* __restrict__ scale,  // (V), or null: all ones
-    const float* __restrict__ wpe,    // (n_ctx, C), or null: rows of wte alone
+    const float* __restrict__ scale,  // (V), or null for all ones
+    const float* __restrict__ wpe,    // (n_ctx, C), or null to add nothing
     float* out,                       // (N, C)
     int C, int V, int n_ctx) {
     let_next_start();

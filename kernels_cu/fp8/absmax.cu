@@ -1,9 +1,10 @@
-// For a weight matrix: absmax[n] = max over k of |w[k][n]|, w (K, N), or of |w[n][k]|, w (N, K).
+// The largest magnitude per output channel of a weight matrix: absmax[n] = max over k of |w[k][n]| for w (K, N), or of
+// |w[n][k]| for w (N, K).
 //
 //   absmax_kn_kernel, absmax_nk_kernel: the largest magnitude of each output channel, for scales; finds infinity and
-//       NaN. The first goes along columns, the second along rows
+//       NaN. absmax_kn_kernel reads columns of (K, N), absmax_nk_kernel rows of (N, K)
 //
-// Loads of FP8_WIDTH elements need w, and each row of it, aligned to a vector.
+// For loads of FP8_WIDTH elements, w and each of its rows must be aligned to a vector.
 //
 // absmax_kn_kernel: grid (ceil(N / (FP8_LANES * FP8_WIDTH))), absmax_nk_kernel: grid (N); block (FP8_BLOCK).
 #include "lib/common.cuh"
@@ -12,7 +13,7 @@
 #ifndef FP8_WIDTH  // elements per load: a power of two, at most 16 bytes
 #define FP8_WIDTH 4
 #endif
-#ifndef FP8_BLOCK  // threads
+#ifndef FP8_BLOCK  // threads per block
 #define FP8_BLOCK 512
 #endif
 #ifndef FP8_LANES  // neighbouring threads of absmax_kn_kernel that share a row
@@ -21,7 +22,8 @@
 
 constexpr unsigned EXPONENT = 0x7f800000;  // mask of a float's exponent
 
-// Updates most[] with the magnitudes of a vector, compared as integers: NaN and infinity are the largest.
+// Updates most[] with the magnitudes of a vector. They are compared as integers, so that NaN and infinity are the
+// largest.
 __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* from) {
     float v[FP8_WIDTH];
     Vec<T, FP8_WIDTH>::load_once(from).unpack(v);
@@ -29,7 +31,7 @@ __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* fro
     for (int k = 0; k < FP8_WIDTH; ++k) most[k] = max(most[k], __float_as_int(v[k]) & 0x7fffffff);
 }
 
-// As a float, with NaN replaced by infinity, so that the maximum of floats reports both.
+// Returns the magnitude as a float, infinity for NaN, so that a maximum of floats reports infinity and NaN.
 __device__ __forceinline__ float finished(int most) { return __int_as_float(min(most, (int)EXPONENT)); }
 
 extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_kn_kernel(

@@ -1,13 +1,13 @@
 // Conversion of 16-bit and 32-bit numbers to FP8: out = fp8(x), or fp8(x / scale) with one scale per output channel of
-// a weight matrix. Scales follow from largest magnitudes (fp8/absmax.cu).
+// a weight matrix. The scales are computed from the largest magnitudes (fp8/absmax.cu).
 //
 // The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a truncated __half) or, with WEIGHT_E4M3, E4M3FN (no
-// infinity, largest number 448). Rounding is to nearest even, once, by one addition of floats (lib/fp8.cuh): the result
-// is the same on every architecture and for every T.
+// infinity, largest number 448). A number is rounded once, to nearest even, by one addition of floats (lib/fp8.cuh):
+// the result is the same on every architecture and for every T.
 //
 //   to_fp8_kernel (element): one thread per element. FP8_WIDTH and FP8_VECTORS are 1
-//   to_fp8_kernel (vectors): 16 elements per thread, 16-byte loads, all in flight at once. Wide loads need arrays
-//       aligned to a vector, and with FP8_SCALE each row as well
+//   to_fp8_kernel (vectors): 16 elements per thread, 16-byte loads, all in flight at once. For these loads, the arrays
+//       must be aligned to a vector, and with FP8_SCALE each row as well
 //
 // Neighbouring threads read neighbouring addresses.
 //
@@ -23,10 +23,10 @@
 #ifndef FP8_VECTORS  // loads per thread
 #define FP8_VECTORS 4
 #endif
-#ifndef FP8_SATURATE  // numbers beyond the largest one become: 1 that number, 0 infinity (E5M2) or NaN (E4M3)
+#ifndef FP8_SATURATE  // numbers beyond the largest become: 1: the largest; 0: infinity (E5M2) or NaN (E4M3)
 #define FP8_SATURATE 1
 #endif
-#ifndef FP8_SCALE  // scales: 0 none; one per output channel, 1 of (K, N), 2 of (N, K)
+#ifndef FP8_SCALE  // 0: no scale; one scale per output channel: 1: of (K, N), 2: of (N, K)
 #define FP8_SCALE 0
 #endif
 
@@ -35,18 +35,18 @@ constexpr float MOST = FP8_SATURATE ? W::LARGEST : W::BEYOND;
 // Returns the byte without its sign, in the lowest 7 bits.
 __device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MOST); }
 
-// The lower two bytes of `first` and of `second`.
+// Returns the lower two bytes of `first`, then those of `second`.
 __device__ __forceinline__ unsigned in_order(unsigned first, unsigned second) {
     return __byte_perm(first, second, 0x5410);
 }
 
-// The last bytes, which hold the signs, of four elements of T, lowest first.
+// Returns the last bytes, which hold the signs, of four elements of T, the lowest element first.
 __device__ __forceinline__ unsigned last_bytes(const unsigned* words) {
     if constexpr (sizeof(T) == 2) return __byte_perm(words[0], words[1], 0x7531);
     else return in_order(__byte_perm(words[0], words[1], 0x73), __byte_perm(words[2], words[3], 0x73));
 }
 
-// Converts x[at .. at + COUNT) to out. With a scale, these elements lie in one row of `inner` elements.
+// Converts x[at .. at + COUNT) to out. With FP8_SCALE, these elements lie in one row of `inner` elements.
 template <int COUNT>
 __device__ __forceinline__ void convert(
     const Vec<T, COUNT>& vector, const float* scale, unsigned char* out, long long at, long long inner) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void convert(
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) v[k] /= s;
 #endif
-    // The sign is taken from the last byte of the element itself, because widening may lose the sign of a NaN.
+    // The sign comes from the last byte of the element itself, because widening may lose the sign of a NaN.
     typename Bits<COUNT>::type packed;
     if constexpr (COUNT % 4 == 0) {
         unsigned* words = reinterpret_cast<unsigned*>(&packed);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void convert(
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
-    const T* __restrict__ x,          // (size)
+    const T* __restrict__ x,          // (N), or null without FP8_SCALE
     const float* __restrict__ scale,  // (N) or, without FP8_SCALE, null
     unsigned char* __restrict__ out,  // (size)
     long long size, long long inner) {  // inner: N of (K, N), K of (N, K)
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
         const long long at = first + i * step;
         if (at + FP8_WIDTH <= size) {
             convert<FP8_WIDTH>(vector[i], scale, out, at, inner);
-        } else {  // the remainder at the end, less than a vector, or nothing
+        } else {  // the rest at the end: less than a vector, or nothing
 #pragma unroll 1
             for (long long j = at; j < size; ++j) convert<1>(Vec<T, 1>::load(x + j), scale, out, j, inner);
         }

@@ -1,4 +1,4 @@
-// A bound of the activations of prompts with FP8 weights.
+// Squared norms of the rows of FP8 weights, which bound the activations of prompts.
 //
 //   w (N, K) of W, E5M2 or E4M3; gamma (K) -> squares[n] = sum over k of (w[n][k] gamma[k])^2. Scales are not applied.
 //
@@ -14,7 +14,7 @@
 #ifndef NORMS_BLOCK
 #define NORMS_BLOCK 256
 #endif
-#ifndef NORMS_WIDTH  // weights in a load: a power of two, at most 16, that divides K
+#ifndef NORMS_WIDTH  // weights per load: a power of two, at most 16, that divides K
 #define NORMS_WIDTH 4
 #endif
 

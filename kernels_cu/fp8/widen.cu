@@ -2,9 +2,9 @@
 //
 //   w (size) of W, E5M2 or E4M3 -> out (size) of T, which is __half
 //
-//   widen_fp8: FP8 weights as float16, before a product with float16 activations. A thread takes WIDEN_VECTORS vectors
-//       of 16 weights. They are loaded before the previous kernel has ended, which may still read the previous content
-//       of out
+//   widen_fp8: FP8 weights as float16, before a product with float16 activations. A thread converts WIDEN_VECTORS
+//       vectors of 16 weights. The weights are loaded before the previous kernel has ended; out is stored after its
+//       end, because it may still read the old content of out
 //
 // grid (ceil(size / (16 * WIDEN_VECTORS * block))), any block. size is a multiple of 16; both arrays are aligned to 16
 // bytes.

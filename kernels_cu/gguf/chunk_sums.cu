@@ -1,7 +1,7 @@
-// What minimums of blocks of GGUF are multiplied by in decoding by wgmma (matmul/decode_hopper_gguf.cuh), of an x whose
-// kernel has not stored it (lib/chunk_sums.cuh).
+// Sums of x over chunks of 32 along K, for the minimums of GGUF blocks in decoding by wgmma
+// (matmul/decode_hopper_gguf.cuh). Needed if the kernel that stored x has not stored these sums (lib/chunk_sums.cuh).
 //
-//   gguf_chunk_sums: sums of rows of x in the order of additions of matmul/decode_mma.cuh; a thread has one
+//   gguf_chunk_sums: one thread per chunk; sums of rows of x in the order of additions of matmul/decode_mma.cuh
 //
 // grid (ceil(M K / 32 / threads)), block (any)
 #define TERM_WIDTH 2
@@ -12,8 +12,8 @@
 #include "lib/chunk_sums.cuh"
 
 extern "C" __global__ void gguf_chunk_sums(
-    const float* x,  // (M, K), terms in order: a pair has the place of a float
-    float* out,      // (M, K / 32), each two numbers of float16
+    const float* x,  // (M, K): terms in wgmma order, a pair in place of a float
+    float* out,      // (M, K / 32): two float16 numbers each
     int M, int K) {
     let_next_start();
     wait_for_previous();
@@ -27,7 +27,7 @@ extern "C" __global__ void gguf_chunk_sums(
                   sum_of((unsigned)__float_as_int(__ldcg(x + place + 1)));
     }
 #pragma unroll
-    for (int distance = 4; distance > 0; distance /= 2) {  // as lanes_sum<8>
+    for (int distance = 4; distance > 0; distance /= 2) {  // the order of lanes_sum<8>
 #pragma unroll
         for (int l = 0; l < distance; ++l) four[l] += four[l + distance];
     }

@@ -1,29 +1,30 @@
-// Product with weights in blocks of 4 bits, Q4_K of a GGUF file: out = x W^T, from one thread per output to mma.sync.
+// Product with Q4_K weights of a GGUF file (blocks of 4-bit codes): out = x W^T, from one thread per output to
+// mma.sync.
 //
-//   x (M, K)   w (N, K / 256, 144): a block has 256 weights of a row in 144 bytes, as a file has them   out (M, N)
+//   x (M, K)   w (N, K / 256, 144): a block is 256 weights of a row in 144 bytes, as in a file   out (M, N)
 //
 //   block        [ d | dmin | s and m of 8 sub-blocks | codes q of 256 weights, 4 bits each ]
 //   bytes           2     2             12                            128
 //
-//   a weight     d s q - dmin m               d and dmin: float16, of a block. s and m: 6 bits, of a sub-block of 32
+//   a weight     d s q - dmin m      d and dmin: float16, one each per block. s and m: 6 bits, per sub-block of 32
 //   32 products  d s (sum of q x) - dmin m (sum of x)
 //
-// 32 bytes of codes have two sub-blocks: the lower halves of the bytes are the codes of one, the upper halves those of
-// the next. Each variant adds one idea to the previous one:
+// 32 bytes of codes belong to two sub-blocks: the lower halves of the bytes are the codes of one sub-block, the upper
+// halves the codes of the next one. Each variant adds one idea to the previous one:
 //
 //   blocks_matmul_naive: one thread per output, which decodes one weight after the other
 //   blocks_matmul_warp: one warp per output, 16-byte loads of 32 codes; scales multiply sums of q x and of x. The lanes
 //       of a warp read neighbouring bytes
 //   blocks_matmul_mma: tensor cores (mma.sync), x in float16: products with the integers q s and m are exact, d and
-//       dmin multiply their sums. A code is unpacked once for 8 rows of x
+//       dmin multiply their sums. Each code is unpacked only once for 8 rows of x
 //
-// The kernels of a model read the same weights in another order (lib/gguf.cuh), in which one load has the codes of
+// The kernels of a model read the same weights in another order (lib/gguf.cuh), in which one load brings the codes for
 // eight steps of the tensor cores.
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 
-constexpr int SIZE = 256, BYTES = 144;  // of a block
+constexpr int SIZE = 256, BYTES = 144;  // weights and bytes of a block
 constexpr int HEAD = 16;                // bytes before the codes
 
 __device__ __forceinline__ float2 floats_of(unsigned halves) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
     return {v[0], v[1]};
 }
 
-// s and m of sub-block i. Of the first four sub-blocks they are in 6 bits of a byte; its other 2 bits are the highest
-// ones of a sub-block of the last four, whose lower 4 bits are in the last word.
+// Returns s and m of sub-block i. For the first four sub-blocks, s and m are 6 bits of a byte each. The other 2 bits of
+// these bytes are the upper bits of s and m of the last four sub-blocks, whose lower 4 bits are in the last word.
 __device__ __forceinline__ float2 scales(const uint4& head, int i) {
     const int at = i % 4 * 8;
     const unsigned s = head.y >> at, m = head.z >> at, low = head.w >> at;
@@ -63,7 +64,7 @@ extern "C" __global__ void blocks_matmul_naive(
     out[output] = sum;
 }
 
-// Eight lanes have a block: lane 2 p + h bytes 16 h to 16 h + 15 of pair p of sub-blocks.
+// Eight lanes read a block: lane 2 p + h reads bytes 16 h to 16 h + 15 of pair p of sub-blocks.
 // grid (ceil(M N / (blockDim.x / 32))), block (a multiple of 32)
 extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
     const T* __restrict__ x,              // (M, K)
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
         const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
         const float2 d = floats_of(head.x);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {  // the sub-blocks of the pair
+        for (int j = 0; j < 2; ++j) {  // sub-blocks of the pair
             float of_codes = 0.0f, of_x = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -102,14 +103,15 @@ extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
     if (lane == 0) out[output] = sum;
 }
 
-// Codes 0 and 1, and 2 and 3, of four bytes, times s, as pairs of float16. A code in the last bits of 1024 is 1024 + q.
+// Computes codes 0 and 1 (first), 2 and 3 (second) of four bytes, times s, as pairs of float16. A code in the lowest
+// bits of 1024 gives 1024 + q.
 __device__ __forceinline__ void times_scale(unsigned codes, unsigned s, unsigned& first, unsigned& second) {
     first = multiply2(add2_fp16(__byte_perm(codes, 0x64646464u, 0x4140), 0xe400e400u), s);
     second = multiply2(add2_fp16(__byte_perm(codes, 0x64646464u, 0x4342), 0xe400e400u), s);
 }
 
-// A warp computes 16 outputs of 8 rows of x. Lane 4 g + t has codes 8 t to 8 t + 7 of each sub-block, of outputs g and
-// g + 8, and the same places of row g of x: K may be in any order, if that of both is the same.
+// A warp computes 16 outputs of 8 rows of x. Lane 4 g + t holds codes 8 t to 8 t + 7 of each sub-block for outputs g
+// and g + 8, and the same positions of row g of x. K may be in any order, provided that x and w use the same one.
 // grid (ceil(N / 64) ceil(M / 8)), block (128)
 extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const T* __restrict__ x,              // (M, K), float16
@@ -120,12 +122,12 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, across = (N + 63) / 64;
     const int n = blockIdx.x % across * 64 + threadIdx.x / 32 * 16, m = blockIdx.x / across * 8;
     const long long row_bytes = K / SIZE * BYTES;
-    const T* x_row = x + (long long)min(m + g, M - 1) * K + 8 * t;  // beyond the last one: the last one again
+    const T* x_row = x + (long long)min(m + g, M - 1) * K + 8 * t;  // rows after the last one: the last one
     const unsigned char* w_rows[2] = {w + min(n + g, N - 1) * row_bytes, w + min(n + g + 8, N - 1) * row_bytes};
     float sum[4] = {};
     for (int k = 0; k < K; k += SIZE) {
         uint4 head[2];
-        float of_codes[4] = {}, of_x[4] = {};  // the sums of s q x, and of m x
+        float of_codes[4] = {}, of_x[4] = {};  // sums of s q x, and of m x
 #pragma unroll
         for (int r = 0; r < 2; ++r) head[r] = *reinterpret_cast<const uint4*>(w_rows[r] + k / SIZE * BYTES);
 #pragma unroll
@@ -137,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
                 codes[r] = *reinterpret_cast<const uint2*>(block + HEAD + 32 * pair + 8 * t);
             }
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {  // the sub-blocks of the pair, two steps of 16 of K each
+            for (int j = 0; j < 2; ++j) {  // sub-blocks of the pair: two steps of 16 along K each
                 unsigned first[4], second[4], least[4];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {

@@ -1,11 +1,11 @@
-// Blocks of a GGUF file in the order in which kernels read them (lib/gguf.cuh), when a model is loaded.
+// Reorders the blocks of a GGUF file into the order in which kernels read them (lib/gguf.cuh), when a model is loaded.
 //
-//   raw (rows, bytes of a row): rows of blocks as in the file -> out: tiles of 8 rows by 128 or 256 of K
+//   raw (rows, bytes of a row): rows of blocks as in the file -> out: tiles of 8 rows by 128 or 256 along K
 //
 //   gguf_pack: blocks of a file in the order of the kernels; a lane gathers the codes of 32 weights of a row byte by
-//       byte. A warp has 8 rows by 128 of K. It also finds, from the scales, how large a weight can be
+//       byte. A warp packs 8 rows by 128 along K. It also computes a bound of the weights' magnitude from the scales
 //
-// In a file, bytes of low bits follow bytes of high ones and scales, in blocks whose size is often no multiple of 4:
+// In a file, a block's bytes are scales, high bits and low bits. The size of a block is often no multiple of 4:
 //
 //            bytes of a block
 //   Q4_0     d[2]                           low[16]     low: code i and i + 16 of 32
@@ -13,15 +13,15 @@
 //   Q5_0     d[2]            fifth[4]       low[16]     fifth: a bit of each code
 //   Q5_1     d[2] m[2]       fifth[4]       low[16]
 //   Q8_0     d[2]                           code[32]    with a sign
-//   Q4_K     d[2] dmin[2]    s and m[12]    low[128]    low: 32 bytes of two sub-blocks, four times
-//   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i, of code i of sub-block s
-//   Q6_K     low[128]        upper[64]      s[16] d[2]              of 128 codes: low[64] has i and i + 64, upper[32]
-//                                                                   two bits of i, i + 32, i + 64 and i + 96
+//   Q4_K     d[2] dmin[2]    s and m[12]    low[128]    low: four times 32 bytes for two sub-blocks
+//   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i: code i of sub-block s
+//   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes: low[64]: codes i and i + 64;
+//                                                                   upper[32]: codes i, i + 32, i + 64 and i + 96
 //
-// A code takes one or two loads of a byte, whose lines stay in L1. They bound the kernel, not memory; the copy of the
-// bytes from the host takes several times as long.
+// A code takes one or two loads of a byte, whose cache lines stay in L1. These loads bound the kernel, not the memory
+// bandwidth. The copy of the bytes from the host takes several times as long.
 //
-// grid (ceil(rows / 8), ceil(tiles of 128 / warps of a block)), block (a multiple of 32)
+// grid (ceil(rows / 8), ceil(tiles of 128 / warps per block)), block (a multiple of 32)
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -38,13 +38,13 @@
 
 typedef gguf::Part<GGUF_TYPE> Part;
 
-constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights of a block
+constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::OCTET * SIZE / (Part::UNITS * gguf::UNIT);
 constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales that a lane stores
 constexpr int MOST_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
-constexpr int FARTHEST = MOST_CODE > Part::OFFSET ? MOST_CODE : Part::OFFSET;  // a code less OFFSET, at most
+constexpr int FARTHEST = MOST_CODE > Part::OFFSET ? MOST_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
-// A block of a row in the file. One that fills a tile up has none, and consists of zeros.
+// A block of a row in the file, or a block of zeros (from: null) that pads a tile.
 struct Block {
     const W* from;
 
@@ -52,7 +52,7 @@ struct Block {
     __device__ __forceinline__ unsigned two(int i) const { return (*this)[i] | (*this)[i + 1] << 8; }
     __device__ __forceinline__ unsigned four(int i) const { return two(i) | two(i + 2) << 16; }
 
-    // Code i of the block, without a sign.
+    // Returns code i of the block, unsigned.
     __device__ __forceinline__ unsigned code(int i) const {
         constexpr int OWN = Part::WIDE ? 16 : SCALE, FIFTH = Part::FIVE ? SIZE / 8 : 0;
         const Block& b = *this;
@@ -70,7 +70,7 @@ struct Block {
         }
     }
 
-    // The 6 bits of sub-block i of Q4_K and Q5_K: of s, with `least` of m.
+    // Returns the 6 bits of s, or with `least` of m, of sub-block i of Q4_K and Q5_K.
     __device__ __forceinline__ unsigned six(int i, bool least) const {
         const unsigned own = (*this)[(least ? 8 : 4) + i % 4];
         if (i < 4) return own & 63;
@@ -78,7 +78,7 @@ struct Block {
     }
 };
 
-// Word t of the scales of a row, of Q4_K and Q5_K.
+// Returns word t of the scales of a row of Q4_K and Q5_K.
 __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     if (t == 0) return b.four(0);
     unsigned word = 0;
@@ -91,13 +91,13 @@ __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     return word;
 }
 
-// The bits of |d s| FARTHEST + |dmin m|, rounded as gpt2block.weights.gguf does: those of NaN are the largest.
+// Returns the bits of |d s| FARTHEST + |dmin m|, rounded as in gpt2block.weights.gguf. The bits of NaN are the largest.
 __device__ __forceinline__ int magnitude(float2 d, float s, float m) {
     const float sum = __fadd_rn(__fmul_rn(fabsf(__fmul_rn(d.x, s)), (float)FARTHEST), fabsf(__fmul_rn(d.y, m)));
     return __float_as_int(sum) & 0x7fffffff;
 }
 
-// The largest magnitude of chunk t of a unit: that of its one or two sub-blocks.
+// Returns the largest magnitude of chunk t of a unit: the maximum over its one or two sub-blocks.
 __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int t) {
     const int i = unit % 2 * 4 + t;
     if constexpr (Part::HALVES) {
@@ -111,7 +111,8 @@ __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int 
     }
 }
 
-// Rows of heads of q and k are those of pairs of RoPE in a file, and of its two halves here.
+// Returns the row of the file for a row of out. In the heads of q and k, RoPE's pairs are neighbouring rows in the
+// file, but half a head apart in out.
 __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
     if (row >= in_heads) return row;
     const int i = row % head, half = head / 2;
@@ -120,10 +121,10 @@ __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
 
 extern "C" __global__ void gguf_pack(
     const W* __restrict__ raw,  // (rows, bytes of a row)
-    W* out,                     // whole octets of rows, of whole tiles
-    int* largest,               // the bits of a float that is at least 0
-    int K, int rows,            // K: a multiple of the weights of a block
-    int head, int in_heads) {   // rows of a head; the first in_heads rows are those of heads
+    W* out,                     // tiles of eight rows, padded with zeros
+    int* largest,               // bits of a float that is at least 0
+    int K, int rows,            // K: a multiple of the weights per block
+    int head, int in_heads) {   // head: rows per head; in_heads: rows of heads, which come first
     const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::OCTET + lane / 4;
     const int unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, tile = unit / Part::UNITS;
     if (tile * Part::UNITS * gguf::UNIT >= K) return;

@@ -1,14 +1,14 @@
-// Rows of weights that are in blocks of GGUF (lib/gguf.cuh), as numbers.
+// Rows of weights in GGUF blocks (lib/gguf.cuh) as numbers.
 //
-//   w (N, K) in blocks of one type or more, given one after the other; K a multiple of 32
+//   w (N, K) in blocks of one or more types, passed as one range of rows per type; K a multiple of 32
 //
-//   gguf_widen: a weight as float16, rounded once, for products of prompts. A warp has 8 rows by 128 of K
+//   gguf_widen: weights as float16, rounded once, for products of prompts. A warp converts 8 rows by 128 along K
 //   gguf_row_norms: squares[n] = sum over k of (w[n, k] gamma[k])^2, from which a prompt's bounds follow
-//   gguf_encoder_rows: out[i] = wte[ids[i]] * GGUF_FACTOR, rows of an embedding. The four lanes of a row take it from
-//       any tile, so a warp has 8 tokens
+//   gguf_encoder_rows: out[i] = wte[ids[i]] * GGUF_FACTOR, rows of an embedding. Four lanes read a row, from any tile,
+//       so a warp processes 8 tokens
 //
-// A range of rows has one type: begin and rows say which of N they are. Lanes 4 g + t have row g: at the end of the
-// rows, or of K, their blocks are zeros, which are not stored.
+// A range of rows has one type; begin and rows are its first row and its length. Lanes 4 g + t read row g. After the
+// last row, and after the end of K, they read blocks of zeros, which are not stored.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -30,7 +30,8 @@
 
 typedef gguf::Part<GGUF_TYPE> Part;
 
-// Calls use(v, k) for each pair of weights of this lane in 128 of K, from k on, that is not beyond K.
+// Calls use(v, k) for each pair of this lane's weights in a unit of 128 along K, except pairs beyond K. k: index of the
+// pair's first weight.
 template <typename Use>
 __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, Use use) {
     Part part;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, 
 
 // grid (ceil(K / 128), ceil(rows / 8 / warps of a block)), block (a multiple of 32)
 extern "C" __global__ void gguf_widen(
-    const W* __restrict__ w,  // of the range
+    const W* __restrict__ w,  // the range's tiles
     T* out,                   // (N, K)
     int K, int begin, int rows) {
     let_next_start();
@@ -70,7 +71,7 @@ extern "C" __global__ void gguf_widen(
 
 // grid (ceil(rows / 8)), block (32)
 extern "C" __global__ void gguf_row_norms(
-    const W* __restrict__ w,          // of the range
+    const W* __restrict__ w,          // the range's tiles
     const float* __restrict__ gamma,  // (K)
     float* squares,                   // (N)
     int K, int begin, int rows) {
@@ -86,13 +87,13 @@ extern "C" __global__ void gguf_row_norms(
     if (threadIdx.x % 4 == 0 && row < rows) squares[begin + row] = sum;
 }
 
-// ids and positions are not read back: one that is outside its table makes its row NaN. grid (ceil(count / 8),
-// ceil(K / 128)), block (32)
+// An id or a position outside its table makes the row NaN, because the host does not read it back to check it. grid
+// (ceil(count / 8), ceil(K / 128)), block (32)
 extern "C" __global__ void gguf_encoder_rows(
     const int* ids,                 // (count)
     const int* position,            // (count)
     const W* __restrict__ wte,      // (V, K) in blocks of one type
-    const float* __restrict__ wpe,  // (n_ctx, K), or null: rows of wte alone
+    const float* __restrict__ wpe,  // (n_ctx, K), or null to add nothing
     float* out,                     // (count, K)
     int count, int K, int V, int n_ctx) {
     let_next_start();

@@ -1,15 +1,15 @@
-// LayerNorm of rows before products for few rows.
+// LayerNorm of few rows before a product.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of LN_C channels
 //
-//   layernorm_decode: decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping launches
+//   layernorm_decode: decoding: one warp per row, with the same bits as the LayerNorm in `linear`; overlapping launches
 //
-// matmul/decode_norm.cuh has the arithmetic. Few rows: what counts is the time of one of them. A lane has all its loads
-// in flight at once, and keeps its part of the row in registers, up to LN_HELD loads; gamma and beta are loaded before
-// the previous kernel has ended (lib/overlap.cuh). Longer rows are read again from the L2 cache in each pass.
+// matmul/decode_norm.cuh has the arithmetic. With few rows, the latency of one row matters. Therefore a lane issues all
+// its loads at once and keeps its part of the row in registers, up to LN_HELD loads. gamma and beta are loaded before
+// the previous kernel has ended (lib/overlap.cuh). Rows with more loads are read again from the L2 cache in each pass.
 //
-// All arrays are float; with LN_TERMS, out has their terms (lib/terms.cuh), for a product. grid (ceil(N / LN_ROWS)),
-// block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
+// All arrays are float. With LN_TERMS, out holds the terms of its values (lib/terms.cuh), for a product on tensor
+// cores. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
@@ -19,16 +19,16 @@
 #ifndef LN_C
 #define LN_C 768
 #endif
-#ifndef LN_X  // values of a load: gcd(4, LN_C)
+#ifndef LN_X  // values per load: gcd(4, LN_C)
 #define LN_X 4
 #endif
-#ifndef LN_ROWS  // of a block
+#ifndef LN_ROWS  // rows per block
 #define LN_ROWS 1
 #endif
-#ifndef LN_TERMS  // the kind of out's terms; 0: out has floats
+#ifndef LN_TERMS  // kind of terms in out; 0: out holds floats
 #define LN_TERMS 0
 #endif
-#ifndef LN_HELD  // loads of a row that a lane keeps
+#ifndef LN_HELD  // maximum loads of a row that a lane keeps in registers
 #define LN_HELD 6
 #endif
 
@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
-    float* out,                       // (N, C), or its terms
-    float out_scale,                  // of two-part terms
+    float* out,                       // (N, C), floats or terms
+    float out_scale,                  // scale of two-part terms
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];

@@ -5,9 +5,10 @@
 //
 //   layernorm_gelu_baseline: one thread per element, each sums its whole row
 //   layernorm_gelu_optimized: one block per row, sum and sum of squares in one pass, tree over shared memory. Then
-//       normalisation and GELU in one pass. var = E[x^2] - E[x]^2, clamped to at least 0
-//   layernorm_gelu_rows: rows in registers, 16-byte loads, shuffles and at most one barrier; gamma and beta. The loads
-//       are all in flight at once; GELU takes one exp2 and one division; gamma and beta are optional
+//   layernorm_gelu_optimized: one block per row, sum and sum of squares in one pass, tree over shared memory. A second
+//       pass normalises and applies GELU. var = E[x^2] - E[x]^2, clamped to at least 0
+//   layernorm_gelu_rows: rows in registers, 16-byte loads, shuffles and at most one barrier; gamma and beta. A thread
+//       issues all its loads at once. GELU takes one exp2 and one division. gamma and beta are optional
 #include "lib/common.cuh"
 
 #ifndef LG_HIDDEN  // the constants configure layernorm_gelu_rows: values per row
@@ -87,7 +88,7 @@ extern "C" __global__ void layernorm_gelu_optimized(
 
 constexpr int WARPS = (LG_THREADS + 31) / 32;                // warps that share a row
 constexpr int LANES = WARPS > 1 ? 32 : LG_THREADS;           // lanes of a warp that share a row
-constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // of a row
+constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // packs per row
 constexpr int HELD = (PACKS + LG_THREADS - 1) / LG_THREADS;  // packs that a thread keeps in registers
 static_assert(LG_HIDDEN % LG_WIDTH == 0, "a row is a whole number of loads: LG_HIDDEN % LG_WIDTH == 0");
 static_assert(LG_THREADS % 32 == 0 || 32 % LG_THREADS == 0, "a row has a part of a warp, or whole warps");
@@ -100,8 +101,8 @@ struct alignas(4 * LG_WIDTH) Pack {
 
 __device__ bool in_row(unsigned pack) { return PACKS % LG_THREADS == 0 || pack < PACKS; }
 
-// tanh(u) = 1 - 2 / (1 + exp(2u)) turns GELU into v / (1 + exp(-2u)): no cancellation, and two special-function
-// instructions instead of the two branches of tanhf. -2u log2(e) = v (-2.3022082 - 0.1029432 v^2).
+// With tanh(u) = 1 - 2 / (1 + exp(2u)), GELU is v / (1 + exp(-2u)). This form has no cancellation, and takes two
+// special-function instructions instead of the two branches of tanhf. -2u log2(e) = v (-2.3022082 - 0.1029432 v^2).
 __device__ float gelu_by_exp2(float v) {
     return __fdividef(v, 1.0f + exp2f(v * (-2.3022082f - 0.10294324f * (v * v))));
 }
@@ -117,12 +118,13 @@ __device__ constexpr int values_of(unsigned warp) {  // the number of values of 
     return packs * LG_WIDTH;
 }
 
-// Each warp computes the mean of its own values and their sum of squared deviations. The parts are combined by
+// Each warp computes the mean of its values and their sum of squared deviations. The results of the warps are combined
+// by
 //   sum (x - mean)^2 = sum over the warps of (sum (x - mean_w)^2 + n_w (mean_w - mean)^2),
-// which needs one barrier. Computing the mean of the row first and then the variance around it would need two. The
-// result is as accurate for a large mean, because nothing is squared before a mean has been subtracted.
+// which needs one barrier. Two barriers would be needed to compute the mean of the row first and then the variance
+// around this mean. The result is as accurate for a large mean, because nothing is squared before a mean is subtracted.
 //
-// grid (ceil(rows / LG_ROWS)), block (LG_THREADS * LG_ROWS). In place if y is x: a row is read before it is written.
+// grid (ceil(rows / LG_ROWS)), block (LG_THREADS * LG_ROWS). y may be x: a row is read before it is written.
 extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu_rows(
     const float* x,                   // (rows, LG_HIDDEN)
     float* y,                         // (rows, LG_HIDDEN)
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        float part = held[i].v[0];  // sum each pack separately: shorter chains of additions
+        float part = held[i].v[0];  // sum each pack separately: shorter chains of dependent additions
 #pragma unroll
         for (int j = 1; j < LG_WIDTH; ++j) part += held[i].v[j];
         sum += part;

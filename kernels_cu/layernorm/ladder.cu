@@ -2,20 +2,21 @@
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-// mean and rstd, N floats each, are stored as well, for a backward pass. N = B * T rows, any C.
+// mean and rstd, N floats each, are also stored, for a backward pass. N = B * T rows, any C.
 //
 // Kernels 1 to 5 follow llm.c's LayerNorm kernels. Each changes one thing compared with the previous one:
 //
 //   layernorm_forward_kernel1: one thread per row, loops over C. Neighbouring threads read addresses a whole row apart,
 //       and N rows give only N threads: too few to keep a GPU busy.
 //   mean_kernel, rstd_kernel, normalization_kernel: three kernels: one block per row, tree in shared memory; then one
-//       thread per element. These are kernel 2. Each thread adds up every LN_BLOCK-th channel (coarsening), then the
-//       tree adds up the threads. Neighbouring threads read neighbouring addresses, but three launches read x.
-//   layernorm_forward_kernel5: one block per row, reduced in two stages: warps, then the first warp. One kernel, with
-//       sum and sum of squares in one pass. Warps reduce by shuffles: two barriers instead of one per level of a tree.
-//
-// Kernels 1 and 2 compute the variance around the mean, in a separate pass. Kernel 5 computes E[x^2] - E[x]^2, which
-// reads x once less but loses all digits when |mean| is large compared with the standard deviation.
+//       thread per element. Together they are kernel 2. Each thread adds every LN_BLOCK-th channel (coarsening), and
+//       the tree adds the sums of the threads. Neighbouring threads read neighbouring addresses, but all three kernels
+//       read x.
+//   layernorm_forward_kernel5: one block per row, reduced in two stages: warps, then the first warp. A single kernel
+//       computes the sum and the sum of squares in one pass. Warps reduce by shuffles: two barriers in total, instead
+//       of one barrier per level of a tree.
+// Kernels 1 and 2 compute the variance around the mean, in a separate pass. Kernel 5 computes E[x^2] - E[x]^2. This
+// formula reads x once less, but loses all digits when |mean| is large compared with the standard deviation.
 #include "lib/common.cuh"
 
 #ifndef LN_BLOCK  // blockDim.x: a power of two, 32 to 1024
@@ -36,7 +37,7 @@ extern "C" __global__ void layernorm_forward_kernel1(
     const float* x_row = x + row * C;
     float* out_row = out + row * C;
 
-    // Unrolled, 32 loads are in flight at a time: the additions depend on each other, the loads do not.
+    // Unrolled, the loop keeps 32 loads in flight: the additions depend on each other, but the loads do not.
     float m = 0.0f;
 #pragma unroll 32
     for (int c = 0; c < C; ++c) m += x_row[c];
@@ -54,8 +55,8 @@ extern "C" __global__ void layernorm_forward_kernel1(
 }
 
 // Calls use(v) for a thread's share of a row: every LN_BLOCK-th channel. Eight loads are issued before the first value
-// is used. If the compiler unrolled the loop, it would process the remainder of C / LN_BLOCK / 8 one by one. At C = 768
-// the remainder is everything: 3 channels per thread, each a full memory latency.
+// is used. The loop is unrolled by hand, because the compiler would process the remainder of C / LN_BLOCK / 8 one by
+// one. At C = 768 the remainder is the whole row: 3 channels per thread, each with a full memory latency.
 template <typename Use>
 __device__ __forceinline__ void coarsen(const float* x_row, int C, Use use) {
     constexpr int BATCH = 8;
@@ -100,7 +101,7 @@ extern "C" __global__ void rstd_kernel(
     if (threadIdx.x == 0) rstd[blockIdx.x] = rsqrtf(sum / C + eps);
 }
 
-// grid (N, ceil(C / LN_BLOCK)), block (LN_BLOCK): the row comes from the grid, so that no thread divides by C
+// grid (N, ceil(C / LN_BLOCK)), block (LN_BLOCK). blockIdx.x is the row, so that no thread divides by C.
 extern "C" __global__ void normalization_kernel(
     const float* x,      // (N, C)
     const float* mean,   // (N)
@@ -126,7 +127,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     float* __restrict__ rstd,         // (N)
     float eps, int C) {
     constexpr int WARPS = LN_BLOCK / 32;
-    __shared__ float sums[WARPS], squares[WARPS];  // of each warp; later, element 0 holds mean and rstd
+    __shared__ float sums[WARPS], squares[WARPS];  // one per warp; later, element 0 holds mean and rstd
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
     const float* x_row = x + row * C;
@@ -146,7 +147,8 @@ extern "C" __global__ void layernorm_forward_kernel5(
     __syncthreads();
     if (warp == 0) {
         const float m = lanes_sum<32>(lane < WARPS ? sums[lane] : 0.0f) / C;
-        // Both squares are rounded alike: a fused multiply-add would keep m * m exact and give a constant row variance.
+        // Both squares are rounded alike. A fused multiply-add would keep m * m exact, and a constant row would have a
+        // variance.
         float var = lanes_sum<32>(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
         if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
         if (lane == 0) {
@@ -156,7 +158,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     }
     __syncthreads();
     const float m = sums[0], r = squares[0];
-#pragma unroll 3  // 4 would need 40 registers, and then only three quarters of the threads fit on an SM
+#pragma unroll 3  // with 4, 40 registers per thread: only three quarters of the threads fit on an SM
     for (int c = threadIdx.x; c < C; c += LN_BLOCK) {
         __stcs(out_row + c, (__ldcs(x_row + c) - m) * r * gamma[c] + beta[c]);
     }

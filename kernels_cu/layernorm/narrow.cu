@@ -1,22 +1,23 @@
-// LayerNorm before a tensor-core product.
+// LayerNorm whose result is the input of a tensor-core product.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 //   layernorm_narrow, layernorm_narrow_float, layernorm_narrow_split: for tensor cores: float32 gamma and beta, out in
-//       16 bits or two-part, a few rows per team of threads, overlapping launches. x (N, C) is of T, of float, or of
-//       float with out in two parts of __half (lib/two_part.cuh), one scale for all rows
+//       16 bits or two-part, a few rows per team of threads, overlapping launches. The kernels differ in the types of x
+//       and out: x and out of type T; float x and out of type T; float x and two-part out, the two parts as __half
+//       (lib/two_part.cuh), with one scale for all rows
 //
 // As in kernel 6 (layernorm/rows.cu), a team of LN_THREADS neighbouring threads keeps a row in registers and computes
 // the variance around the mean (lib/rows.cuh). The differences:
 //
-//   - A team takes LN_EACH rows. The loads of all these rows are issued before the first value is used. gamma and beta,
-//     8 bytes per channel compared with 4 of x and out, are loaded once for all of them.
+//   - A team processes LN_EACH rows. The loads of all these rows are issued before the first value is used. gamma and
+//     beta (8 bytes per channel, x and out: 4 bytes) are loaded once for all of these rows.
 //   - The launch may overlap the previous kernel (lib/overlap.cuh): gamma and beta are loaded before the wait.
-//   - out is stored with plain stores and stays in the L2 cache, where the product reads it.
+//   - out is stored with plain stores and stays in the L2 cache, from which the product reads it.
 //
 //   block   gamma, beta -> registers | wait | rows 0 ... LN_EACH - 1 -> registers | means | deviations | out
 //
-// The order of a row's additions depends on C and LN_WIDTH alone: the same bits for any N and LN_EACH.
+// The order of a row's additions depends only on C and LN_WIDTH, so a row has the same bits for any N and LN_EACH.
 //
 // On an NVIDIA H200, C = 768, bfloat16: 6.4 us for 8192 rows, 191 us for 262144, which is 4.2 TB/s.
 //
@@ -26,8 +27,8 @@
 #include "lib/rows.cuh"
 #include "lib/two_part.cuh"
 
-#ifndef LN_WIDTH  // elements of a vector, a power of two that divides C, at most 16 bytes of T; each array is
-#define LN_WIDTH 4  // aligned to its vectors, or to 16 bytes where a vector of floats is longer
+#ifndef LN_WIDTH  // elements per vector: a power of two that divides C, at most 16 bytes of T. Each
+#define LN_WIDTH 4  // array is aligned to its vectors, or to 16 bytes if a vector of floats is longer
 #endif
 #ifndef LN_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define LN_THREADS 32
@@ -47,13 +48,14 @@ constexpr int CHAINS = LN_WIDTH < 4 ? LN_WIDTH : 4;  // independent partial sums
 
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
-// A thread's part of a row in its storage type, which takes the fewest registers; it is widened each time it is used.
+// A thread's part of a row in its storage type, which takes the fewest registers. It is widened for each use.
 template <typename E>
 struct Kept {
     static constexpr int LOAD = LN_WIDTH * sizeof(E) <= 16 ? LN_WIDTH : 16 / sizeof(E), LOADS = LN_WIDTH / LOAD;
     Vec<E, LOAD> raw[LN_VECTORS][LOADS];
 
-    // `left`: channels from the thread's first one to the end of the row. Only the last vector can lie beyond it.
+    // Loads the thread's vectors. left: channels from the thread's first one to the end of the row. Only the last
+    // vector can lie beyond the end.
     template <typename Get>
     __device__ __forceinline__ void load(const E* from, int left, Get get) {
 #pragma unroll
@@ -64,7 +66,7 @@ struct Kept {
         }
     }
 
-    // Makes the compiler forget previously widened values: it would keep them, in twice the registers.
+    // Makes the compiler forget previously widened values. Otherwise it would keep them, in twice as many registers.
     __device__ __forceinline__ void forget() {
 #ifdef __CUDA_ARCH__
         if constexpr (sizeof(E) < 4 && LN_WIDTH > 1) {
@@ -87,7 +89,7 @@ struct Kept {
     }
 };
 
-// Loads gammas or betas. Inline assembly keeps the loads before the wait; the compiler delays built-in ones.
+// Loads gammas or betas. Inline assembly keeps these loads before the wait; the compiler moves built-in loads after it.
 struct Parameter {
     typedef Vec<float, Kept<float>::LOAD> Vector;
 
@@ -106,7 +108,7 @@ struct Parameter {
     }
 };
 
-// Calls use(i, values) for each of a thread's vectors.
+// Calls use(i, values) for each of the thread's vectors of a row.
 template <typename E, typename Use>
 __device__ __forceinline__ void each(const Kept<E>& row, int left, Use use) {
 #pragma unroll
@@ -143,7 +145,7 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
     betas.load(beta + first, left, Parameter());
     wait_for_previous();
 
-    Kept<E> rows[LN_EACH];  // teams without a row recompute the last one, so that all threads reach the last barrier
+    Kept<E> rows[LN_EACH];  // teams without a row recompute the last one: all threads must reach the barriers
 #pragma unroll
     for (int e = 0; e < LN_EACH; ++e) {
         const long long mine = row + e * LN_ROWS;

@@ -4,23 +4,22 @@
 //
 //   layernorm_forward_kernel6: rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16. LN_THREADS
 //       neighbouring threads share a row. Each thread issues all its loads before it uses the first value. Compared
-//       with kernel 5, x and out cross the bus once each, and the variance is computed around the mean, accurate for
-//       any mean, for a few shuffles instead of a second pass.
+//       with kernel 5, x and out cross the bus once each. The variance is computed around the mean, which is accurate
+//       for any mean and costs a few shuffles instead of a second pass.
 //
-// Sums, mean and rstd are float. N = B * T rows.
-// lib/rows.cuh describes how the threads share a row. The Python operation chooses the constants from C: a row gets so
-// many threads that each keeps at most 64 bytes of it. Rows too long for the registers of 1024 threads are read again
-// in each pass: LN_VECTORS = 0.
+// Sums, mean and rstd are float. N = B * T rows. lib/rows.cuh describes how threads share a row. The Python operation
+// chooses the constants from C. A row gets so many threads that each keeps at most 64 bytes of it. Rows that do not fit
+// in the registers of 1024 threads are read again in each pass: LN_VECTORS = 0.
 //
-// Two things keep memory busy: gamma and beta are loaded together with x, before any thread waits, and out is written
-// with streaming stores, so that it leaves the L2 cache early and in order while the next rows are read (2.5 % more
-// bandwidth each on an H200).
+// Two measures keep the memory busy. First, gamma and beta are loaded together with x, before any thread waits. Second,
+// out is written with streaming stores, so that it leaves the L2 cache early and in order while the next rows are read.
+// Each gives 2.5 % more bandwidth on an H200.
 //
 // grid (ceil(N / LN_ROWS)), block (LN_THREADS * LN_ROWS).
 #include "lib/rows.cuh"
 
-#ifndef LN_WIDTH  // elements of a vector, a power of two of at most 16 bytes that divides C; x, gamma, beta, out
-#define LN_WIDTH 4  // are aligned to a vector
+#ifndef LN_WIDTH  // elements per vector: a power of two that divides C, at most 16 bytes. x, gamma,
+#define LN_WIDTH 4  // beta and out are aligned to a vector
 #endif
 #ifndef LN_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define LN_THREADS 32
@@ -37,7 +36,7 @@ constexpr int STEP = LN_THREADS * LN_WIDTH;  // channels from a thread's vector 
 typedef Vec<T, LN_WIDTH> Vector;
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
-// A thread's gammas or betas: loaded in advance if x stays in registers, else when they are used.
+// A thread's gammas or betas: loaded in advance if x stays in registers, otherwise loaded when used.
 struct Channels {
     Vector held[LN_VECTORS ? LN_VECTORS : 1];
     const T* from;
@@ -49,7 +48,7 @@ struct Channels {
         }
     }
 
-    __device__ void get(int c, float (&v)[LN_WIDTH]) const {  // the values at channel c from the thread's first one
+    __device__ void get(int c, float (&v)[LN_WIDTH]) const {  // c: relative to the thread's first channel
         (LN_VECTORS ? held[c / STEP] : Vector::load(from + c)).unpack(v);
     }
 };
@@ -65,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_for
     __shared__ float scratch[2][LN_ROWS * Row::WARPS];
     const long long row = (long long)blockIdx.x * LN_ROWS + threadIdx.x / LN_THREADS;
     const int first = threadIdx.x % LN_THREADS * LN_WIDTH;
-    // Threads without a row recompute the last one, so that all threads reach the last barrier.
+    // Threads without a row recompute the last row, so that all threads reach the last barrier.
     Part<LN_WIDTH, STEP, LN_VECTORS> part(x + (row < N ? row : N - 1) * C + first, C - first);
     const Channels gammas(gamma + first, C - first), betas(beta + first, C - first);
 

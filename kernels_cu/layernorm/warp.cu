@@ -2,23 +2,23 @@
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-// mean and rstd, N floats each, are stored as well. N = B * T rows, any C. Both follow llm.c's LayerNorm kernels:
+// mean and rstd, N floats each, are also stored. N = B * T rows, any C. Both kernels follow llm.c's LayerNorm kernels:
 //
 //   layernorm_forward_kernel3: one warp per row by cooperative groups, all steps in one kernel, streaming hints. Kernel
-//       2 (layernorm/ladder.cu) takes three. The 32 lanes reduce by shuffles, so that no row waits at a barrier for
-//       another. Two hints: __restrict__ states that out overlaps no input, so that loads may move before stores;
-//       __ldcs and __stcs state that x is read for the last time and out is not read again, so that neither evicts
-//       gamma and beta from the cache.
-//   layernorm_forward_kernel4: as 3 with var = E[x^2] - E[x]^2: one pass fewer over x. But it loses all digits when
-//       |mean| is large compared with the standard deviation.
+//       2 (layernorm/ladder.cu) takes three kernels. The 32 lanes reduce by shuffles, so that no row waits at a barrier
+//       for another row. Hints: __restrict__ states that out overlaps no input, so that loads may move before stores;
+//       __ldcs and __stcs state that x is read for the last time and that out is not read again soon, so that x and out
+//       do not evict gamma and beta from the cache.
+//   layernorm_forward_kernel4: kernel 3 with var = E[x^2] - E[x]^2: one pass fewer over x. This formula loses all
+//       digits when |mean| is large compared with the standard deviation.
 //
-// Both: grid (ceil(N / warps per block)), block any multiple of 32 up to 1024.
+// Both kernels: grid (ceil(N / warps per block)), block any multiple of 32 up to 1024.
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
 
 namespace cg = cooperative_groups;
 
-constexpr int LANES = 32;  // not warp.size(), which is unsigned: the compiler does not unroll a loop that mixes the two
+constexpr int LANES = 32;  // not warp.size(), which is unsigned: a loop with signed and unsigned values is not unrolled
 typedef cg::thread_block_tile<LANES> Warp;
 
 __device__ long long row_of(const Warp& warp) {
@@ -43,11 +43,11 @@ extern "C" __global__ void layernorm_forward_kernel3(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // the whole warp
+    if (row >= N) return;  // true for a whole warp
     const float* x_row = x + row * C;
 
     float sum = 0.0f;
-#pragma unroll 8  // loads in flight at a time
+#pragma unroll 8  // number of loads in flight
     for (int c = warp.thread_rank(); c < C; c += LANES) sum += x_row[c];
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
 
@@ -73,7 +73,7 @@ extern "C" __global__ void layernorm_forward_kernel4(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // the whole warp
+    if (row >= N) return;  // true for a whole warp
     const float* x_row = x + row * C;
 
     float sum = 0.0f, square = 0.0f;
@@ -84,7 +84,8 @@ extern "C" __global__ void layernorm_forward_kernel4(
         square += v * v;
     }
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
-    // Both squares are rounded alike: a fused multiply-add would keep m * m exact and give a constant row variance.
+    // Both squares are rounded alike. A fused multiply-add would keep m * m exact, and a constant row would have a
+    // variance.
     float var = cg::reduce(warp, square, cg::plus<float>()) / C - __fmul_rn(m, m);
     if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
     const float r = rsqrtf(var + eps);

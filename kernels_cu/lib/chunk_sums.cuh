@@ -1,10 +1,12 @@
-// The sums of x over each 32 of K, a chunk, by which minimums in blocks of GGUF are multiplied.
+// Sums of x over chunks of 32 values along K. Products with GGUF weights multiply the minimums of blocks by these sums.
 //
-//   x (M, K), rounded terms of float16 in order (lib/terms.cuh, TERM_WIDTH 2) -> of each chunk the sum, as split_sum
-//   has it. Fours of values are added as (a + b) + (c + d), eight of their sums as in lanes_sum<8>
+//   x (M, K), each value as one float16 term in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
+//   -> for each row and chunk, the sum of its 32 terms in the form of split_sum. Groups of four terms are added as
+//      (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
 //
-// A kernel that stores such terms stores these after them with TERM_SUMS; else gguf/chunk_sums.cu does. K is a multiple
-// of 128. Of each TERM_ROWS rows and each 128 of K, a row has four words, as one copy brings them.
+// With TERM_SUMS, a kernel that stores the terms stores the sums after the terms; otherwise gguf/chunk_sums.cu stores
+// them. K is a multiple of 128. For every TERM_ROWS rows and every 128 values along K, the four sums of a row are four
+// consecutive words. One bulk copy therefore loads the sums of all these rows.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
@@ -15,7 +17,7 @@
 #define TERM_SUMS 0
 #endif
 
-// A sum of a chunk divided by 32, as two numbers of float16.
+// Returns the sum of a chunk divided by 32, as two float16 numbers: the rounded quotient and the remainder.
 __device__ __forceinline__ unsigned split_sum(float sum) {
     float high[2];
     sum *= 0.03125f;
@@ -24,14 +26,14 @@ __device__ __forceinline__ unsigned split_sum(float sum) {
     return first | pack2_fp16(0.0f, sum - high[0]);
 }
 
-// Of a pair of terms.
+// Returns the sum of a pair of float16 terms.
 __device__ __forceinline__ float sum_of(unsigned pair) {
     float v[2];
     unpack2_fp16(pair, v);
     return v[0] + v[1];
 }
 
-// Stores the sum of the chunk of k of row m.
+// Stores the sum of the chunk of row m that contains value k.
 template <typename T>
 __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int M, int K) {
     const int first = m / (int)TERM_ROWS * (int)TERM_ROWS, rows = min((int)TERM_ROWS, M - first);
@@ -39,15 +41,16 @@ __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int 
     narrow_to(sums[unit * 4 + k / 32 % 4], __int_as_float((int)split_sum(sum)));
 }
 
-// The same, after the terms x, where eight neighbouring lanes have four values each, as two pairs of terms. All lanes
-// of a warp call this.
+// Computes and stores the sum of a chunk, after the terms x. Each of eight neighbouring lanes passes four values of the
+// chunk, as two pairs of terms. All lanes of a warp must call this function.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_fours(T* x, unsigned first, unsigned last, int m, int k, int M, int K) {
     const float sum = lanes_sum<8>(sum_of(first) + sum_of(last));
     if (threadIdx.x % 8 == 0) store_sum(x + (long long)M * K / 2, sum, m, k, M, K);
 }
 
-// The same where a warp has a chunk, its even lanes a pair each, others 0.
+// Computes and stores the sum of a chunk that a whole warp holds: each even lane passes a pair of terms, odd lanes pass
+// 0.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_pairs(T* x, unsigned pair, int m, int k, int M, int K) {
     float sum = sum_of(pair);

@@ -1,5 +1,5 @@
-// Clusters: up to 8 blocks on neighbouring multiprocessors, which can access each other's shared memory. From sm_90 on.
-// Elsewhere a kernel runs with clusters of one block, and must not call these functions.
+// Clusters: up to 8 blocks on neighbouring multiprocessors, which can access each other's shared memory. They need
+// sm_90 or newer. On older GPUs a kernel runs with clusters of one block and must not call these functions.
 #pragma once
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900
@@ -15,7 +15,7 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-// The address that `here`, in shared memory, has in a block of the cluster.
+// Returns the address in block `rank` of the cluster that corresponds to `here` in this block's shared memory.
 template <typename E>
 __device__ __forceinline__ E* in_block_of_cluster(E* here, int rank) {
     E* there = here;
@@ -30,9 +30,9 @@ __device__ __forceinline__ E* in_first_block(E* here) {
     return in_block_of_cluster(here, 0);
 }
 
-// A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes
-// visible to other threads, except for initialised barriers after fence_inits(). All threads of a warp call each step
-// together.
+// A barrier for all threads of the cluster that have not exited: sync_cluster(), or arrive_in_cluster() and later
+// wait_for_cluster(). The barrier does not make memory writes visible to other threads, except for initialised barriers
+// after fence_inits(). All threads of a warp must call these functions together.
 __device__ __forceinline__ void arrive_in_cluster() {
 #if defined(__CUDA_ARCH__)
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -50,7 +50,7 @@ __device__ __forceinline__ void sync_cluster() {
     wait_for_cluster();
 }
 
-// The same in two steps, with all writes before the first visible after the second.
+// A barrier of the cluster in two steps: writes before release_to_cluster() are visible after acquire_from_cluster().
 __device__ __forceinline__ void release_to_cluster() {
 #if defined(__CUDA_ARCH__)
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

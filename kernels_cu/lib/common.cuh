@@ -11,15 +11,15 @@
 // BLOCK is blockDim.x and must be a power of two: with 96 threads the tree would drop elements, so any other value does
 // not compile. The order of the additions is fixed: the same input gives the same bits.
 //
-// lanes_sum and lanes_max reduce over neighbouring lanes by shuffles; each of them receives the result. All lanes of
-// the warp must call them.
+// lanes_sum and lanes_max reduce over a group of neighbouring lanes by shuffles. Every lane of the group receives the
+// result. All lanes of the warp must call these functions.
 #pragma once
 
 #ifndef INFINITY  // NVRTC provides no <math.h>
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
-namespace reduction {  // names that files which include this one may have themselves
+namespace reduction {  // a namespace, because including files may define the same names
 
 struct Sum {
     static __device__ float combine(float a, float b) { return a + b; }
@@ -62,11 +62,11 @@ __device__ float block_reduce_max(float value, float* scratch) {
     return block_reduce<reduction::Max, BLOCK>(value, scratch);
 }
 
-// The least power of two that is at least n.
+// Returns the smallest power of two that is at least n.
 __device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
 
 template <typename Op, int LANES>
-__device__ __forceinline__ float lanes_reduce(float value) {  // over each group of LANES lanes
+__device__ __forceinline__ float lanes_reduce(float value) {  // reduces over each group of LANES lanes
     static_assert(LANES > 0 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "a group of lanes is a power of two");
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2) {

@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_vec(float* shared, const float* global) {
 #endif
 }
 
-// The same for one float.
+// Copies one float from global to shared memory. The float is available after wait_for_copies().
 __device__ __forceinline__ void copy_float(float* shared, const float* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),

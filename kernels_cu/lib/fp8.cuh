@@ -10,30 +10,30 @@
 
 struct E5M2 {
     static constexpr unsigned FRACTION = 2, BIAS = 15, NOT_A_NUMBER = 0x7e;
-    static constexpr float LARGEST = 57344.0f, BEYOND = 65536.0f;  // BEYOND would be the byte 0x7c, infinity
+    static constexpr float LARGEST = 57344.0f, BEYOND = 65536.0f;  // code of BEYOND: 0x7c, infinity
     unsigned char bits;
 
     static __device__ __forceinline__ void widen(unsigned bytes, float* v);
-    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // of bytes `pair` and `pair` + 1
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // bytes `pair`, `pair` + 1 as halves
     static __device__ __forceinline__ E5M2 narrow(float value);
 };
 
 template <bool HAS_NAN>
 struct AnyE4M3 {
     static constexpr unsigned FRACTION = 3, BIAS = 7, NOT_A_NUMBER = 0x7f;
-    static constexpr float LARGEST = 448.0f, BEYOND = 480.0f;  // BEYOND would be the byte 0x7f
+    static constexpr float LARGEST = 448.0f, BEYOND = 480.0f;  // code of BEYOND: 0x7f, NaN
     unsigned char bits;
 
     static __device__ __forceinline__ void widen(unsigned bytes, float* v);
-    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // from sm_89 on
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // needs sm_89 or newer
     static __device__ __forceinline__ AnyE4M3 narrow(float value);
 };
 typedef AnyE4M3<true> E4M3;
 typedef AnyE4M3<false> FiniteE4M3;
 
-// Two E4M3 numbers as halves that are 256 times too small; `halves` has them in its upper bytes. Adding one to the
-// lowest of the seven bits carries out of a NaN code alone, which has all of them set. The carry is the only bit that
-// the exponent of the half lacks to be that of a NaN.
+// Returns two E4M3 numbers as halves that are 256 times too small. The upper bytes of `halves` contain the two numbers.
+// NaN: adding one to the lowest of the seven bits of a code carries out only if all seven bits are set, as in a NaN
+// code. The carry sets the one exponent bit that the shifted code lacks to be NaN as a half.
 template <bool HAS_NAN>
 __device__ __forceinline__ unsigned shift_e4m3(unsigned halves) {
     halves = (halves & 0x80008000u) | (halves >> 1 & 0x3f803f80u);
@@ -45,7 +45,7 @@ __device__ __forceinline__ float widen_half(unsigned bits) {
     return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// One number, through __half, which represents subnormal FP8 numbers.
+// Converts one number to float through __half, because __half represents subnormal FP8 numbers.
 __device__ __forceinline__ float widen(E5M2 value) { return widen_half(value.bits << 8); }
 
 template <bool HAS_NAN>
@@ -53,7 +53,7 @@ __device__ __forceinline__ float widen(AnyE4M3<HAS_NAN> value) {
     return 256.0f * widen_half(shift_e4m3<HAS_NAN>(value.bits << 8));
 }
 
-// Bytes `pair` and `pair` + 1 of four, each as the upper byte of a half.
+// Returns bytes `pair` and `pair` + 1 of four, each as the upper byte of a half.
 __device__ __forceinline__ unsigned upper_bytes(unsigned bytes, int pair) {
     return __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);
 }
@@ -69,7 +69,8 @@ __device__ __forceinline__ unsigned AnyE4M3<HAS_NAN>::halves(unsigned bytes, int
 }
 #endif
 
-// Four bytes, lowest first, in pairs: shifts and masks act on both halves of a register at once.
+// Converts four bytes to floats, the lowest byte first. It processes pairs: shifts and masks act on both halves of a
+// register at once.
 __device__ __forceinline__ void E5M2::widen(unsigned bytes, float* v) {
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2) {
@@ -83,7 +84,7 @@ template <bool HAS_NAN>
 __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v) {
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2) {
-#if __CUDA_ARCH__ >= 890  // sm_89 and newer have an instruction for it
+#if __CUDA_ARCH__ >= 890  // sm_89 and newer have a conversion instruction
         const unsigned two = halves(bytes, pair);
         const float scale = 1.0f;
 #else
@@ -95,8 +96,8 @@ __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v
     }
 }
 
-// The nearest number of a format, ties to even, as its lowest 7 bits; `magnitude` has no sign. Numbers beyond `most`
-// become `most`: LARGEST, or BEYOND for infinity or NaN there. NaN stays NaN.
+// Returns the nearest FP8 number, ties to even, as the lowest 7 bits of the result. `magnitude` is at least 0. Numbers
+// larger than `most` become `most`: LARGEST for saturation, or BEYOND, whose code is infinity or NaN. NaN stays NaN.
 //
 //   |x| lies between 2^e and 2^(e+1), where FP8 numbers are 2^(e-F) apart, with F fraction bits. Below the smallest
 //   normal number they have the spacing of the binade above it, so e has a minimum. Floats near 2^(e-F+23) have the
@@ -107,20 +108,21 @@ __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v
 //      + 2^(e-F+23)  100...01.10           F = 2: the sum ends at the last FP8 bit
 //      its last byte        110            plus e's position in the byte, minus the leading bit, which adds one there
 //
-// A carry out of the fraction increments e, as it should. This float addition is the only arithmetic, so the result is
-// the same on every architecture. The numbers that -ftz=true flushes to zero are zero in FP8 as well. Unsigned
-// arithmetic, because NaN can give any sum: the caller masks the result.
+// A carry out of the fraction increments e, as required. This float addition is the only arithmetic, so the result is
+// the same on every architecture. The numbers that -ftz=true flushes to zero are zero in FP8 as well. The integer
+// arithmetic is unsigned, because NaN can give any sum; the caller masks the result.
 template <typename E>
 __device__ __forceinline__ unsigned encode_fp8(float magnitude, float most = E::LARGEST) {
     constexpr unsigned CUT = 23 - E::FRACTION;              // fraction bits of a float that FP8 lacks
     constexpr unsigned EXPONENT = 0x7f800000;               // mask of a float's exponent
     constexpr unsigned LOWEST = (127 + 1 - E::BIAS) << 23;  // exponent bits of the smallest normal number, as a float
-    // The difference between e >> CUT and e's position in the byte. Even, so that it can be added before rounding.
+    // The difference between e >> CUT and e's position in the byte. It is even and can therefore be added before
+    // rounding.
     constexpr unsigned OFFSET = -(LOWEST >> CUT) & 0xff;
     static_assert(OFFSET % 2 == 0, "a tie is rounded to the even number of steps");
     const float x = fminf(magnitude, most);
     const unsigned e = max((unsigned)__float_as_int(x) & EXPONENT, LOWEST);
-    const unsigned power = e + ((CUT << 23) + OFFSET);  // a float: its exponent, and already a few steps
+    const unsigned power = e + ((CUT << 23) + OFFSET);  // a float: the exponent, plus OFFSET in its lowest bits
     const unsigned sum = __float_as_int(x + __int_as_float(power));
     return magnitude == magnitude ? sum + (e >> CUT) : E::NOT_A_NUMBER;
 }

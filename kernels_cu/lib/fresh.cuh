@@ -1,5 +1,6 @@
-// Loads around the wait for the previous kernel (see lib/overlap.cuh): of constants before it, and after it of data
-// that an earlier kernel has written, which bypass the read-only cache.
+// Loads for kernels that overlap with the previous kernel (lib/overlap.cuh): loads of constants, issued before the wait
+// for that kernel; and loads of data that an earlier kernel has written, issued after the wait and bypassing the
+// read-only cache.
 #pragma once
 #include "lib/storage.cuh"
 
@@ -9,7 +10,7 @@ __device__ __forceinline__ Vec<E, WIDTH> load_fresh(const E* from) {
     return {__ldcg(reinterpret_cast<const Raw*>(from))};
 }
 
-// Loads WIDTH floats, whatever T is, in vectors of up to four.
+// Loads WIDTH floats (for any T) in vectors of up to four.
 template <int WIDTH>
 __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     constexpr int LOAD = WIDTH < 4 ? WIDTH : 4;
@@ -22,7 +23,8 @@ __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     }
 }
 
-// Loads constants. Inline assembly, because the compiler would move the loads after the wait for the previous kernel.
+// Loads constants. Inline assembly, because the compiler would otherwise move these loads after the wait for the
+// previous kernel.
 template <int WIDTH>
 __device__ __forceinline__ Vec<float, WIDTH> load_parameters(const float* from) {
 #if defined(__CUDA_ARCH__)
@@ -38,7 +40,7 @@ __device__ __forceinline__ Vec<float, WIDTH> load_parameters(const float* from) 
     return Vec<float, WIDTH>::load(from);
 }
 
-// Loads a value that another kernel may be writing at the same time: the old value or the new one.
+// Loads a value that another kernel may be writing at the same time: returns the old value or the new one.
 __device__ __forceinline__ int load_racing(const int* from) {
 #if defined(__CUDA_ARCH__)
     int value;

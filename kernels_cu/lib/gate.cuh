@@ -1,4 +1,4 @@
-// The gate of a feed-forward, gate_of(v) = v / (1 + exp(-v)), SiLU, or with GATE_GELU GELU, in its tanh approximation.
+// The gate of a feed-forward: SiLU, gate_of(v) = v / (1 + exp(-v)), or with GATE_GELU the tanh approximation of GELU.
 #pragma once
 
 #include "lib/gelu.cuh"

@@ -1,4 +1,4 @@
-// Weights that stay as a GGUF file has them: integer codes q of 4 to 8 bits with scales.
+// Weights in the quantized formats of GGUF files: integer codes q of 4 to 8 bits, with scales.
 //
 //            block  sub-blocks  a weight             bits of q
 //   Q4_0     32     1           d (q - 8)            4
@@ -6,26 +6,31 @@
 //   Q5_0     32     1           d (q - 16)           5
 //   Q5_1     32     1           d q + m              5
 //   Q8_0     32     1           d (q - 128)          8
-//   Q4_K     256    8           d s q - dmin m       4      d and dmin: one of a block
-//   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, of a sub-block of 32
-//   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, of a sub-block of 16
+//   Q4_K     256    8           d s q - dmin m       4      d and dmin: one of each per block
+//   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
+//   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
 //
-// d, m of Q4_1 and Q5_1, and dmin are float16. The bytes are those of a file in the order in which mma.sync wants them,
-// as gpt2block.weights.gguf packs them. A tile is 8 rows by 128 of K; lane 4 g + t has of row g, of each chunk of 32 of
-// K, the codes at 2 t and 2 t + 1 of each eight: two of these pairs are its part of an mma.
+// d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/weights reorders the bytes of a file into the
+// fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g and each chunk of 32 values along K,
+// lane 4 g + t holds the codes at positions 2 t and 2 t + 1 of each group of eight. Two such pairs are the lane's
+// operand of one mma.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
-//   word     of a chunk, codes by their number:  bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    of 4 bits each
+//   word     of a chunk, codes by their index:   bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    4 bits each
 //
-// Q8_0 has 32 lanes x 16 bytes twice, for two chunks each. Types with blocks of 256 have two tiles of low bits, two of
-// high bits, and scales for both. Rows are filled up to whole tiles with zeros; eight rows follow each other. Scales of
-// a row of Q4_K and Q5_K, of which lane t takes byte t of a word:
+// A tile of Q8_0 has two parts of 32 lanes x 16 bytes, each for two chunks. Types with blocks of 256 have two parts
+// with low bits, two with high bits, and then the scales of both. Rows are padded with zeros to whole tiles. All tiles
+// of eight rows are followed by the tiles of the next eight rows. The scales of a row of Q4_K and Q5_K are four words.
+// Lane t uses byte t of each word after the first:
 //
-//   [ d, dmin ] [ s of sub-blocks 0-3, m >> 4 above it ] [ the same of 4-7 ] [ m & 15 of 0-3, that of 4-7 above it ]
+//   [ d, dmin ] [ s of sub-blocks 0-3, with m >> 4 in the upper bits ] [ s and m >> 4 of sub-blocks 4-7 ]
+//   [ m & 15 of sub-blocks 0-3, with m & 15 of sub-blocks 4-7 in the upper bits ]
 //
-// All codes, and those of Q4_K and Q5_K times s, are exact in float16. A code is put into the mantissa of 1024 or 64,
-// which is then subtracted; or, where it is multiplied by s anyway, of 0, as a subnormal number. The including file
-// includes lib/sm80.cuh.
+// All codes, and the products of codes of Q4_K and Q5_K with s, are exact in float16. To convert a code, its bits are
+// put into the mantissa of 1024 or 64, and this number is subtracted. A code that is multiplied by s needs no
+// subtraction: its bits are put into the mantissa of 0, as a subnormal number.
+//
+// The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
 
@@ -41,43 +46,43 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
     return {v[0], v[1]};
 }
 
-// A value of lane `from` of the four that have a row.
+// Returns the value of lane `from` of the four lanes that hold a row.
 template <typename Value>
 __device__ __forceinline__ Value of_lane(Value value, int from) { return __shfl_sync(0xffffffffu, value, from, 4); }
 
-// Gives the pairs of a chunk of row g (i 0) or g + 8 (i 1) their places in A, in two steps of an mma.
+// Puts the pairs of a chunk of row g (i = 0) or g + 8 (i = 1) into the registers of operand A for two steps of mma.
 __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigned (&steps)[2][4]) {
     steps[0][i] = pairs[0], steps[0][i + 2] = pairs[1], steps[1][i] = pairs[2], steps[1][i + 2] = pairs[3];
 }
 
-// A lane's part of a tile: 32 weights of a row.
+// A lane's part of a tile: 32 weights of one row.
 template <int TYPE>
 struct Part {
     static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // blocks of 256; sub-blocks of 16
-    static constexpr bool INTEGERS = WIDE && !HALVES;  // s are so small that q s is exact in float16
+    static constexpr bool INTEGERS = WIDE && !HALVES;  // s is an integer so small that q s is exact in float16
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
     static constexpr int OFFSET = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q8_0 ? 128 : TYPE == Q6_K ? 32 : 0;
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
-    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes of a lane
+    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
     static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
     static constexpr int SCALE_BYTES = OCTET * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
-    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of a lane
-    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() gives codes divided by it
+    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes per lane
+    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() returns codes divided by FINE
 
     Vec<W, 16> low[VECTORS];
     Vec<W, HIGH> high;
     Vec<W, SCALE> scale;
     Vec<W, 2> d;
 
-    __host__ __device__ static constexpr int row_bytes(int K) {  // of an octet of rows
+    __host__ __device__ static constexpr int row_bytes(int K) {  // bytes of eight rows
         return (K + UNITS * UNIT - 1) / (UNITS * UNIT) * BYTES;
     }
 
-    // Where 128 of K are in an octet of rows: their low bits, their high bits, and the scales.
+    // Offsets of 128 values along K within eight rows of w: of their low bits, of their high bits and of their scales.
     __device__ __forceinline__ static int low_at(int unit) { return unit / UNITS * BYTES + unit % UNITS * LOW_BYTES; }
     __device__ __forceinline__ static int high_at(int unit) {
         return unit / UNITS * BYTES + UNITS * LOW_BYTES + unit % UNITS * HIGH_BYTES;
@@ -86,7 +91,7 @@ struct Part {
         return unit / UNITS * BYTES + UNITS * (LOW_BYTES + HIGH_BYTES);
     }
 
-    // Loads row g of these 128 of K, from global or shared memory.
+    // Loads the part of row g of a tile, from global or shared memory.
     __device__ __forceinline__ void load(const W* lows, const W* highs, const W* scales, int unit, int g) {
         const int t = threadIdx.x % 4, lane = 4 * g + t, half = unit % 2;
 #pragma unroll
@@ -97,14 +102,14 @@ struct Part {
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
 
-    // The same of `row`; w: all rows of this type.
+    // Loads the part of row `row` in unit `unit` of K. w: all rows of this type.
     __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
         const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    // What the lane has of the scales of a unit: those of chunk t. by: of INTEGERS s 2^9 and s 2^5 in float16. first,
-    // second: d s, of Q6_K of both halves of the chunk.
+    // The lane's scales of a unit: the scales of chunk t. by: with INTEGERS, s 2^9 and s 2^5 as float16. first, second:
+    // d s of the chunk; for Q6_K, of the two halves of the chunk.
     struct Own {
         float first, second;
         unsigned by;
@@ -124,8 +129,9 @@ struct Part {
         }
     }
 
-    // What the sums of a tile are multiplied by at its end: d those of codes(), minimum those of `least`, which are m
-    // of chunk t of each unit in float16, twice; of INTEGERS, as a subnormal number, m 2^-22.
+    // Factors for the sums of a tile. d: factor of the sums with codes(). minimum: factor of the sums with `least`.
+    // least: m of chunk t of each unit as float16, in both halves of a word; with INTEGERS, m 2^-22 as a subnormal
+    // number.
     struct End {
         float d, minimum;
         unsigned least[UNITS];
@@ -135,7 +141,7 @@ struct Part {
         if constexpr (INTEGERS) {
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned low = own_byte(scale.raw.w);
-            return {FINE * of_block.x, -134217728.0f * of_block.y,  // 2^22, and 32 of split_sum
+            return {FINE * of_block.x, -134217728.0f * of_block.y,  // times -2^27: 2^22 for `least`, 32 for split_sum
                     {own_byte(scale.raw.y) & 0xc000c0u | low << 2 & 0x3c003cu,
                      own_byte(scale.raw.z) & 0xc000c0u | low >> 2 & 0x3c003cu}};
         } else {
@@ -143,8 +149,8 @@ struct Part {
         }
     }
 
-    // The codes of a chunk less OFFSET, as pairs of float16 in order. INTEGERS: times s / FINE, which is exact. by: of
-    // the chunk's lane.
+    // Computes the codes of a chunk minus OFFSET, as pairs of float16 in order; with INTEGERS times s / FINE, which is
+    // exact. by: Own::by of the lane that holds the chunk's scales.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
         constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
         if constexpr (BITS == 8) {
@@ -157,7 +163,7 @@ struct Part {
             return;
         }
         const unsigned first = word(low[0], chunk), second = first >> 8;
-        unsigned up = 0, down = 0;  // high bits, above the low ones of pairs 0 and 1, and of 2 and 3
+        unsigned up = 0, down = 0;  // high bits, placed above the low bits: up: of pairs 0 and 1, down: of 2 and 3
         constexpr unsigned ONES = BITS == 6 ? 0x300030u : 0x100010u;
         if constexpr (BITS == 5) up = (unsigned)high.raw << (4 - chunk), down = (unsigned)high.raw >> (4 + chunk);
         if constexpr (BITS == 6) {
@@ -168,7 +174,8 @@ struct Part {
         pairs[1] = (first & 0xf000f0u) | (up & ONES << 4);
         pairs[2] = (second & 0xf000fu) | (down & ONES);
         pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
-        // As float16 these are the codes times 2^-24 and 2^-20. Of INTEGERS they are multiplied by s 2^9 and s 2^5.
+        // As float16, these bits are the codes times 2^-24 and 2^-20. With INTEGERS they are multiplied by s 2^9 and s
+        // 2^5.
         const unsigned near = INTEGERS ? twice<false>(by) : NEAR, far = INTEGERS ? twice<true>(by) : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -177,8 +184,9 @@ struct Part {
         }
     }
 
-    // What float16 weights of chunk t are computed with, each twice: d, m; of INTEGERS s, -(64 s + n), what is left of
-    // dmin m, and d; of HALVES d s of either half, and how much more it is.
+    // Factors for the float16 weights of chunk t, each in both halves of a word. In general: d and m. With INTEGERS: s;
+    // -(64 s + n) with n = dmin m / d; the rounding error of dmin m; and d. With HALVES: for each half of the chunk, d
+    // s and its rounding error.
     struct Factors {
         unsigned of[4];
     };
@@ -196,7 +204,7 @@ struct Part {
             }
             return found;
         } else if constexpr (INTEGERS) {
-            // d s q - dmin m = d (s (64 + q) - near) + left: near is about 64 s + dmin m / d, and exact in float16.
+            // d s q - dmin m = d (s (64 + q) - near) + left. near is about 64 s + dmin m / d and exact in float16.
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned both = unit % 2 ? scale.raw.z : scale.raw.y, at = 8 * (threadIdx.x % 4);
             const float s = (float)(both >> at & 63);
@@ -213,8 +221,9 @@ struct Part {
         }
     }
 
-    // The four pairs of weights of a chunk, which are 8 apart in K, as float16: rounded once, of HALVES and INTEGERS
-    // but for 2^-12 of what is left.
+    // Computes the four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is rounded
+    // once; with HALVES and INTEGERS, the correction for the rounding errors in `own` adds an error of 2^-12 of this
+    // correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
         constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
         unsigned by[4];
@@ -244,7 +253,7 @@ struct Part {
         }
     }
 
-    // The same as floats.
+    // Computes the four pairs of weights of a chunk as floats.
     __device__ __forceinline__ void weights(int unit, int chunk, float2 (&v)[4]) const {
         const Own own = this->own(unit);
         const End end = this->end();
@@ -262,7 +271,7 @@ struct Part {
     }
 
    private:
-    // Byte t of a word, in both halves of one, below a byte of `above`.
+    // Returns byte t of a word in both halves of the result, each below a byte of `above`.
     __device__ __forceinline__ static unsigned own_byte(unsigned word, unsigned above = 0u) {
         return __byte_perm(word, above, 0x4040 + threadIdx.x % 4 * 0x101);
     }

@@ -1,4 +1,4 @@
-// Up to three ranges of outputs of a matrix in blocks of GGUF (lib/gguf.cuh), each of a type, one after the other.
+// Ranges of outputs of a matrix of GGUF blocks (lib/gguf.cuh): up to three consecutive ranges, each with its own type.
 #pragma once
 #include "lib/gguf.cuh"
 
@@ -8,13 +8,13 @@
 #ifndef GGUF_RANGES
 #define GGUF_RANGES 1
 #endif
-#ifndef GGUF_TYPE_1  // of the outputs from GGUF_FROM_1 on
+#ifndef GGUF_TYPE_1  // type of the outputs from GGUF_FROM_1 on
 #define GGUF_TYPE_1 GGUF_TYPE_0
 #endif
 #ifndef GGUF_FROM_1
 #define GGUF_FROM_1 0
 #endif
-#ifndef GGUF_TYPE_2  // of the outputs from GGUF_FROM_2 on
+#ifndef GGUF_TYPE_2  // type of the outputs from GGUF_FROM_2 on
 #define GGUF_TYPE_2 GGUF_TYPE_0
 #endif
 #ifndef GGUF_FROM_2
@@ -28,10 +28,10 @@ struct OfRange {
     static constexpr int TYPE = RANGE == 0 ? GGUF_TYPE_0 : RANGE == 1 ? GGUF_TYPE_1 : GGUF_TYPE_2;
     static constexpr int FROM = RANGE == 0 ? 0 : RANGE == 1 ? GGUF_FROM_1 : GGUF_FROM_2;
     static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
-    static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // the first output of the next one, if any
+    static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // first output of the next range, if any
     typedef Part<TYPE> Of;
 
-    // Bytes before the range.
+    // Returns the number of bytes of w before the range.
     __device__ __forceinline__ static long long begin(int K) {
         long long bytes = 0;
         constexpr int SECOND = GGUF_RANGES > 2 ? GGUF_FROM_2 - GGUF_FROM_1 : 0;
@@ -41,7 +41,7 @@ struct OfRange {
     }
 };
 
-// Bytes of a tile of eight rows of the type with most of them.
+// Returns the largest size in bytes of a tile of eight rows among the types of the ranges.
 __device__ constexpr int largest_tile() {
     constexpr int OF[3] = {OfRange<0>::Of::BYTES, OfRange<1>::Of::BYTES, OfRange<2>::Of::BYTES};
     return OF[0] > OF[1] ? (OF[0] > OF[2] ? OF[0] : OF[2]) : OF[1] > OF[2] ? OF[1] : OF[2];

@@ -4,25 +4,26 @@
 //   kernel n+1             [ weights | wait ......... | work ... ]
 //
 // A kernel launched this way starts when every block of the previous kernel has called let_next_start() or has ended.
-// wait_for_previous() returns when the previous kernel has ended and its results are visible. As the previous kernel
-// waited too, all earlier kernels have then ended. So every block of every kernel in the chain must wait, except for
-// the first kernel, which is launched normally. Before it waits, or passes a barrier after another thread has waited, a
-// thread
+// wait_for_previous() returns when the previous kernel has ended and its results are visible. The previous kernel
+// waited for its predecessor in the same way, so all earlier kernels have ended, too. Every block of every kernel in
+// the chain must therefore wait, except in the first kernel, which is launched normally. Before a thread waits, or
+// passes a barrier after another thread has waited, it
 //
-//   may load    what no kernel of the chain writes: weights, tensor maps, parameters, settings. They were complete when
-//               the chain began
-//   must not    load a result of any earlier kernel, not only of the previous one: none needs to have ended
-//   must not    store anything, as earlier kernels may still read or write it. Nor may it reset a counter or use an
-//               atomic operation
-//   may         prefetch any address into the L2 cache, or load a value that is still changing as a hint on which no
-//               result depends (volatile, or relaxed at the scope of the GPU)
+//   may load    data that no kernel of the chain writes: weights, tensor maps, parameters, settings. Such data was
+//               complete when the chain began
+//   must not    load a result of any earlier kernel: even kernels before the previous one may still be running
+//   must not    store anything, because earlier kernels may still read or write the same memory. Resetting a counter
+//               and atomic operations are stores, too
+//   may         prefetch any address into the L2 cache, or load a value that another kernel is still changing, if no
+//               result depends on this value (load it as volatile, or relaxed at the scope of the GPU)
 //
-// let_next_start() makes nothing visible, and the next kernel does not wait for it: it may be the first call.
+// let_next_start() makes no writes visible. A kernel may call it first of all, because the next kernel waits for the
+// end of this kernel.
 //
-// Values written by an earlier kernel must not be loaded through the read-only cache, which is not invalidated between
-// the kernels. Load them with __ldcg, or plainly through a pointer that is not const __restrict__. The copy engine also
-// needs a fence: wait_before_copies() in lib/sm90.cuh. In a normal launch, and on older GPUs, nothing overlaps and both
-// functions do nothing.
+// Values written by an earlier kernel must not be loaded through the read-only cache, because this cache is not
+// invalidated between the kernels. Load such values with __ldcg, or plainly through a pointer that is not const
+// __restrict__. Copies by the copy engine also need a fence: wait_before_copies() in lib/sm90.cuh. In a normal launch,
+// and on older GPUs, kernels do not overlap and both functions do nothing.
 #pragma once
 
 __device__ __forceinline__ void let_next_start() {

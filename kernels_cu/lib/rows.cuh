@@ -2,23 +2,23 @@
 //
 // Vector v of a row belongs to thread v % THREADS, so neighbours read neighbours. A block consists of whole warps:
 //
-//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   THREADS = 32, VECTORS such groups; the last one may be incomplete
+//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   THREADS = 32, VECTORS such groups; the last may be incomplete
 //
-// Rows too long for the registers are read again in each pass: VECTORS = 0.
+// Rows that do not fit in the registers are read again in each pass: VECTORS = 0.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 
 template <int THREADS, int ROWS>
-struct Team {  // the threads that share a row; a block consists of ROWS teams
+struct Team {  // the threads that share a row; a block has ROWS teams
     static constexpr int LANES = THREADS < 32 ? THREADS : 32;  // lanes of a warp that belong to one team
     static constexpr int WARPS = THREADS / LANES;
     static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // >= WARPS
     static_assert((LANES & (LANES - 1)) == 0 && THREADS % LANES == 0, "threads: 1, 2, 4, 8, 16 or a multiple of 32");
     static_assert(THREADS * ROWS % 32 == 0 && THREADS * ROWS <= 1024, "a block is whole warps, 1024 threads at most");
 
-    // Returns the sum over the team to all its threads. scratch: one float per warp of the block, used only once. Every
-    // thread of the block must call this function, including threads without a row.
+    // Returns the sum over the team to all of its threads. scratch: one float per warp of the block, which only one
+    // call may use. Every thread of the block must call this function, including threads without a row.
     static __device__ float sum(float value, float* scratch) {
         value = lanes_sum<LANES>(value);
         if constexpr (WARPS > 1) {
@@ -31,17 +31,18 @@ struct Team {  // the threads that share a row; a block consists of ROWS teams
     }
 };
 
-// A thread's part of a row: the vectors at offsets 0, STEP, 2 STEP, ... below `left` from the thread's first element.
-// each(use) calls use(offset, vector) for all of them. WHOLE: every vector lies inside the row: no bounds checks.
+// A thread's part of a row: vectors at offsets 0, STEP, 2 STEP, ... less than `left` from the thread's first element.
+// each(use) calls use(offset, vector) for every vector. WHOLE: all vectors lie inside the row, so bounds are not
+// checked.
 template <int WIDTH, int STEP, int VECTORS, bool WHOLE = false>
-struct Part {  // kept in registers; the constructor issues all loads before the first value is used
+struct Part {  // kept in registers; the constructor issues all loads before a value is used
     float v[VECTORS][WIDTH];
     const int left;
 
     __device__ Part(const T* x, int left) : left(left) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // the cache is left to out
+            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // x is read once: cache out instead
         }
     }
 
@@ -53,12 +54,13 @@ struct Part {  // kept in registers; the constructor issues all loads before the
         }
     }
 
-    // Only the last vector can lie beyond the row, because VECTORS is chosen as small as possible.
+    // Only the last vector can lie beyond the end of the row, because VECTORS is the smallest number that covers the
+    // row.
     __device__ bool inside(int i) const { return WHOLE || i < VECTORS - 1 || i * STEP < left; }
 };
 
 template <int WIDTH, int STEP, bool WHOLE>
-struct Part<WIDTH, STEP, 0, WHOLE> {  // read again in each pass
+struct Part<WIDTH, STEP, 0, WHOLE> {  // the row is read again in each pass
     const T* x;
     const int left;
 

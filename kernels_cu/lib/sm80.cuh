@@ -1,4 +1,4 @@
-// The PTX instructions of the tensor-core kernels, each wrapped in a small function. For sm_80 and newer.
+// PTX instructions of the tensor-core kernels, each wrapped in a small function. For sm_80 and newer.
 //
 // A warp multiplies A (16, 16) and B (16, 8) into C (16, 8). Lane 4 g + t holds the following values, two 16-bit values
 // per register of A and B:
@@ -19,17 +19,18 @@ __device__ __forceinline__ void copy16(void* shared, const void* global, bool th
                  : "memory");
 }
 
-// Closes a group: all copies that this thread has issued since the last call.
+// Closes a group of copies: all copies that this thread has issued since its last call of end_group().
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the LATER most recent groups of this thread have arrived.
+// Waits until all groups of copies of this thread have arrived, except the LATER most recent ones.
 template <int LATER>
 __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
 // Loads 8x8 matrices of 16-bit values from shared memory. Lane 8 i + r passes the address of row r of matrix i, aligned
-// to 16 bytes. Lane 4 g + t gets row g, columns 2t and 2t + 1 of each; if TRANSPOSED, rows 2t and 2t + 1 of column g.
+// to 16 bytes. Lane 4 g + t receives columns 2t and 2t + 1 of row g of each matrix; if TRANSPOSED, rows 2t and 2t + 1
+// of column g.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
     const unsigned address = (unsigned)__cvta_generic_to_shared(row);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
     }
 }
 
-// c += a b, of 16-bit values in the type of the name; mma has the type of activations.
+// c += a b for 16-bit inputs of the type in the function's name; mma() uses the type of the activations.
 #define DEFINE_MMA(NAME, TYPES)                                                                                \
     __device__ __forceinline__ void NAME(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
         asm("mma.sync.aligned.m16n8k16.row.col." TYPES                                                        \
@@ -93,7 +94,7 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Rounds two floats to 16 bits in one instruction; pack2 to the type of activations.
+// Rounds two floats to a pair of 16-bit values in one instruction. pack2() rounds to the type of the activations.
 __device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -130,11 +131,12 @@ __device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
         : "r"(pair));
 }
 
-// Arithmetic on pairs of 16-bit values, rounded once. bf16 uses fma: it has product and sum only from sm_90 on.
+// Arithmetic on pairs of 16-bit values, each result rounded once. bfloat16 uses fma, because it has add and mul
+// instructions only from sm_90 on.
 __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     unsigned product;
 #if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // adds -0
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // c = -0: adds nothing
 #else
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #endif
@@ -153,7 +155,8 @@ __device__ __forceinline__ unsigned fma2_fp16(unsigned a, unsigned b, unsigned c
     return sum;
 }
 
-// The lower or upper half of b, in both halves: as an operand of such an instruction, it takes none of its own.
+// Returns the lower or upper half of b in both halves. As an operand of the arithmetic above, it takes no extra
+// instruction.
 template <bool UPPER>
 __device__ __forceinline__ unsigned twice(unsigned b) {
     unsigned both;
@@ -174,7 +177,7 @@ __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
 #endif
 }
 
-// Bytes LOW and HIGH of `bytes`, each as the upper byte of a 16-bit value.
+// Returns bytes LOW and HIGH of `bytes`, each as the upper byte of a 16-bit value.
 template <int LOW, int HIGH>
 __device__ __forceinline__ unsigned spread(unsigned bytes) {
     return __byte_perm(bytes, 0u, HIGH << 12 | 4 << 8 | LOW << 4 | 4);

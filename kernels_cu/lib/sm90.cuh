@@ -1,7 +1,8 @@
-// The PTX instructions of Hopper that the kernels use, each wrapped in a small function. For sm_90a, from PTX 8.6 (CUDA
-// 12.8) on. The matrix products are in lib/sm90_wgmma.cuh.
+// PTX instructions of Hopper that the kernels use, each wrapped in a small function. They need sm_90a and PTX 8.6 (CUDA
+// 12.8) or newer. The matrix products are in lib/sm90_wgmma.cuh.
 //
-//   mbarrier   a word in shared memory at which threads and copies arrive and others wait; its phase is 0, 1, 0 ...
+//   mbarrier   a word in shared memory at which threads and copies arrive and other threads wait; its phases are
+//              numbered 0, 1, 0 ...
 //   TMA        the copy engine: one thread requests the copy of a box of a tensor between global and shared memory.
 //              A tensor map (gpt2block/cuda/tensor_maps.py) holds shape and layout. Elements outside the tensor are
 //              read as zeros and are not written
@@ -37,17 +38,18 @@ __device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes the initialised barriers visible to the copy engine. Call it after init().
+// Makes the initialised barriers visible to the copy engine. Call this function after init().
 __device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives at the same barrier in another block of the cluster. It orders memory accesses only within the own block, so
-// the caller's reads of what the other block may then overwrite must be complete, as those of products are after
-// wait_for_products(). With release at cluster scope it would wait for everything the thread has written, to global
-// memory too (products took 1.4 times as long), and with that fence for shared memory alone (up to 1.8 % longer).
+// Arrives at the same barrier in another block of the cluster. This arrival orders memory accesses only within this
+// block. The other block may then overwrite data, so the caller's reads of that data must be complete; reads by
+// products are complete after wait_for_products(). With release at cluster scope, the arrival would wait for all writes
+// of the thread, including those to global memory (products took 1.4 times as long); with a release fence for shared
+// memory alone, they took up to 1.8 % longer.
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -56,14 +58,14 @@ __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
         : "memory");
 }
 
-// Arrives, and extends the phase until `bytes` bytes have been copied as well.
+// Arrives, and extends the phase until `bytes` bytes have also been copied.
 __device__ __forceinline__ void arrive_and_expect(Barrier& barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                  "r"(bytes)
                  : "memory");
 }
 
-template <bool FROM_OTHERS>  // .relaxed: wait() has the fence
+template <bool FROM_OTHERS>  // FROM_OTHERS needs no acquire here: wait() has a fence
 __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned phase) {
     unsigned ended;
     if constexpr (FROM_OTHERS) {
@@ -84,10 +86,10 @@ __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned pha
     return ended;
 }
 
-// Waits until the phase `phase` (0 or 1), which is running or has just run, has ended. FROM_OTHERS: what copies or
-// store_at() of other blocks of the cluster have written here is then visible, too; that takes no instruction, whereas
-// try_wait.acquire.cluster would invalidate the L1 cache. With -DSPIN_LIMIT=n, the kernel reports the barrier after n
-// attempts and stops.
+// Waits until phase `phase` (0 or 1) has ended; it must be the current phase or the one before. FROM_OTHERS: data that
+// copies or store_at() of other blocks of the cluster have written to this block's shared memory is then visible as
+// well. The fence for this takes no instruction, whereas try_wait.acquire.cluster would invalidate the L1 cache. With
+// -DSPIN_LIMIT=n, the kernel reports the barrier after n attempts and stops.
 template <bool FROM_OTHERS = false>
 __device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, const char* name) {
 #ifdef SPIN_LIMIT
@@ -110,15 +112,15 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// wait_for_previous() for a thread that then copies from or to arrays that earlier kernels have read or written by
-// ordinary loads and stores. The copy engine accesses memory by another path (the async proxy): without the fence, its
-// copies are not ordered after these accesses.
+// Calls wait_for_previous() in a thread that then requests copies from or to arrays which earlier kernels have accessed
+// by ordinary loads and stores. The copy engine accesses memory by another path (the async proxy): without the fence,
+// its copies are not ordered after these accesses.
 __device__ __forceinline__ void wait_before_copies() {
     wait_for_previous();
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Loads a box of an array of matrices, from column x, row y and matrix z on. Its bytes arrive at the barrier.
+// Loads a box of an array of matrices, starting at column x, row y and matrix z. Its bytes arrive at the barrier.
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -127,7 +129,7 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier
         : "memory");
 }
 
-// Copies `bytes` bytes, a multiple of 16, from global memory. They arrive at the barrier.
+// Copies `bytes` bytes, a multiple of 16, from global to shared memory. They arrive at the barrier.
 __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -136,7 +138,7 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes
         : "memory");
 }
 
-// Multicast version of load_bytes, as load_box_for below.
+// Multicast version of load_bytes, for every block of the cluster whose bit is set in `blocks`; see load_box_for.
 __device__ __forceinline__ void load_bytes_for(unsigned short blocks, void* to, const void* from, int bytes,
                                                Barrier& barrier) {
     asm volatile(
@@ -147,7 +149,7 @@ __device__ __forceinline__ void load_bytes_for(unsigned short blocks, void* to, 
 }
 
 // Multicast version of load_box: every block of the cluster whose bit is set in `blocks` receives the box at the same
-// address, and its own barrier receives the arrival.
+// address in its shared memory, and the bytes arrive at its own barrier.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
                                              int x, int y, int z) {
     asm volatile(
@@ -163,32 +165,32 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* from
                  : "memory");
 }
 
-// Closes a group: all stores that this thread has issued since the last call.
+// Closes a group of stores: all stores that this thread has issued since its last call of end_stores().
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until shared memory has been read for all but the LATER most recent groups of this thread.
+// Waits until the stores of this thread have read shared memory, except the LATER most recent groups.
 template <int LATER>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to the copy engine and to wgmma. Call it before the barrier after
-// which another thread issues the copy or the product.
+// Makes this thread's writes to shared memory visible to the copy engine and to wgmma. Call this function before the
+// barrier after which another thread issues the copy or the product.
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- threads, registers, clusters
 
-// Synchronises some whole warps of a block at barrier `id`, 1 to 15.
+// Synchronises whole warps of a block, `threads` threads in total, at barrier `id` (1 to 15).
 __device__ __forceinline__ void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives at such a barrier without waiting.
+// Arrives at barrier `id` without waiting. The threads that call sync_threads(id, threads) wait for this arrival.
 __device__ __forceinline__ void pass_threads(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Synchronises, and returns whether `yes` is true in any of the threads.
+// Synchronises the threads, and returns whether `yes` is true in any of them.
 __device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
     unsigned any;
     asm volatile(
@@ -199,7 +201,8 @@ __device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
     return any;
 }
 
-// Changes the number of registers per thread of a warpgroup; a multiple of 8.
+// Sets the number of registers per thread of a warpgroup, a multiple of 8: take_registers increases it, give_registers
+// decreases it.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -210,8 +213,8 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Stores four floats in the shared memory of another block of the cluster, at the address that `here` has in this
-// block. They arrive at that block's barrier as 16 bytes.
+// Stores four floats in the shared memory of another block of the cluster, at the address that corresponds to `here`.
+// They arrive at that block's barrier as 16 bytes.
 __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b, float c, float d) {
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
@@ -221,7 +224,7 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
         : "memory");
 }
 
-__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b) {  // of two
+__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b) {  // two floats
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [bar];\n}" ::"r"(
@@ -232,23 +235,24 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
 
 // ---- shared memory
 
-// The swizzled offset of a 16-byte unit in a box whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), as the copy
-// engine and wgmma use it: the unit's index in its 128-byte line is XORed with the line number, so that neither 8 rows
-// of one column nor a whole row have bank conflicts. Offsets are relative to an address aligned to 1024 bytes.
+// Returns the swizzled offset of a 16-byte unit in a box whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), in the
+// layout of the copy engine and wgmma. The unit's index in its 128-byte line is XORed with the line number, so that
+// neither 8 rows of one column nor a whole row have bank conflicts. Offsets are relative to an address aligned to 1024
+// bytes.
 template <int SWIZZLE = 7>
 __device__ __forceinline__ int swizzled(int offset) {
     return offset ^ ((offset >> 7 & SWIZZLE) << 4);
 }
 
 // Stores four 8x8 matrices of 16-bit values in shared memory. Lane 8 i + r passes the address of row r of matrix i,
-// aligned to 16 bytes; lane 4 g + t holds row g, columns 2t and 2t + 1 of each matrix.
+// aligned to 16 bytes. Lane 4 g + t holds columns 2t and 2t + 1 of row g of each matrix.
 __device__ __forceinline__ void store_matrices(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
                  : "memory");
 }
 
-// The inverse of store_matrices.
+// Loads four 8x8 matrices from shared memory, in the layout of store_matrices.
 __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, int row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
@@ -256,7 +260,8 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
                  : "memory");
 }
 
-// The same of matrices that are transposed in shared memory: lane 4 g + t holds rows 2t and 2t + 1 of column g.
+// Stores, or loads, four 8x8 matrices that are transposed in shared memory: lane 4 g + t holds rows 2t and 2t + 1 of
+// column g.
 __device__ __forceinline__ void store_transposed(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)

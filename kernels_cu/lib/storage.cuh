@@ -1,15 +1,15 @@
-// Storage types: what the arrays of a kernel hold and how it is converted. Arithmetic is always float.
+// Storage types: the element types of arrays, and conversions between them and float. Arithmetic is always float.
 //
 //   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN, or with WEIGHT_TWO_PART
-//                     the parts of two-part numbers (lib/two_part.cuh), all high ones before the low ones, or with
-//                     WEIGHT_GGUF the bytes of blocks (lib/gguf.cuh)
+//   W    weights:     T; or FP8 with WEIGHT_E5M2 or with WEIGHT_E4M3, which must not contain NaN;
+//                     with WEIGHT_TWO_PART, parts of two-part numbers (lib/two_part.cuh), all high parts before all
+//                     low parts; with WEIGHT_GGUF, the bytes of GGUF blocks (lib/gguf.cuh)
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
-// W and KV can be different FP8 formats (lib/fp8.cuh). What is stored as KV is rounded to nearest even, and magnitudes
-// beyond the largest number of FP8 become that number.
+// W and KV can be different FP8 formats (lib/fp8.cuh). Values stored as KV are rounded to nearest even; magnitudes
+// larger than the largest FP8 number become that number.
 //
-// Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two, a vector has at most 16
+// Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two. A vector has at most 16
 // bytes and is aligned to its size.
 #pragma once
 
@@ -42,7 +42,7 @@ typedef E5M2 W;
 #elif defined(WEIGHT_E4M3)
 typedef FiniteE4M3 W;
 #elif defined(WEIGHT_TWO_PART)
-struct Part { unsigned short bits; };  // a float16
+struct Part { unsigned short bits; };  // one float16 number
 typedef Part W;
 #elif defined(WEIGHT_GGUF)
 struct Byte { unsigned char bits; };
@@ -83,10 +83,10 @@ struct Vec {
     typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
     Raw raw;
 
-    // Uses a built-in function, because the compiler may split a plain vector load into its elements.
+    // Loads with a built-in function, because the compiler may split a plain vector load into loads of elements.
     static __device__ __forceinline__ Vec load(const E* from) { return {__ldg(reinterpret_cast<const Raw*>(from))}; }
 
-    // For data that is read only once: its cache lines are evicted first.
+    // Loads data that is read only once: its cache lines are evicted first.
     static __device__ __forceinline__ Vec load_once(const E* from) {
         return {__ldcs(reinterpret_cast<const Raw*>(from))};
     }

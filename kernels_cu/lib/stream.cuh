@@ -2,8 +2,8 @@
 #pragma once
 #include "lib/storage.cuh"
 
-// Inline assembly keeps the loads before the wait for activations. The L2 hint fetches 128 bytes, because neighbouring
-// threads or blocks soon need the other sectors.
+// Inline assembly keeps these loads before the wait for activations. The L2 hint fetches 128 bytes, because
+// neighbouring threads or blocks soon need the other sectors of these 128 bytes.
 template <typename Vector>
 __device__ __forceinline__ Vector stream_in(const W* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750

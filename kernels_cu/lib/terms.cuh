@@ -1,30 +1,31 @@
-// Floats as the sum of two 16-bit numbers, their terms, for products on tensor cores: each is the nearest one to what
-// is left. Two of bfloat16 have 16 bits and the range of a float; two of float16 have 22 bits, down to 2^-24, and
-// magnitudes up to 65504. Two-part ones are float16, too, of the value over a scale and of what is left times 2048
-// (lib/two_part.cuh): with a scale for the largest value, they have 22 bits of values 2^-28 as large. Infinity gives
-// NaN.
+// Terms: a float as the sum of two 16-bit numbers, for products on tensor cores. The high term is the nearest 16-bit
+// number to the float, the low term the nearest one to the remainder. Two bfloat16 terms keep 16 bits and the range of
+// a float. Two float16 terms keep 22 bits, down to 2^-24, and allow magnitudes up to 65504. Two-part terms
+// (lib/two_part.cuh) are float16 numbers, too: the value divided by a scale, and the remainder times 2048. If the scale
+// fits the largest value, they keep 22 bits of values as small as 2^-28 of the largest. Infinity gives NaN.
 //
-// In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or all are
-// in the order in which wgmma reads them (term_place), in as much memory.
+// In memory, the terms of two neighbouring values replace the two floats, the high terms first (TERM_WIDTH 0).
+// Otherwise all terms are in the order in which wgmma reads them (term_place). Both layouts take the memory of the
+// floats.
 //
-// With TERM_COUNT 1, a value is rounded to its high term. The low one is stored as 0 in the places of floats, and left
-// out in the order of wgmma, which then takes half as much memory.
+// With TERM_COUNT 1, only the high term of a value is used. With TERM_WIDTH 0 the low term is stored as 0. In the order
+// of wgmma the low term is omitted, which halves the memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/two_part.cuh"
 
-#ifndef TERM_WIDTH  // order of the terms that a kernel stores: 0 in the places of the floats, else as in term_place
+#ifndef TERM_WIDTH  // order of stored terms: 0: in the places of the floats, else as in term_place
 #define TERM_WIDTH 0
 #endif
 
-#ifndef TERM_COUNT  // of a value
+#ifndef TERM_COUNT  // terms per value
 #define TERM_COUNT 2
 #endif
 
 constexpr int FP16_TERMS = 1, BF16_TERMS = 2, TWO_PART_TERMS = 3;  // kinds of terms
 
-// The terms of two values, the first one in the lower half. inverse: of the scale of two-part terms.
+// Splits two values into terms; the first value is in the lower half. inverse: 1 / scale of two-part terms.
 template <int KIND>
 __device__ __forceinline__ void split_pair(float first, float second, float inverse, unsigned& high, unsigned& low) {
     constexpr bool BRAIN = KIND == BF16_TERMS;
@@ -42,8 +43,9 @@ __device__ __forceinline__ void split_pair(float first, float second, float inve
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// What the place of a lane's value then holds. A lane and the one DISTANCE further, a power of two, have a pair; all
-// lanes of a warp call this.
+// Returns the word that replaces this lane's float: the high terms of a pair in one lane, the low terms in the other.
+// The two values of a pair are in lanes whose numbers differ by DISTANCE, a power of two. All lanes of a warp must call
+// this function.
 template <int KIND, int DISTANCE = 1>
 __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
     const bool odd = threadIdx.x & DISTANCE;
@@ -53,14 +55,14 @@ __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
     return __int_as_float((int)(odd ? low : high));
 }
 
-constexpr unsigned TERM_ROWS = 64;  // of a tile of terms
+constexpr unsigned TERM_ROWS = 64;  // rows in a tile of terms
 
-// Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 2, 8 or 16: as the
-// products of matmul/decode_hopper.cu have them in shared memory, a tile of rows after the other, and in a tile 64 of K
-// after the other. These have a line of 128 bytes for the high terms of each row, followed by one for its low terms if
-// it has them, in which 16-byte units are swizzled for wgmma. WIDTH is the number of values that a lane loads at once
-// of a row of weights: of each 4 WIDTH of K, a unit has two neighbouring values of each of four lanes. With 2 these are
-// in order.
+// Returns the index of the 32-bit word for value k of row m of x (M, K). WIDTH 0: row-major order, as for floats. WIDTH
+// 2, 8 or 16: the order in which matmul/decode_hopper.cu reads shared memory: tiles of TERM_ROWS rows; in a tile,
+// slices of 64 values along K; in a slice, for each row a line of 128 bytes with high terms, then with TERM_COUNT 2 a
+// line with low terms. In a line, the 16-byte units are swizzled for wgmma. WIDTH is the number of values that a lane
+// loads at once from a row of weights: of every 4 WIDTH values along K, a unit holds two neighbouring values from each
+// of four lanes. With WIDTH 2 the values of a line are in order.
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     if constexpr (WIDTH == 0) return (long long)m * K + k;
@@ -72,21 +74,21 @@ __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     return of_tile + ((long long)(unit / 8) * TERM_COUNT * rows + line) * 32 + (unit % 8 ^ line % 8) * 4 + lane;
 }
 
-// From the place of the high terms of a pair: where its low ones are, in the next line, where swizzling has exchanged
-// each unit with its neighbour.
+// Returns the place of the low terms of a pair, given the place of its high terms: in the next line, where swizzling
+// has exchanged each unit with its neighbour.
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long low_place(long long high) {
     return WIDTH == 0 ? high + 1 : (high ^ 4) + 32;
 }
 
-// Whether low terms have a place.
+// Returns whether low terms are stored.
 template <int WIDTH = TERM_WIDTH>
 __device__ constexpr bool has_low() {
     return TERM_COUNT == 2 || WIDTH == 0;
 }
 
-// From the place of the high terms at k, a multiple of 4 or of 8: where those of the pair at k + e are, with e less
-// than this multiple.
+// Returns the place of the high terms of the pair at k + e, given the place of the high terms at k. k is a multiple of
+// 4 or of 8; e is less than this multiple.
 __device__ __forceinline__ long long further_place(long long first, int e) {
     return TERM_WIDTH == 0 ? first + e : TERM_WIDTH == 2 ? first ^ e / 2 : first ^ 2 * e;
 }

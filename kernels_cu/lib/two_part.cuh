@@ -4,27 +4,28 @@
 //   hi      half(x / scale)
 //   lo      half((x / scale - hi) 2048), 0 where hi is not finite
 //
-// This keeps 22 bits of every number down to 2^-28 of the row's largest magnitude, and of smaller numbers the bits
-// above 2^-50 of it. Subnormal numbers count as zero. A row of zeros has the scale 1.
+// This keeps 22 bits of every number down to 2^-28 of the row's largest magnitude. Smaller numbers keep the bits above
+// 2^-50 of this magnitude. Subnormal numbers count as zero. A row of zeros has the scale 1.
 //
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
 // theoretical peak performance" (2022).
 #pragma once
 #include "lib/storage.cuh"
 
-constexpr float LOW = 2048.0f;  // a unit of hi, in units of lo
+constexpr float LOW = 2048.0f;  // 1 in hi is LOW in lo
 
-// The scale of a row with largest magnitude `largest` (finite). At least 2^-126, so that its inverse is finite.
+// Returns the scale of a row whose largest magnitude is `largest` (finite): at least 2^-126, so that its inverse is
+// finite.
 __device__ __forceinline__ float scale_of(float largest) {
     const int exponent = (__float_as_int(largest) >> 23) - 14;
     return largest > 0.0f ? __int_as_float((exponent > 1 ? exponent : 1) << 23) : 1.0f;
 }
 
-__device__ __forceinline__ float inverse_of(float power) {  // the inverse of a power of two from 2^-126 to 2^126
+__device__ __forceinline__ float inverse_of(float power) {  // inverse of a power of two from 2^-126 to 2^126
     return __int_as_float(0x7f000000 - __float_as_int(power));
 }
 
-// The low parts of values in units of their scale; the high parts are narrow(v).
+// Computes the low parts of values that are already divided by their scale; the high parts are narrow(v).
 template <int WIDTH>
 __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[WIDTH]) {
 #pragma unroll
@@ -34,20 +35,21 @@ __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[
     }
 }
 
-// The numbers that high and low parts represent, into `high`.
+// Computes the numbers that high and low parts represent, and stores them in `high`.
 template <int WIDTH>
 __device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WIDTH], float scale) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) high[e] = fmaf(low[e], 1.0f / LOW, high[e]) * scale;
 }
 
-// A sum of products: `high` of high parts, `cross` of products with a low part. If `high` is infinite or NaN, `cross`
-// is ignored: it could have the opposite sign or be NaN (infinity times a low part of 0).
+// Returns a sum of products. high: the sum of products of two high parts. cross: the sum of products with a low part.
+// If `high` is infinite or NaN, `cross` is ignored: it could have the opposite sign or be NaN (infinity times a low
+// part of 0).
 __device__ __forceinline__ float sum_of(float high, float cross) {
     return fabsf(high) < 1e30f ? fmaf(cross, 1.0f / LOW, high) : high;
 }
 
-// Multiplies by the smaller scale first: an intermediate product overflows only if the result does.
+// Multiplies a sum by both scales, the smaller scale first: an intermediate product overflows only if the result does.
 __device__ __forceinline__ float scaled(float sum, float a_scale, float w_scale) {
     return sum * fminf(a_scale, w_scale) * fmaxf(a_scale, w_scale);
 }

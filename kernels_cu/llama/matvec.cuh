@@ -1,17 +1,17 @@
-// The product of a few rows of x with weights, which reads W once. There are two operations per weight and row, so the
-// kernel is memory-bound: weights must arrive without a pause.
+// The product of a few rows of x with weights W, which reads W once. With only two operations per weight and row the
+// kernel is memory-bound, so loads of weights must never pause.
 //
-// Each thread issues its loads of x and then immediately its first MV_UNROLL vectors of weights. While these are in
-// flight, x is written to shared memory. A weight register is refilled as soon as it has been used. Columns are
-// processed in pairs: the two columns that RoPE rotates, or one column of W1 and the same one of W3.
+// Each thread issues its loads of x, and immediately afterwards loads of its first MV_UNROLL vectors of weights. While
+// these loads are in flight, x is written to shared memory. After each use, a weight register is refilled at once.
+// Columns are processed in pairs: the two columns that RoPE rotates together, or the same column of W1 and W3.
 //
-//   MV_NK 1   W (N, K), a column of the product is a row in memory: one warp per pair, its lanes along K
-//   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, the other threads the
-//             same strip in other rows; their sums are added in shared memory. A block takes one strip, whose pairs are
-//             neighbouring columns, or two (MV_STRIPS), whose pairs have the same position in both
+//   MV_NK 1   W (N, K): a column of the product is a row in memory; one warp computes a pair, its lanes along K
+//   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, other threads the same
+//             strip in other rows; the sums of all these threads are added in shared memory. A block processes one
+//             strip, whose pairs are neighbouring columns, or two (MV_STRIPS), whose pairs are at the same position
 //
-// A vector has MV_WIDTH weights, a divisor of K (NK) or N (KN). A block takes MV_ROWS rows. If there are more rows,
-// other blocks read W again, at best from the L2 cache.
+// A vector has MV_WIDTH weights; MV_WIDTH divides K (with NK) or N (with KN). A block processes MV_ROWS rows. If there
+// are more rows, other blocks read W again, at best from the L2 cache.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
@@ -47,25 +47,25 @@ typedef Vec<W, MV_WIDTH> Weights;
 
 #if MV_NK
 constexpr int STREAMS = 2;              // vectors of weights that are multiplied with the same part of x
-constexpr int STEP = 32 * MV_WIDTH;     // of a warp, along K
-constexpr int PAIRS = WARPS;            // of a block
+constexpr int STEP = 32 * MV_WIDTH;     // values along K per step of a warp
+constexpr int PAIRS = WARPS;            // pairs per block
 #else
 constexpr int STREAMS = MV_STRIPS;
-constexpr int STEP = MV_THREADS / MV_LANES;  // of a block, along K
-constexpr int STRIP = MV_LANES * MV_WIDTH;   // in columns
+constexpr int STEP = MV_THREADS / MV_LANES;  // values along K per step of a block
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns
 constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
 
-// The position of x[k] in shared memory. NK: a lane reads its MV_WIDTH consecutive values as float4. The float4 of all
-// lanes are stored side by side, so that there are no bank conflicts.
+// Returns the position of x[k] in shared memory. With NK, a lane reads its MV_WIDTH consecutive values as float4. The
+// first float4 of all lanes are stored next to each other, then the second ones, which avoids bank conflicts.
 __device__ __forceinline__ int place(int k) {
     if (!MV_NK || MV_WIDTH <= 4) return k;
     const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
     return k - within + e / 4 * 128 + lane * 4 + e % 4;
 }
 
-// Reads MV_WIDTH values of x, from a lane's first one at x_s + place(k).
+// Reads MV_WIDTH values of x; x_s points to the lane's first value, at place(k).
 __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     if constexpr (MV_WIDTH < 4) {
 #pragma unroll
@@ -79,7 +79,8 @@ __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     }
 }
 
-// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W, or first position in a row.
+// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W (KN) or first position in a row
+// (NK).
 struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
@@ -116,7 +117,8 @@ struct Stream {
     }
 };
 
-// Writes MV_X values of x, from k on, to their positions. k is a multiple of MV_X; each group of 4 stays contiguous.
+// Writes MV_X values of x, starting with x[k], to their positions. k is a multiple of MV_X. Each group of 4 stays
+// contiguous.
 __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
     if constexpr (MV_X < 4) {
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s)
     }
 }
 
-__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // of a row in shared memory
+__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // row length in shared memory
 
 struct Rows {  // the rows of the block
     const T* x;         // (M, K), rows x_stride apart
@@ -139,7 +141,7 @@ struct Rows {  // the rows of the block
     long long x_stride;
     int M, K, first;
 
-    __device__ float factor(const float* squares, float eps) const {  // 1 / rms of a row, from its warps' sums
+    __device__ float factor(const float* squares, float eps) const {  // 1 / rms; squares: one sum per warp
         if (!gamma) return 1.0f;
         float total = 0.0f;
 #pragma unroll
@@ -148,7 +150,7 @@ struct Rows {  // the rows of the block
     }
 };
 
-// A thread's next part of a row: first loaded into registers, later stored in shared memory.
+// A thread's next part of a row: fetch() loads it into registers, put() later stores it in shared memory.
 struct Part {
     static constexpr int VECTORS = 2;
     static constexpr int STRIDE = MV_THREADS * MV_X;
@@ -192,7 +194,7 @@ struct Part {
     }
 };
 
-// Writes x * gamma of the block's rows and each warp's sum of squares to shared memory. `part` already holds row 0.
+// Writes x * gamma of the block's rows to shared memory, and each warp's sum of squares. `part` already holds row 0.
 __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_s, float (*squares)[WARPS]) {
 #pragma unroll 1
     for (int r = 0; r < MV_ROWS; ++r) {
@@ -208,9 +210,9 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
     __syncthreads();
 }
 
-// Computes both products of every pair and row of the block, without the row's factor. columns(pair) returns a pair's
-// two columns, in `first` and in `second`. prepare(columns, row) creates an End while weights are in flight, which is
-// later called with the two products.
+// Computes both products of every pair and row of the block, without the row's factor. columns(pair) returns the
+// columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while weights are in flight. The
+// End is later called with the two products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {
@@ -221,7 +223,7 @@ __device__ __forceinline__ void multiply(const W* first, const W* second, const 
 #if MV_NK
     const int pair = blockIdx.x * PAIRS + threadIdx.x / 32;
     const int2 n = columns(min(pair, pairs - 1));
-    const long long last = min(n.y, N - 1);  // if the number of columns is odd, the last one is paired with itself
+    const long long last = min(n.y, N - 1);  // if the number of columns is odd, the last column is paired with itself
     Stream stream(first + (long long)n.x * K, second + last * K, K, lane * MV_WIDTH, 1);
     const End end = prepare(n, min(lane, MV_ROWS - 1));
     put_rows(rows, part, x_s, squares);
@@ -251,7 +253,7 @@ __device__ __forceinline__ void multiply(const W* first, const W* second, const 
     const int2 start = columns(blockIdx.x * PAIRS);      // first columns of the strips
     const bool inside = start.x + slot < N && (MV_STRIPS == 1 || start.y + slot < N);
     Stream stream(first + start.x + slot, second + start.y + slot, inside ? K : 0, threadIdx.x / MV_LANES, N);
-    const int pair = threadIdx.x % PAIRS, row = threadIdx.x / PAIRS;  // which this thread finishes
+    const int pair = threadIdx.x % PAIRS, row = threadIdx.x / PAIRS;  // the pair and row that this thread completes
     const End end = prepare(columns(min((int)blockIdx.x * PAIRS + pair, pairs - 1)), min(row, MV_ROWS - 1));
     put_rows(rows, part, x_s, squares);
 

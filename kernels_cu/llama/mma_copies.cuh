@@ -1,10 +1,11 @@
-// Copies the operands of a tile into shared memory with cp.async, slice by slice. Part of llama/mma_tile.cuh, which
+// Copies of a tile's operands into shared memory with cp.async, slice by slice. Part of llama/mma_tile.cuh, which
 // describes the constants.
 #pragma once
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// One thread's share of a matrix in shared memory: chunk `part` of WIDTH chunks, in every STEP-th of ROWS rows.
+// One thread's share of a matrix in shared memory: the 16-byte chunk `part` of WIDTH chunks, in every STEP-th of ROWS
+// rows.
 template <int WIDTH, int ROWS>
 struct Share {
     static constexpr int LANES = power_of_two(WIDTH), STEP = THREADS / LANES, PASSES = (ROWS + STEP - 1) / STEP;
@@ -27,8 +28,8 @@ struct Inputs {
     int M, N, K;
 };
 
-// Copies the slices of a tile's operands into shared memory, one after the other. The pointers address the thread's
-// first element of the next slice.
+// Copies slices of a tile's operands into shared memory, one after the other. The pointers are the addresses of the
+// thread's first elements of the next slice.
 template <int MATRICES>
 struct Copies {
     static constexpr int COLUMNS = MMA_COLUMNS / MATRICES;  // columns of the tile from each matrix
@@ -41,8 +42,8 @@ struct Copies {
     const Share<B_CHUNKS, B_ROWS> b;
     const T *x, *residual;
     const W* w;
-    long long to_w3;  // (N, K): distance from the address of a row beyond w to the matching row of w3
-    int k, rows, columns;  // start of the slice; rows of x and columns of w left, counted from the thread's first
+    long long to_w3;  // (N, K): added to the address of a row after the last one of w, gives the row of w3
+    int k, rows, columns;  // start of the slice; remaining rows of x and columns of w, from the thread's first
     int turn;              // start of the next slice for which this block stores x + residual
 
     __device__ __forceinline__ Copies(const Inputs& in, const Tile& tile)
@@ -63,8 +64,8 @@ struct Copies {
         }
     }
 
-    // Issues the copies of the next slice, with zeros for elements outside the matrices. Slices past the end of K need
-    // no branch, so that the compiler can interleave the copies with the multiplication.
+    // Issues the copies of the next slice, with zeros for elements outside the matrices. Slices after the end of K need
+    // no branch, so the compiler can interleave the copies with the multiplication.
     __device__ __forceinline__ void next(char* stage) {
         copy_x(stage + a.row * A_PITCH + 16 * a.part);
         if (MMA_NORM && threadIdx.x < A_CHUNKS) {
@@ -91,8 +92,8 @@ struct Copies {
     }
 
     __device__ __forceinline__ void copy_w(char* to) const {
-        int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows in memory that are left, from the thread's first on
-        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // no rows, of w3 either
+        int left = MMA_W_NK ? columns : in.K - k - b.row;  // remaining rows in memory, from the thread's first
+        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // no rows, not even of w3
         const W* from = w;
 #pragma unroll
         for (int i = 0; i < b.PASSES; ++i) {
@@ -106,8 +107,8 @@ struct Copies {
         }
     }
 
-    // Adds the residual to x in shared memory. The thread that copied both values adds them, so it need not wait for
-    // others. The tiles of a row take turns in storing the sum to global memory.
+    // Adds the residual to x in shared memory. Each thread adds the values that it copied itself, so it need not wait
+    // for others. The blocks whose tiles share rows of x store the sums of different slices to global memory.
     __device__ __forceinline__ void add_residual(char* stage, int first) {
         if (!ADDS || first >= in.K) return;
         const int at = first + 8 * a.part;

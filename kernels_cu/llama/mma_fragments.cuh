@@ -1,14 +1,14 @@
-// The operands of a warp: loads from shared memory into registers, conversion of FP8 to T, and the tensor-core
-// products. Part of llama/mma_tile.cuh, which describes the constants.
+// A warp's operands: loads from shared memory into registers, conversion of FP8 to T, and the tensor-core products.
+// Part of llama/mma_tile.cuh, which describes the constants.
 #pragma once
 
 // Converts two FP8 bytes, each the upper byte of a 16-bit half, to values of T. The conversion of finite numbers is
-// exact. E4M3 in fp16 is 256 times too small; WEIGHT_FACTOR compensates for that.
+// exact. With fp16, E4M3 results are 256 times too small, which WEIGHT_FACTOR compensates.
 __device__ __forceinline__ unsigned convert_fp8(unsigned bits) {
 #if defined(STORAGE_BF16) && defined(WEIGHT_E4M3)
-    return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 4, 0x7b807b80u);  // 2^120
+    return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 4, 0x7b807b80u);  // times 2^120
 #elif defined(STORAGE_BF16)
-    return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 3, 0x77807780u);  // 2^112
+    return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 3, 0x77807780u);  // times 2^112
 #elif defined(WEIGHT_E4M3)
     return (bits & 0x80008000u) | (bits & 0x7f007f00u) >> 1;
 #else
@@ -22,16 +22,16 @@ constexpr float WEIGHT_FACTOR = 256.0f;
 constexpr float WEIGHT_FACTOR = 1.0f;
 #endif
 
-// The operands of a warp in a step: 16 values along K of its rows and columns.
+// A warp's fragments of x for a step: 16 values along K of all its rows.
 struct Rows {
     unsigned a[FRAGS_M][4];
 };
 
 struct Columns {
-    unsigned b[FRAGS_N][2];  // with FP8, two fragments have as many bytes as one of 16-bit weights
+    unsigned b[FRAGS_N][2];  // with FP8, two fragments take as many bytes as one of 16-bit weights
     unsigned gamma[2];
 
-    // Fragment n; FP8 is converted.
+    // Returns fragment n in `to`; FP8 is converted to T.
     __device__ __forceinline__ void get(int n, unsigned (&to)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -104,7 +104,8 @@ struct Places {
     }
 };
 
-// Multiplies 16 rows of the warp, scaled by gamma, with all its columns. Adds up the squares of the unscaled rows.
+// Multiplies 16 rows of the warp, scaled by gamma, with all its columns. Adds the squares of the unscaled rows to
+// `squares`.
 __device__ __forceinline__ void multiply(float (&sums)[FRAGS_N][4], float (&squares)[2], const unsigned (&a)[4],
                                          const unsigned (&b)[FRAGS_N][2], const unsigned (&gamma)[2],
                                          bool add_squares) {

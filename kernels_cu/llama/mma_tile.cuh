@@ -1,21 +1,21 @@
-// A tile of (x gamma) w on tensor cores, shared by rmsnorm_matmul_mma and rmsnorm_ffn_mma
-// (llama/rmsnorm_matmul_mma.cu). The including file selects T and W (lib/storage.cuh) and may set:
+// A tile of (x gamma) w on tensor cores, for rmsnorm_matmul_mma and rmsnorm_ffn_mma (llama/rmsnorm_matmul_mma.cu). The
+// including file selects T and W (lib/storage.cuh) and may set:
 //
-//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; two weight matrices get half of the columns each
-//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; those along K share a slice, and
+//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; each of two weight matrices gets half the columns
+//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; warps along K share a slice, and
 //                                             their sums are added at the end, in order
 //   MMA_SLICE, MMA_STAGES                     length of a slice along K, and the number of slices in flight
-//   MMA_BLOCKS                                blocks that an SM must be able to hold
+//   MMA_BLOCKS                                minimum blocks per SM (__launch_bounds__)
 //   MMA_W_NK, MMA_NORM, MMA_RESIDUAL          1: weights are (N, K), not (K, N); 0: no norm; 1: x + residual is used
 //
-// Every matrix in shared memory has a pitch of an odd number of 16-byte chunks, so that eight consecutive rows start in
-// eight different groups of four banks: ldmatrix has no bank conflicts, and all its offsets are constants. (x has an
-// even pitch if the weights are FP8 (N, K): a lane then reads eight bytes, which has no conflicts either.)
+// Every matrix in shared memory has a pitch of an odd number of 16-byte chunks. Eight consecutive rows therefore start
+// in eight different groups of four banks: ldmatrix has no bank conflicts, and all its offsets are constants. (With FP8
+// weights (N, K), x has an even pitch: a lane then reads eight bytes, which has no conflicts either.)
 //
-// FP8 weights are copied as bytes. ldmatrix handles two neighbouring bytes as one value, so a lane receives
+// FP8 weights are copied as bytes. ldmatrix treats two neighbouring bytes as one value, so a lane receives
 //
 //   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd columns the other
-//   (N, K)  k = 4t .. 4t + 3 of one column: A uses the same order of K and is therefore read 8 bytes per lane
+//   (N, K)  k = 4t .. 4t + 3 of one column: A must have the same order of K, so a lane reads 8 bytes of A
 #pragma once
 
 #ifndef MMA_ROWS
@@ -55,32 +55,34 @@
 constexpr int THREADS = 32 * MMA_WARPS_M * MMA_WARPS_N * MMA_WARPS_K;
 constexpr int WARP_ROWS = MMA_ROWS / MMA_WARPS_M, WARP_COLUMNS = MMA_COLUMNS / MMA_WARPS_N;
 constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
-constexpr int STEPS = MMA_SLICE / 16 / MMA_WARPS_K;  // steps of 16 along K that a warp takes from a slice
+constexpr int STEPS = MMA_SLICE / 16 / MMA_WARPS_K;  // steps of 16 values along K that a warp computes per slice
 constexpr bool FP8 = sizeof(W) == 1;
 constexpr bool QUADS = FP8 && MMA_W_NK;
 static_assert(FRAGS_M * MMA_WARPS_M * 16 == MMA_ROWS && STEPS * MMA_WARPS_K * 16 == MMA_SLICE, "whole fragments");
 static_assert(FRAGS_N * MMA_WARPS_N * 8 == MMA_COLUMNS && (FRAGS_N % 2 == 0 || !FP8), "whole fragments, of FP8 pairs");
 static_assert(MMA_STAGES >= 2, "one slice travels while another is multiplied");
 
-// 16-byte chunks per row of a slice, and the distance from one row to the next in bytes.
+// Number of 16-byte chunks per row of a slice, and bytes between rows.
 constexpr int A_CHUNKS = MMA_SLICE / 8, A_PITCH = 16 * (A_CHUNKS + (QUADS ? 2 : 1));
 constexpr int B_ROWS = MMA_W_NK ? MMA_COLUMNS : MMA_SLICE;
 constexpr int B_CHUNKS = (MMA_W_NK ? MMA_SLICE : MMA_COLUMNS) * (int)sizeof(W) / 16, B_PITCH = 16 * (B_CHUNKS | 1);
 constexpr int A_BYTES = MMA_ROWS * A_PITCH, B_BYTES = B_ROWS * B_PITCH;
 
-// The layout of a stage in shared memory: x, gamma, residual, weights.
+// Layout of a stage in shared memory: x, gamma, residual, weights.
 constexpr int GAMMA = A_BYTES, RESIDUAL = GAMMA + (MMA_NORM ? 2 * MMA_SLICE : 0);
 constexpr int WEIGHTS = RESIDUAL + (MMA_RESIDUAL ? A_BYTES : 0), STAGE = WEIGHTS + B_BYTES;
 
-// After the last slice: the sums of the warps along K, and their partial sums of squares. All are floats.
+// Layout of shared memory after the last slice: the sums of the warps along K, then their partial sums of squares, all
+// as floats.
 constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // 8 avoids bank conflicts
 constexpr int SUMS = MMA_WARPS_K * MMA_ROWS * SUMS_PITCH, PARTS = MMA_WARPS_K * MMA_WARPS_N;
 
 struct Tile {
-    int row, column, index_n, tiles_n;  // first row and column; index among the tiles of its rows, and their number
+    int row, column, index_n, tiles_n;  // first row and column; index and number of the tiles in its rows
 };
 
-// Tiles are ordered in bands of 8 rows of tiles: concurrent blocks share rows of x and columns of weights.
+// Returns the block's tile. Tiles are ordered in bands of 8 rows of tiles, so that concurrent blocks share rows of x
+// and columns of weights.
 __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
     constexpr int BAND = 8;
     const int tiles_m = (M - 1) / MMA_ROWS + 1, tiles_n = (N - 1) / columns + 1;
@@ -131,8 +133,8 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
 #pragma unroll
             for (int m = 0; m < FRAGS_M; ++m) {
                 multiply(sums[m], squares[m], rows.a[m], b, now.gamma, add_squares);
-                places.load(rows, m, stage, then);  // into the same registers; after the last slice: zeros
-                // All warps hold the present slice in registers since the barrier, so its stage is free.
+                places.load(rows, m, stage, then);  // reuses the registers; after the last slice: zeros
+                // Since the barrier, all warps hold the current slice in registers, so its stage is free.
                 if (then == 0 && m == 0) copies.next(done);
             }
             now = next;
@@ -142,13 +144,14 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
     __syncthreads();
 }
 
-// Computes a tile and passes on its results, 8 columns of a row at a time: begin(column) is called once per tile, for
-// values that depend only on the thread's columns; then end(row, column, values, factor) with the sums of each matrix.
+// Computes a tile and passes its results on, 8 columns of a row at a time. begin(column) is called once per tile, to
+// prepare values that depend only on the thread's columns. end(row, column, values, factor) is then called for each
+// row, with the sums of each matrix.
 template <int MATRICES, typename Begin, typename End>
 __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile, char* shared, float eps, Begin begin,
                                              End end) {
     constexpr int COLUMNS = MMA_COLUMNS / MATRICES;
-    constexpr bool FEW = FRAGS_M * FRAGS_N <= 16;  // registers are left for the values that begin() prepares
+    constexpr bool FEW = FRAGS_M * FRAGS_N <= 16;  // enough registers are free to hold values prepared by begin()
     const Warp warp;
     const Share<COLUMNS / 8, MMA_ROWS> share;
     float sums[FRAGS_M][FRAGS_N][4] = {}, squares[FRAGS_M][2] = {};

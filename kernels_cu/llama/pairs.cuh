@@ -1,4 +1,4 @@
-// RoPE's pairs of channels as a thread holds them. Included by llama/rope.cu, llama/rope_qkv.cu, llama/rope_append.cu.
+// RoPE's pairs of channels in a thread's registers. Included by llama/rope.cu, llama/rope_qkv.cu, llama/rope_append.cu.
 //
 // Pair k of a head is channels 2k and 2k + 1 or, with ROPE_HALF_SPLIT, channels k and k + D / 2.
 #pragma once
@@ -12,7 +12,7 @@
 #ifndef ROPE_HALF_SPLIT
 #define ROPE_HALF_SPLIT 0
 #endif
-#ifndef ROPE_WIDTH  // elements per load, a power of two of at most 16 bytes that divides D, or D / 2 with
+#ifndef ROPE_WIDTH  // elements per load: a power of two, at most 16 bytes, that divides D, or D / 2 with
 #define ROPE_WIDTH 4  // ROPE_HALF_SPLIT; x, out and their strides are aligned to a load
 #endif
 #ifndef ROPE_THREADS  // threads that share a head
@@ -23,14 +23,14 @@
 #endif
 
 constexpr bool TOGETHER = !ROPE_HALF_SPLIT && ROPE_WIDTH > 1;  // a load holds whole pairs
-constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // of a thread
+constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // per thread
 constexpr int LOADS = TOGETHER ? 1 : 2;
-constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // distance of the two channels of a pair
+constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // distance between the two channels of a pair
 static_assert(ROPE_D % 2 == 0, "a head is whole pairs: ROPE_D must be even");
 static_assert((ROPE_HALF_SPLIT ? ROPE_D / 2 : ROPE_D) % ROPE_WIDTH == 0, "a head, or half of one, is whole loads");
 
 template <typename E>
-struct Pairs {  // pairs of one head, as they are stored
+struct Pairs {  // pairs of one head, in their storage type
     typedef Vec<E, ROPE_WIDTH> Vector;
     Vector raw[LOADS];
 

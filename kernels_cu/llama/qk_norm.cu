@@ -1,23 +1,24 @@
-// QK-Norm: RMSNorm of each head of q and of k, with one gamma for all heads of q and one for those of k, then RoPE; or
-// RMSNorm of all heads of q together, and of those of k (QN_TEAMS).
+// QK-Norm, then RoPE. QK-Norm is RMSNorm of each head of q and k, with one gamma for all heads of q and another for all
+// heads of k. With QN_TEAMS, it is instead one RMSNorm over all heads of q and one over all heads of k.
 //
-//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over those of q or of k
+//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over all channels of q or of k
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels k and k + D / 2, a = position[n] frequencies[k]
 //
 //   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
 //
-//   qk_norm: the norm alone, of rows [Q | K | V]; V is copied
-//   qk_norm_rope: rope_qkv of qk_norm, in one kernel, for prompts
-//   qk_norm_append: decoding: rope_append of qk_norm; K and V are written to the kv_cache in its dtype
+//   qk_norm: the norm alone, for rows [Q | K | V]; V is copied
+//   qk_norm_rope: qk_norm and rope_qkv in one kernel, for prompts
+//   qk_norm_append: decoding: qk_norm and rope_append in one kernel; K and V are written to the kv_cache in its dtype
 //
-// A team of QN_LANES neighbouring lanes has a head of a row: the lane's vectors of its first and of its second half are
-// in registers, from where shuffles add up the squares in the order of llama/head_norm.cuh. A team of prompts takes
-// QN_HEADS heads one after the other, turned by the same rotations; their loads are issued together. Row n belongs to
-// sequence row[n], at position[n]; K and V of rows outside the cache are left out. Arithmetic is float, angles as in
+// A team of QN_LANES neighbouring lanes processes a head of a row. A lane holds vectors of both halves of the head in
+// registers. Shuffles add the squares in the order of llama/head_norm.cuh. A team of prompts processes QN_HEADS heads
+// of a row, which share rotations; the loads of all these heads are issued together. Row n belongs to sequence row[n],
+// at position[n]; K and V of rows outside the cache are not stored. Arithmetic is float; angles are computed as in
 // llama/rope_qkv.cu.
 //
-// With QN_TEAMS, a block has a row, whose heads its teams take in turn, twice: they add up the squares, each team those
-// of its heads, and then the sums of the teams; after that they read the heads again to scale and turn them.
+// With QN_TEAMS, a block processes a row, whose heads are distributed over its teams, in two passes. In the first pass,
+// each team adds the squares of its heads, and the block adds the sums of the teams. In the second pass, the teams read
+// the heads again, scale and rotate them.
 //
 // grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), or (N, 1, B) with QN_TEAMS; block (QN_LANES, teams): whole warps.
 #include "lib/common.cuh"
@@ -29,24 +30,24 @@
 #ifndef QN_D
 #define QN_D 128
 #endif
-#ifndef QN_WIDTH  // elements of a load: a power of two that divides D / 2; arrays are aligned to a load
+#ifndef QN_WIDTH  // elements per load: a power of two that divides D / 2; arrays are aligned to a load
 #define QN_WIDTH 4
 #endif
-#ifndef QN_LANES  // a power of two up to 32, and of vectors of half a head at least half as many
+#ifndef QN_LANES  // a power of two up to 32, at least half the number of vectors in half a head
 #define QN_LANES 16
 #endif
-#ifndef QN_HEADS  // of a team
+#ifndef QN_HEADS  // heads per team
 #define QN_HEADS 1
 #endif
-#ifndef QN_TEAMS  // of a block, where norms are of all heads of q and of all of k; 0: of each head
+#ifndef QN_TEAMS  // teams per block, for norms over all heads of q and all heads of k; 0: a norm per head
 #define QN_TEAMS 0
 #endif
 
 constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
-constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // of half a head, of a lane
+constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // vectors per lane, of half a head
 static_assert(QN_D % 2 == 0 && HALF % QN_WIDTH == 0, "half a head is whole vectors");
 
-// Calls use(piece, channel) for each of a lane's vectors of half a head.
+// Calls use(piece, channel) for each of the lane's vectors of half a head.
 template <typename Use>
 __device__ __forceinline__ void each(Use use) {
 #pragma unroll
@@ -56,7 +57,7 @@ __device__ __forceinline__ void each(Use use) {
     }
 }
 
-// A lane's channels of a head: of both halves.
+// A lane's channels of a head, in both halves.
 struct Head {
     float first[PIECES][QN_WIDTH] = {}, second[PIECES][QN_WIDTH] = {};
 
@@ -68,7 +69,7 @@ struct Head {
         });
     }
 
-    // The sum of squares. All lanes of a warp call this.
+    // Returns the head's sum of squares. All lanes of a warp must call this function.
     __device__ __forceinline__ float square() const {
         float squares[PIECES];
 #pragma unroll
@@ -100,7 +101,7 @@ struct Head {
     }
 };
 
-// The rotations of a lane's pairs at a position.
+// The rotations of a lane's pairs for a position.
 struct Turn {
     Rotation by[PIECES][QN_WIDTH];
 
@@ -123,7 +124,7 @@ struct NoTurn {
     __device__ __forceinline__ void operator()(Head&) const {}
 };
 
-// The first head of a team, and gamma of it, which is loaded before the previous kernel has ended.
+// A team's first head and the gamma for it, which is loaded before the previous kernel has ended.
 template <typename G>
 struct Team {
     const G* const gamma_q;
@@ -131,7 +132,7 @@ struct Team {
     const int n_head, normed, own = (blockIdx.y * blockDim.y + threadIdx.y) * QN_HEADS;
     Head gamma;
 
-    // normed: heads of Q and of K.
+    // normed: number of heads of Q and K together.
     __device__ __forceinline__ Team(const G* gamma_q, const G* gamma_k, int n_head, int normed)
         : gamma_q(gamma_q), gamma_k(gamma_k), n_head(n_head), normed(normed) {
         if constexpr (QN_TEAMS == 0) load_gamma(own);
@@ -153,8 +154,8 @@ struct Team {
         else Vec<G, QN_WIDTH>::load(from).unpack(v);
     }
 
-    // Calls store(h, head) with each of the team's heads of a row below `moved`, those of q and k with their norm and
-    // turned by what turned() makes. All threads of a block call this.
+    // Calls store(h, head) for each of the team's heads h < moved of a row. Heads of q and k are normalised, and
+    // rotated by the result of turned(). All threads of a block must call this function.
     template <typename E, typename Turned, typename Store>
     __device__ __forceinline__ void run(const E* row, int moved, float eps, Turned turned, Store store) {
         if constexpr (QN_TEAMS > 0) of_rows(row, moved, eps, turned, store);
@@ -163,7 +164,7 @@ struct Team {
 
     template <typename E, typename Turned, typename Store>
     __device__ __forceinline__ void of_rows(const E* row, int moved, float eps, Turned turned, Store store) {
-        __shared__ float squares[2][QN_TEAMS > 0 ? QN_TEAMS : 1];  // of q and of k
+        __shared__ float squares[2][QN_TEAMS > 0 ? QN_TEAMS : 1];  // for q and k
         float of_q = 0.0f, of_k = 0.0f;
         for (int first = 0; first < normed; first += QN_TEAMS) {
             const int h = first + threadIdx.y;
@@ -219,11 +220,11 @@ extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                         // (N, heads D), or qkv: then V stays and the grid leaves it out
+    T* out,                         // (N, heads D), or qkv: then V is left in place, and moved excludes it
     int n_head,
-    int normed,                     // heads of Q and of K
-    int moved,                      // heads that are written: all, or those that have a norm
-    int heads,                      // of a row
+    int normed,                     // heads of Q and K together
+    int moved,                      // heads that are written: all heads, or only the normed ones
+    int heads,                      // heads per row
     float eps) {
     Team<T> team(gamma_q, gamma_k, n_head, normed);
     const long long row = (long long)blockIdx.x * heads * QN_D;

@@ -1,16 +1,16 @@
 // RMSNorm: scales every row to a root mean square of 1, then multiplies each channel by a weight.
 //
 //   out = x * r * weight,   r = 1 / sqrt(mean(x^2) + eps)   over each row of C channels
-//   with RMS_RESIDUAL 1: first x = x + residual, rounded to T and stored in sum
+//   with RMS_RESIDUAL 1: first x = x + residual, rounded to T and stored in `sum`
 //
-//   rmsnorm_rows: rows in registers, x read once, the weight loaded with it; at most one barrier. RMS_THREADS
-//       neighbouring threads share a row. A single row is latency-bound: all loads are in flight before the first value
+//   rmsnorm_rows: rows in registers, x read once, the weight loaded together with x; at most one barrier. RMS_THREADS
+//       neighbouring threads share a row. A single row is latency-bound, so all loads are issued before the first value
 //       is used.
 //
-// The operation is that of kernl's Llama kernels. x, weight and out are float, __half or __nv_bfloat16; the sum and r
-// are float. Rows of x may be columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh describes how the
-// threads share a row. The Python operation chooses the constants from M and C: many threads per row if there are few
-// rows. Rows too long for the registers are read twice: RMS_VECTORS = 0.
+// The operation is the RMSNorm of kernl's Llama kernels. x, weight and out are float, __half or __nv_bfloat16; the sum
+// of squares and r are float. Rows of x may be columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh
+// describes how threads share a row. The Python operation chooses the constants from M and C: many threads per row if
+// there are few rows. Rows that do not fit in the registers are read twice: RMS_VECTORS = 0.
 //
 // The kernel lets the next kernel start early (lib/overlap.cuh) but does not wait for the previous one: it must be
 // launched normally.
@@ -22,8 +22,8 @@
 #ifndef RMS_C
 #define RMS_C 4096
 #endif
-#ifndef RMS_WIDTH  // elements of a vector, a power of two of at most 16 bytes that divides C and x_stride; x, weight
-#define RMS_WIDTH 4  // and out are aligned to a vector
+#ifndef RMS_WIDTH  // elements per vector: a power of two, at most 16 bytes, that divides C and x_stride; x,
+#define RMS_WIDTH 4  // weight and out are aligned to a vector
 #endif
 #ifndef RMS_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define RMS_THREADS 256
@@ -63,8 +63,8 @@ struct Weights {
 
     __device__ Vector at(int c) const { return raw[c / STEP]; }
 
-    // Returns zero, even if the weights are NaN. A sum of squares that starts with this value cannot start before the
-    // weights are loaded. Otherwise the compiler would load them late, after x has arrived, to save registers.
+    // Returns zero, even if the weights are NaN. A sum of squares that starts with this zero depends on the weights, so
+    // the compiler must load them first. Otherwise it would load the weights after x has arrived, to save registers.
     __device__ float zero(int sum) const {
         float total = 0.0f;
 #pragma unroll
@@ -78,7 +78,7 @@ struct Weights {
 };
 
 template <>
-struct Weights<0> {  // loaded when they are used
+struct Weights<0> {  // loaded when used
     const T* weight;
 
     __device__ Weights(const T* weight, int) : weight(weight) {}
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
     if (RMS_ROWS > 1) {
         row = row * RMS_ROWS + threadIdx.x / RMS_THREADS;
         inside = row < M;
-        if (!inside) row = M - 1;  // threads without a row recompute the last one, so that all reach the last barrier
+        if (!inside) row = M - 1;  // threads without a row recompute the last row, to reach the last barrier
     }
     Part<RMS_WIDTH, STEP, RMS_VECTORS, WHOLE> part(x + row * x_stride + first, RMS_C - first);
     const Weights<RMS_VECTORS> weights(weight + first, RMS_C - first);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
         }
 #pragma unroll
         for (int k = 0; k < RMS_WIDTH; ++k) squares[k % SUMS] += v[k] * v[k];
-        if (RMS_VECTORS > 0) scale(c, v);  // values kept in registers are scaled before the barrier, not after it
+        if (RMS_VECTORS > 0) scale(c, v);  // if x is in registers, scale before the barrier
     });
     float square = squares[0];
 #pragma unroll

@@ -1,21 +1,21 @@
-// RMSNorm fused with the product that follows it, for decoding, where every weight is read for one token:
+// RMSNorm fused with the product that follows it, for decoding, where all weights are read to process one token:
 //
 //   rmsnorm_matvec       out = (x * rms * gamma) W, optionally with RoPE on heads of head_dim columns
 //   rmsnorm_ffn_matvec   h = x + residual,  n = h * rms * gamma,  out = silu(n W1) * (n W3); or GELU, lib/gate.cuh
 //                        rms = 1 / sqrt(mean(x^2) + eps) of each row
 //
 //   rmsnorm_matvec, rmsnorm_ffn_matvec: few rows: every weight read once, requested before x; the norm's factor at the
-//       end. It is the same for a whole row: x * gamma is multiplied with W while the squares are added up, and then
-//       the sum is scaled
+//       end. This factor rms is the same for a whole row: x * gamma is multiplied with W while the squares are added,
+//       and then the result is scaled by rms
 //
-// The operations are those of kernl's Llama kernels. llama/matvec.cuh has the product and its constants. The scales and
-// RoPE's angles, which the last step needs, are computed before the product is complete.
+// The operations are taken from kernl's Llama kernels. llama/matvec.cuh has the product and its constants. The last
+// step needs scales and RoPE's angles, which are computed before the product is complete.
 //
-// W is (N, K) with MV_NK 1, else (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
-// columns half a head apart instead of neighbours. Any M, N, K.
+// W is (N, K) with MV_NK 1, otherwise (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
+// columns half a head apart instead of neighbouring columns. Any M, N, K.
 //
 // grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS). Dynamic shared memory: MV_ROWS rows of floats,
-// with K rounded up to STEP, and for (K, N) one more float for each column, row and warp of the block.
+// with K rounded up to STEP; for (K, N) also one float for each column, row and warp of the block.
 #include "llama/matvec.cuh"
 #include "lib/gate.cuh"
 #include "llama/rotation.cuh"
@@ -26,8 +26,8 @@
 
 // The last step for a pair of products.
 struct End {
-    T* out;        // address of the first column; null if there is no such row
-    int distance;  // distance to the second column; 0 if there is none
+    T* out;        // address of the first column; null if the row does not exist
+    int distance;  // distance to the second column; 0 if it does not exist
     const Rows* rows;
     const float* squares;
     float eps, scale_a, scale_b;

@@ -1,22 +1,21 @@
-// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu, or in a prompt of a
-// model by llama/rmsnorm_stream.cu:
+// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu, or for the prompt
+// of a model by llama/rmsnorm_stream.cu:
 //
-//   rmsnorm_matmul_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; rope in its
-//       epilogue.
-//       out = n w, then RoPE on the columns as heads; w (K, N), or (N, K) with NORM_W_NK 1
-//   rmsnorm_ffn_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; columns of W1 and W3
-//       next to each other.
-//       out = silu(n w1) (n w3); w1, w3 alike
+//   rmsnorm_matmul_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; RoPE in its
+//       epilogue. out = n w, then RoPE on the columns as heads; w (K, N), or (N, K) with NORM_W_NK 1
+//   rmsnorm_ffn_hopper: the products by TMA and wgmma, which fetch weights while rmsnorm runs; columns of W1 and W3
+//       next to each other. out = silu(n w1) (n w3); w1 and w3 have the shape of w
 //
 // n, w and out are __half or __nv_bfloat16, sums are float. matmul/hopper.cuh and matmul/hopper_tile.cuh have the
-// product. New in this file:
+// product. This file adds:
 //
-//   (K, N)    w in the layout of kernl's Llama kernels is read across: boxes of 64 columns, 128 bytes for each k
-//   RoPE      a pair of neighbouring columns is in one thread. Its frequency is computed once for all rows of a tile
-//   two w     half of a tile's columns are w1's. A thread has both sums of an output
+//   (K, N)    w (K, N), the layout of kernl's Llama kernels, is read across: boxes of 64 columns, 128 bytes for each k
+//   RoPE      one thread holds both columns of a pair (neighbouring columns). The frequency of a pair is computed once
+//             for all rows of a tile
+//   two w     half of a tile's columns are columns of w1, half of w3. A thread holds both sums of an output
 //
-// The weights fetched early (lib/overlap.cuh) are the first slices. Tiles are processed down the rows first, so that w
-// is read once from memory.
+// The weights that are fetched early (lib/overlap.cuh) are the first slices. A block processes tiles down the rows
+// first, so that w is read once from memory.
 //
 // On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
 // silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
@@ -50,15 +49,15 @@
 #endif
 
 struct Rest {  // shared memory after the ring, the chunks and the received sums
-    Pair frequencies[CONSUMERS][PART_N / 2];  // of a group's pairs of columns
+    Pair frequencies[CONSUMERS][PART_N / 2];  // frequencies for a group's pairs of columns
     Barriers barriers;
 };
 
-// The number of neighbouring columns of one w in a slice, and whether tiles can be built from such pieces.
+// Number of neighbouring columns from one w in a slice (BESIDE), and whether tiles can be built from such pieces.
 template <int MATRICES>
 struct Columns {
     static constexpr int BESIDE = MATRICES == 1 ? GEMM_N : GEMM_GROUP_N / 2;
-    static constexpr int OUT = PART_N / MATRICES;  // columns that a group finishes
+    static constexpr int OUT = PART_N / MATRICES;  // columns of out that a group computes
     static constexpr bool POSSIBLE = BESIDE % (NORM_W_NK ? 8 * GEMM_SHARES : 64) == 0 && OUT % GEMM_CHUNK == 0 &&
                                      (MATRICES == 1 || GEMM_SPLITS == 1);
 };
@@ -91,7 +90,7 @@ struct Turn {  // RoPE: position of a row, exponent of theta (llama/rotation.cuh
 
 #ifdef GATE_GELU
 __device__ __forceinline__ float activated(float v) { return gate_of(v); }
-#else  // faster than that of lib/gate.cuh
+#else  // faster than gate_of
 __device__ __forceinline__ float activated(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 #endif
 
@@ -141,7 +140,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile<!NORM_W_NK>(sums, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // the frequencies are complete
+        group.sync();  // all frequencies are stored
 #if GEMM_SPLITS == 1
         const Finals& finals = sums;
 #else
@@ -166,12 +165,12 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
                 if (TURNS) {
                     const Rotation r = rotation(half_turns(positions[m][half]), by);
                     v[0] = first[0] * r.cos - first[1] * r.sin, v[1] = first[0] * r.sin + first[1] * r.cos;
-                } else {  // adds -0: a plain sum would be read too early, which makes the compiler serialise wgmma
+                } else {  // adds -0: a plain sum would be read too early, and the compiler would serialise wgmma
                     v[0] = first[0] + by.high, v[1] = first[1] + by.low;
                 }
             },
             out, out, row, column);
-        if (MATRICES == 1) group.sync();  // the frequencies are no longer needed
+        if (MATRICES == 1) group.sync();  // all reads of the frequencies are done
     }
     if (group.thread == 0) wait_for_reads<0>();
 }

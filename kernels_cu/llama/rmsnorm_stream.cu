@@ -1,57 +1,57 @@
 // RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
 //
-//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores; or
-//   with RS_TERMS its terms (lib/terms.cuh), for the products of decoding
+//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as operand of tensor cores; with
+//   RS_TERMS, out holds the terms of its values (lib/terms.cuh), for the products of decoding
 //
 //   rmsnorm_stream: the float32 rows of a model: bits that do not depend on the batch, out in any dtype, overlapping
 //       launches
-//   rmsnorm_sums: rmsnorm_stream, of x with the split sums of a feed-forward (gated_sums). matmul/decode_ffn.cu has
-//       left these; they are added to x
+//   rmsnorm_sums: rmsnorm_stream of x plus the split sums of a feed-forward (gated_sums). matmul/decode_ffn.cu has
+//       stored these sums
 //   rmsnorm_add: the norm of a result added to the residual stream, in place: out = residual + x * r * weight
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
-// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, x is float whatever out is, and the
-// weights are loaded before the previous kernel has ended (lib/overlap.cuh).
+// Differences from llama/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
+// the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
-// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; longer rows are read
-// again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements.
-// Grid (M), block (RS_THREADS).
+// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; the parts of longer rows
+// are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
+// block (RS_THREADS).
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/rows.cuh"
 #include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // and terms
+#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
 #include "matmul/decode_sums.cuh"
 
 #ifndef RS_C
 #define RS_C 4096
 #endif
-#ifndef RS_WIDTH  // values of a load: gcd(4, RS_C)
+#ifndef RS_WIDTH  // values per load: gcd(4, RS_C)
 #define RS_WIDTH 4
 #endif
 #ifndef RS_THREADS  // a multiple of 32
 #define RS_THREADS 256
 #endif
-#ifndef RS_TERMS  // the kind of the terms of out, which is float; 0: none
+#ifndef RS_TERMS  // kind of terms in out, which is float; 0: no terms
 #define RS_TERMS 0
 #endif
-#ifndef RS_SUMS  // of rmsnorm_sums: the splits of the product
+#ifndef RS_SUMS  // rmsnorm_sums: splits of the product
 #define RS_SUMS 1
 #endif
-#ifndef RS_HELD  // loads of a row that a thread keeps
+#ifndef RS_HELD  // maximum loads of a row that a thread keeps in registers
 #define RS_HELD 8
 #endif
 
 constexpr int STEP = RS_THREADS * RS_WIDTH;
-constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // of a thread
+constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // loads per thread
 constexpr bool HELD = LOADS <= RS_HELD;
 typedef Vec<float, RS_WIDTH> Values;
 constexpr int LAST_PAIR = (RS_WIDTH - 1) / 2;
 static_assert(!RS_TERMS || RS_WIDTH % 2 == 0, "a thread has whole pairs");
 static_assert(!TERM_SUMS || RS_C % 128 == 0, "a warp has whole chunks");
 
-// Calls use(i, c) for each load of the thread: number i, from channel c on.
+// Calls use(i, c) for each of the thread's loads: i: index of the load, c: its first channel.
 template <typename Use>
 __device__ __forceinline__ void each_load(Use use) {
 #pragma unroll(HELD ? LOADS : 1)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-// Stores values of the block's row from c on, or their terms. out_scale: of two-part terms.
+// Stores values of the block's row, starting at channel c, or their terms. out_scale: scale of two-part terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
     if constexpr (RS_TERMS) {
         const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store(T* out, float out_scale, int c, const floa
     }
 }
 
-// read(c) gives the values of the block's row from c on; write(c, v) takes their norm.
+// Normalises the block's row. read(c) returns values starting at channel c; write(c, v) receives the normalised values.
 template <typename Read, typename Write>
 __device__ __forceinline__ void normalize(const float* weight, float eps, Read read, Write write) {
     __shared__ float scratch[RS_THREADS / 32];
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // of two-part terms
+    float out_scale,                   // scale of two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
     normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
-    float out_scale)  // of two-part terms
+    float out_scale)  // scale of two-part terms
 {
     let_next_start();
     wait_for_previous();

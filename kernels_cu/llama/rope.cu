@@ -3,14 +3,14 @@
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = (start + t) / theta^(2 k / D)   for pair k of D / 2
 //
 //   x, out (B, T, H, D), in place if out is x. Pair k is channels 2k and 2k + 1 or, with ROPE_HALF_SPLIT, channels
-//   k and k + D / 2. B, T and H may have any strides, so that x can be a part of wider rows: Q and K of a QKV matrix.
+//   k and k + D / 2. B, T and H may have any strides, so x can be a part of wider rows, such as Q and K in QKV.
 //
-//   rope_pairs: each thread rotates the same pairs of several heads, which share sines and cosines. The heads are
-//       ROPE_HEADS of a position. All loads are in flight before sines and cosines are computed, which hides most of
-//       their cost
+//   rope_pairs: each thread rotates the same pairs of several heads, which share sines and cosines. A thread processes
+//       ROPE_HEADS heads of one position. All loads are issued before the sines and cosines are computed, which hides
+//       most of the cost of this computation
 //
-// The operation is that of kernl's Llama kernels. Storage is float, __half or __nv_bfloat16; arithmetic is float, with
-// angles from llama/rotation.cuh.
+// The operation is the RoPE of kernl's Llama kernels. Storage is float, __half or __nv_bfloat16; arithmetic is float,
+// with angles from llama/rotation.cuh.
 //
 // grid (ceil(T / blockDim.z), ceil(H / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, positions).
 #include "llama/pairs.cuh"
@@ -35,7 +35,7 @@ extern "C" __global__ void rope_pairs(
         Rotation by[PAIRS];
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) by[p] = {1.0f, 0.0f};
-        if (start + t > 0) {  // position 0 has angle 0. The branch also keeps the compiler from delaying the loads
+        if (start + t > 0) {  // position 0: angle 0. The branch also keeps the loads first
             const Pair turns = half_turns(start + t);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) by[p] = rotation(turns, frequency(k + p, step, step_low));

@@ -6,9 +6,9 @@
 //
 //   rope_append: decoding: rope_qkv, with K and V written to the kv_cache in its dtype
 //
-// Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
-// llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles and ROPE_FACTOR as in
-// llama/rope_qkv.cu. With ROPE_OWN, each sequence has frequencies of its own.
+// Row n belongs to sequence row[n], at position[n]. K and V of rows outside the cache are not stored. As with
+// rope_pairs in llama/rope.cu, a thread processes the same pairs of ROPE_HEADS heads of a row. Angles and ROPE_FACTOR
+// are as in llama/rope_qkv.cu. With ROPE_OWN, each sequence has its own frequencies.
 //
 // grid (ceil(N / blockDim.z), ceil(heads / (blockDim.y * ROPE_HEADS))), block (ROPE_THREADS, heads, rows).
 #include "llama/pairs.cuh"

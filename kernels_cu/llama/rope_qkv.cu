@@ -2,21 +2,22 @@
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = positions[n] frequencies[k]   for pair k of D / 2 of row n
 //
-//   qkv, out (B, N, heads D), in place if out is qkv: then V stays and the grid leaves it out
+//   qkv, out (B, N, heads D), in place if out is qkv: then V is left as it is, and `moved` excludes it
 //
-//   rope_qkv: as rope_pairs, with positions and frequencies in device memory; overlapping launches. See llama/rope.cu
-//   rope_packed: rope_qkv, where row n has the frequencies of its sequence, row[n]
+//   rope_qkv: rope_pairs with positions and frequencies in device memory; overlapping launches. See llama/rope.cu
+//   rope_packed: rope_qkv with frequencies per sequence: row n uses the frequencies of sequence row[n]
 //
-// With ROPE_FACTOR, pairs of other frequencies than 0 are multiplied by it, as in all kernels of RoPE with frequencies.
+// With ROPE_FACTOR, pairs whose frequency is not 0 are multiplied by this factor, as in all RoPE kernels with
+// frequencies.
 //
-// A thread takes ROPE_HEADS heads of a row. Storage is T, arithmetic float; angles are double until the whole turns are
-// subtracted, so that they are accurate at any position.
+// A thread processes ROPE_HEADS heads of a row. Storage is T, arithmetic is float. Angles are double until the whole
+// turns are subtracted, which makes them accurate at any position.
 //
 // grid (ceil(N / blockDim.z), ceil(moved / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, rows).
 #include "llama/pairs.cuh"
 #include "lib/overlap.cuh"
 
-// sequences: of the rows, of B; null if all have the same frequencies.
+// Rotates rows. sequences: the sequence (0 to B - 1) of each row; null if all rows have the same frequencies.
 __device__ __forceinline__ void turn_rows(
     const T* qkv, const int* positions, const double* frequencies, T* out, int N, int turning, int moved, int heads,
     const int* sequences, int B) {
@@ -58,9 +59,9 @@ extern "C" __global__ void rope_qkv(
     const double* frequencies,  // (D / 2): radians per position
     T* out,                     // (B, N, heads D)
     int N,
-    int turning,                // heads of Q and of K
-    int moved,                  // heads that are written: all, or those that turn
-    int heads) {                // of a row
+    int turning,                // heads of Q and K together
+    int moved,                  // heads that are written: all, or those that are rotated
+    int heads) {                // heads per row
     turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, nullptr, 0);
 }
 

@@ -1,15 +1,15 @@
-// The rotation of pair k of a head of D channels by RoPE: the angle is position / theta^(2 k / D), or given in double.
+// RoPE's rotation of pair k of a head with D channels. The angle is position / theta^(2 k / D), or passed as a double.
 //
-// A float represents an angle near 100,000 only to about a hundredth, and a rounded frequency theta^(-2 k / D) has an
-// error of the same size there. So both are represented by two floats, whose sum is the value: the angle has a relative
-// error of about 2^-27.
+// Near 100,000, a float represents an angle only to about a hundredth, and the rounding of the frequency theta^(-2 k /
+// D) adds an error of the same size. Therefore both are represented by two floats, whose sum is the value. The angle
+// then has a relative error of about 2^-27.
 //
 //   frequency   2^(-k step), step = 2 log2(theta) / D: the integer part of the exponent, then a polynomial
-//   angle       position / pi * frequency, in half turns. The whole quarter turns are subtracted exactly; the rest, at
-//               most an eighth of a turn and the low part, goes into polynomials for sine and cosine
+//   angle       position / pi * frequency, in half turns. Whole quarter turns are subtracted exactly; the remainder,
+//               at most an eighth of a turn plus the low part, is the argument of polynomials for sine and cosine
 //
-// Positions are integers below 2^20, where the low part is at most a 128th of a turn. The polynomials are minimax fits
-// with an error of less than half a rounding.
+// Positions are integers below 2^20. For these, the low part is at most a 128th of a turn. The polynomials are minimax
+// fits with an error of less than half a rounding.
 #pragma once
 
 struct Pair {  // represents high + low; |low| <= half a unit in the last place of high
@@ -20,7 +20,8 @@ struct Rotation {
     float cos, sin;
 };
 
-// __fmul_rn, because the compiler must not fuse it with the following operation: the rounded product itself is needed.
+// Returns a b. __fmul_rn keeps the compiler from fusing the product with the next operation, which needs the rounded
+// product.
 __device__ __forceinline__ Pair times(float a, Pair b) {
     const float high = __fmul_rn(a, b.high);
     return {high, fmaf(a, b.low, fmaf(a, b.high, -high))};
@@ -43,12 +44,12 @@ __device__ __forceinline__ Pair frequency(int k, float step, float step_low) {
     return {high * scale, low * scale};
 }
 
-// position / pi, which all pairs use.
+// Returns position / pi, a factor of the angles of all pairs.
 __device__ __forceinline__ Pair half_turns(int position) {
     return times((float)position, {0.31830987f, 1.2841276e-8f});
 }
 
-// Of q quarter turns and r half turns, |r| <= 1/4 and a little.
+// Returns the rotation by q quarter turns plus r half turns, |r| <= 1/4 and slightly more.
 __device__ __forceinline__ Rotation rotation(int q, float r) {
     const float z = r * r;
     const float s = fmaf(r * z, fmaf(z, fmaf(z, -0.58819857f, 2.5497116f), -5.16770751f), 3.14159265f * r);
@@ -65,15 +66,16 @@ __device__ __forceinline__ Rotation rotation(Pair half_turns, Pair frequency) {
     return rotation((int)quarters, fmaf(-0.5f, quarters, angle.high) + angle.low);
 }
 
-// Of an angle of any size, in radians. The arithmetic of its reduction is double: a few operations for a pair.
+// Returns the rotation by an angle of any size, in radians. The reduction of the angle uses double arithmetic, a few
+// operations per pair.
 __device__ __forceinline__ Rotation rotation(double radians) {
     const double half_turns = radians * 0.31830988618379067154, quarters = rint(2.0 * half_turns);
-    const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // of a whole turn
+    const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // modulo a whole turn
     return rotation((int)within, (float)fma(-0.5, quarters, half_turns));
 }
 
-// Of a position and a frequency in radians. Models that state a factor multiply the pairs that turn by it, and leave
-// those of frequency zero as they are.
+// Returns the rotation at a position, for a frequency in radians per position. ROPE_FACTOR, which some models define,
+// multiplies the pairs with a frequency that is not 0.
 __device__ __forceinline__ Rotation rotation_at(double position, double frequency) {
     Rotation by = rotation(position * frequency);
 #ifdef ROPE_FACTOR
@@ -82,12 +84,13 @@ __device__ __forceinline__ Rotation rotation_at(double position, double frequenc
     return by;
 }
 
-// The frequencies of sequence b of B, each with `pairs` of its own; for padding, whose b is -1, those of the first one.
+// Returns the frequencies of sequence b; each of the B sequences has `pairs` of its own. Padding (b = -1) uses sequence
+// 0.
 __device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {
     return frequencies + (long long)(b >= 0 && b < B ? b : 0) * pairs;
 }
 
-// Turns a pair. The roundings are stated, so that all kernels have the same.
+// Rotates a pair. Explicit roundings give all kernels the same bits.
 __device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
     const float r = real, i = imaginary;
     real = fmaf(r, by.cos, -__fmul_rn(i, by.sin));

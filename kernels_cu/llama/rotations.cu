@@ -1,11 +1,11 @@
-// The rotations of RoPE: row n, at position[n], turns pair k by position[n] frequencies[k].
+// RoPE's rotations: at position[n], row n rotates pair k by the angle position[n] frequencies[k].
 //
-//   out (N, pairs, 2): cosines and sines     angles and ROPE_FACTOR as in llama/rope_qkv.cu, whose bits these are
+//   out (N, pairs, 2): cosines and sines     angles, ROPE_FACTOR and resulting bits as in llama/rope_qkv.cu
 //
 //   rope_rotations: decoding: cosines and sines, once for all layers
-//   rope_rotations_packed: rope_rotations, where row n has the frequencies of its sequence, row[n]
+//   rope_rotations_packed: rope_rotations with frequencies per sequence: row n uses the frequencies of sequence row[n]
 //
-// One thread for each rotation. Grid (ceil(N pairs / blockDim.x)), block (any).
+// One thread per rotation. Grid (ceil(N pairs / blockDim.x)), block (any).
 #include "lib/overlap.cuh"
 #include "llama/rotation.cuh"
 

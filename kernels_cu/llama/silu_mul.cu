@@ -2,9 +2,9 @@
 //
 //   gate, up, out   (n) elements of T: float, __half or __nv_bfloat16; arithmetic is float
 //
-// A step of its own for the products of a whole model, whose order of additions must not depend on the number of rows.
-// llama/rmsnorm_matmul.cu and its variants fuse it into the product of a block.
-// With GATE_GELU, it is GELU(gate) up (lib/gate.cuh), in all these kernels.
+// A separate step for the products of a whole model, whose order of additions must not depend on the number of rows.
+// For a block, llama/rmsnorm_matmul.cu and its variants fuse this step into the product. With GATE_GELU, the step is
+// GELU(gate) up (lib/gate.cuh) in all these kernels.
 //
 //   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
 //
@@ -13,7 +13,7 @@
 #include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef SM_WIDTH  // elements of a vector, a divisor of n; all arrays are aligned to a vector of at most 16 bytes
+#ifndef SM_WIDTH  // elements per vector, a divisor of n; arrays are aligned to a vector of at most 16 bytes
 #define SM_WIDTH 4
 #endif
 

@@ -4,16 +4,16 @@
 //
 //   gemm_hopper: TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues
 //
-// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED.
-// matmul/hopper.cuh describes the organisation of a block. The products along K are added in the same order for every
-// tile, so a row has the same bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the
-// blocks of a cluster share a tile's K, exchange their sums through shared memory, and each block finishes a part of
-// the columns.
+// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale is used with
+// GEMM_SCALED. matmul/hopper.cuh describes the organisation of a block. The products along K are added in the same
+// order for every tile, so a row has the same bits in any batch. GEMM_SPLITS > 1 is the exception, for few rows and a
+// long K: the blocks of a cluster share a tile's K and exchange their sums through shared memory. Each block then
+// finishes a part of the columns.
 //
-// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in those runs: 60.7):
+// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in these runs: 60.7):
 //
 //   two warpgroups share tiles of 128x192, a ring of four slices, a persistent grid    63.4
-//   each has tiles of its own: one's epilogue runs while the other multiplies          55.3
+//   each warpgroup has its own tiles: one's epilogue runs while the other multiplies   55.3
 //   two blocks load their common rows of w together (GEMM_SHARES 2)                    54.0
 //   the address of a tile is computed once per tile, not once per slice loaded         51.7 (cuBLAS then: 65.1)
 //
@@ -27,7 +27,7 @@
 #include "lib/fast.cuh"
 #include "matmul/hopper_tile.cuh"
 
-#ifndef GEMM_FLOAT_OUT  // out and residual are float
+#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
 #define GEMM_FLOAT_OUT 0
 #endif
 #ifndef GEMM_SCALED
@@ -39,7 +39,7 @@ struct Rest {  // shared memory after the ring, the chunks and the received sums
     Barriers barriers;
 };
 
-// Two neighbouring outputs, from their sums; column: in `bias`.
+// Computes two neighbouring outputs from their sums. column: index in `bias`.
 __device__ __forceinline__ float2 finished(const float* sums, const float* bias, int column) {
     const float2 b = pair_at(bias, column);
     float2 v = {sums[0], sums[1]};
@@ -51,13 +51,13 @@ __device__ __forceinline__ float2 finished(const float* sums, const float* bias,
     return GEMM_GELU ? float2{gelu_fast(v.x), gelu_fast(v.y)} : v;
 }
 
-// Stores floats: pairs of columns, 32 bytes of a row by 4 lanes, directly to memory. Several residuals are loaded at
-// once, because the compiler does not know that stores before a load write to other addresses.
+// Stores floats directly to memory: pairs of columns, 4 lanes for 32 bytes of a row. Several residuals are loaded at
+// once before any store, because the compiler does not move a load before stores that might write to its address.
 __device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {
     constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
-    // Limited by free registers.
+    // Limited by the number of free registers.
     constexpr int AT_ONCE = BLOCKS_M > 1 ? (PART_N <= 128 ? 4 : 1) : PART_N <= 96 ? BLOCKS : 8;
     const int lane_column = first_column + 2 * (group.lane % 4);
     const int lane_row = first_row + group.warp * 16 + group.lane / 4;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
             }
         }
     }
-    group.sync();  // biases and scales are no longer needed
+    group.sync();  // all reads of biases and scales are done
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_hopper(
@@ -102,7 +102,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ TensorMap out,       // (1, M, N)
     const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
     const float* __restrict__ bias,              // (N) or null
-    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
     float* out_float,                            // (M, N)
     int M, int N, int K) {
     extern __shared__ char unaligned[];
@@ -142,7 +142,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile(sums, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // biases and scales are complete
+        group.sync();  // all biases and scales are stored
 #if GEMM_SPLITS == 1
         const Finals& finals = sums;
 #else

@@ -1,37 +1,38 @@
-// GEMM for Hopper with weights in blocks of GGUF (lib/gguf.cuh). matmul/hopper_registers.cuh says what it computes.
+// GEMM for Hopper with weights in GGUF blocks (lib/gguf.cuh). matmul/hopper_registers.cuh has the formula.
 //
 //   gemm_gguf_hopper: weights in blocks of GGUF become float16 in registers, rounded once, for wgmma's first operand
 //
-// Besides the ring of slices of a, there is one of blocks: a warp of the loading warpgroup copies, for each eight rows
-// of w, a tile of 128 or 256 along K, whose bytes lie next to each other. A lane unpacks 32 along K of two rows while
-// the products of the 32 before are under way:
+// A second ring, in addition to the ring of slices of a, holds blocks. For each eight rows of w, a warp of the loading
+// warpgroup copies a tile of 128 or 256 along K, whose bytes are contiguous. A lane unpacks 32 values along K of two
+// rows while the products of the previous 32 are running:
 //
 //   copies     | a 64 | a 64 | a 64 | a 64 |   blocks 256   |
 //   unpack     32 | 32 | 32 | ...
 //   multiply        32 | 32 | 32 | ...
 //
-// Predicted for 32 of K in Q4_K, with weights computed as floats: 72 instructions of a lane for its 16 weights. There
-// were 120, and a warp, which waits for its own results, issued one in 4.2 cycles: 505 cycles for the two warpgroups of
-// a block with 128 rows of a, of which the tensor cores need 256. As pairs of float16 it is 92 instructions, of which
-// 53 are those of the weights.
+// Prediction for 32 values along K in Q4_K, with weights computed as floats: 72 instructions per lane for its 16
+// weights. The result was 120 instructions. A warp, which waits for its own results, issued one in 4.2 cycles: 505
+// cycles for the two warpgroups of a block with 128 rows of a, of which the tensor cores need 256. With weights
+// computed as pairs of float16 there are 92 instructions, 53 of them for the weights.
 //
-// NVIDIA H100, 512 rows, us a launch in a graph (with weights of 16 bits; E5M2; widened in memory first, in all):
+// NVIDIA H100, 512 rows, us per launch in a graph (with weights of 16 bits, E5M2; for the prompt also widened in memory
+// first):
 //
 //           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
 //   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
 //   Q6_K    110                38               86                94
 //   Q8_0    104                35               78                87
-// With equal parts of all slices for the clusters (GEMM_STREAM), predicted 74 us for N 12288 in place of 92, 67 for
-// N 11008 in place of 78: two waves of tiles have 132 multiprocessors for 1.45 and 1.3 waves of work. Before and after,
+// GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, 67 for N 11008
+// instead of 78, because two waves of tiles had 132 multiprocessors for 1.45 and 1.3 waves of work. Before and after,
 // in one run: Q4_K 92.9 -> 76.3, 78.1 -> 69.4, Q6_K 96.4 -> 82.8, 86.5 -> 75.1, the prompt 14.02 -> 12.80 ms.
 //
-// K is a multiple of 32. Types begin at multiples of GEMM_M.
+// K is a multiple of 32. The output ranges of the types begin at multiples of GEMM_M.
 //
 // architecture: sm_90a
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
-#define GEMM_A_ITEM 0  // blocks have a ring of their own
+#define GEMM_A_ITEM 0  // blocks have their own ring
 #ifndef GEMM_GROUP_M
 #define GEMM_GROUP_M 64
 #endif
@@ -42,7 +43,7 @@
 static_assert(BLOCKS_M == 1, "a lane has two rows");
 
 constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
-constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // of a stage
+constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // bytes per stage
 constexpr int GGUF_STAGES = gguf::OfRange<0>::Of::WIDE ? 2 : 3;
 
 struct Blocks {
@@ -54,7 +55,7 @@ struct Blocks {
 
     const W* w;
     Ring* ring = nullptr;
-    unsigned count = 0;  // stages that have been used
+    unsigned count = 0;  // stages used so far
 
     __device__ __forceinline__ void place(char* own) { ring = reinterpret_cast<Ring*>(own); }
 
@@ -65,7 +66,7 @@ struct Blocks {
         }
     }
 
-    // Requests the slices of a in one warp, and blocks in another one.
+    // Requests the slices of a in one warp, and the blocks of w in another warp.
     __device__ __forceinline__ void produce(const Product& p, char* slices, Barriers& barriers, const Work& at) {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0 && elect_one()) {
@@ -78,7 +79,7 @@ struct Blocks {
         }
     }
 
-    // Requests the blocks of a tile: a lane those of eight rows.
+    // Requests the blocks of a tile; each lane requests the blocks of eight rows.
     template <int RANGE>
     __device__ __forceinline__ void request(const Product& p, const Work& work) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -86,9 +87,9 @@ struct Blocks {
         if constexpr (!OfRange::LAST) {
             if (work.row() >= OfRange::NEXT) return request<RANGE + 1>(p, work);
         }
-        constexpr int SLICES = 2 * Part::UNITS;  // of a tile of blocks
+        constexpr int SLICES = 2 * Part::UNITS;  // slices per tile of blocks
         const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
-        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, below the last tile
+        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, after the last tile
         const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
         const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
         const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
@@ -102,7 +103,7 @@ struct Blocks {
         }
     }
 
-    // Passes the blocks of a tile of the other group.
+    // Skips the blocks of a tile that the other group processes.
     template <int RANGE = 0>
     __device__ __forceinline__ void skip(int K, int row) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -128,7 +129,7 @@ struct Blocks {
             }
         }
         const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
-        unsigned halves[2][2][4];  // of two chunks, which alternate
+        unsigned halves[2][2][4];  // two chunks, which alternate
 #pragma unroll 1
         for (int unit = at.first / 2; 2 * unit < length; ++unit) {
             const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
@@ -152,7 +153,7 @@ struct Blocks {
                 const Matrix a = matrix_at(a_at + group.column * ROW_BYTES);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    wait_for_products<1>();  // all but those that use the other chunk's registers
+                    wait_for_products<1>();  // except products that use the other chunk's registers
                     unpack(parts, own, 2 * half + i, halves[i]);
                     fence_sums();
 #pragma unroll
@@ -161,11 +162,11 @@ struct Blocks {
                     }
                     end_products();
                 }
-                if (k > at.first) release(barriers, group, slice - 1);  // its products have ended
+                if (k > at.first) release(barriers, group, slice - 1);  // these products have ended
                 ++slice;
             }
-            // Only when all that was loaded has been used: right after the loads, a copy into this place overtook some.
-            // Each lane arrives for its own loads, as in matmul/decode_hopper_gguf.cuh.
+            // Releases the stage only after all loaded values have been used: right after the loads, a copy into the
+            // stage overtook some of them. Each lane arrives for its own loads, as in matmul/decode_hopper_gguf.cuh.
             if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
                 arrive(ring->empty[stage]);
                 ++count;
@@ -176,7 +177,7 @@ struct Blocks {
         release(barriers, group, slice - 1);
     }
 
-    // A lane's part of a chunk of rows g and g + 8, of two steps.
+    // Unpacks a lane's part of a chunk of rows g and g + 8, for two steps.
     template <typename Part>
     __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Factors (&own)[2],
                                                   int chunk, unsigned (&to)[2][4]) {
@@ -196,9 +197,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ TensorMap out,       // (1, M, N)
     const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
     const float* __restrict__ bias,              // (N) or null
-    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
     float* out_float,                            // (M, N)
-    float* handed,                               // with GEMM_STREAM: zeros at first (1024 + blocks GEMM_M GEMM_N)
+    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N), initially zeros
     int M, int N, int K) {
     run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Blocks{w});
 }

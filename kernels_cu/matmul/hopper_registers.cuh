@@ -1,16 +1,16 @@
-// The Hopper products whose weights go through registers, which widen them to float16, into wgmma's first operand.
-// Included by matmul/hopper_fp8.cu and matmul/hopper_gguf.cu, which have the weights.
+// Hopper products whose weights pass through registers: the registers widen them to float16, as wgmma's first operand.
+// Included by matmul/hopper_fp8.cu and matmul/hopper_gguf.cu, which load the weights.
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-// a is __half, sums are float, out is __half or float. w_scale: with GEMM_SCALED.
+// a is __half, sums are float, out is __half or float. w_scale is used with GEMM_SCALED.
 //
-// No other operand can come from registers. So w is the a of matmul/hopper.cu here and a its w: the product is that of
-// (N, K) and (K, M), a group's part of a tile has GEMM_GROUP_M rows of w and GEMM_GROUP_N rows of a, and the epilogue
-// transposes the sums on their way to out. matmul/hopper.cuh describes the rest.
+// Only wgmma's first operand can come from registers. Therefore w takes the place of a in matmul/hopper.cuh, and a the
+// place of w: the product is (N, K) times (K, M). A group's part of a tile has GEMM_GROUP_M rows of w and GEMM_GROUP_N
+// rows of a, and the epilogue transposes the sums. matmul/hopper.cuh describes the other parts.
 //
-// The products along K are added in the same order for every tile, which is that of matmul/hopper.cu: a row has the
-// same bits in any batch, and w the same as its numbers in 16 bits.
+// The products along K are added in the same order for every tile, as in matmul/hopper.cu. A row therefore has the same
+// bits in any batch, and the same bits as with w stored in 16 bits.
 //
 // Any M; N is a multiple of 8; all arrays are aligned to 16 bytes. residual may be out: the copy engine reads an
 // element before it writes it. The boxes of the tensor maps are (1, GEMM_N / GEMM_SHARES, 64) of a and (1, GEMM_CHUNK,
@@ -29,7 +29,7 @@
 #include "lib/storage.cuh"
 #include "matmul/hopper.cuh"
 
-#ifndef GEMM_FLOAT_OUT  // out and residual are float
+#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
 #define GEMM_FLOAT_OUT 0
 #endif
 #ifndef GEMM_SCALED
@@ -39,15 +39,15 @@
 static_assert(GEMM_SPLITS == 1, "a block has all of K");
 static_assert(GEMM_GROUP_M <= GROUP, "a thread has the bias of a row of w");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // per thread
 
-struct Rest {  // the last part of shared memory
+struct Rest {  // shared memory after the ring, the chunks and the weights' part
     float bias[CONSUMERS][(1 + GEMM_SCALED) * GEMM_GROUP_M];  // followed by w_scale
     Barriers barriers;
 };
 
-// The bias and the scale of a lane's rows of w in a 64-row block: 8 apart. volatile: the compiler would otherwise keep
-// those of both blocks in registers.
+// Bias and scale for a lane's two rows of w in a 64-row block, which are 8 apart. volatile keeps the compiler from
+// holding the values of both blocks in registers.
 struct Row {
     float bias[2], scale[2];
 
@@ -67,17 +67,17 @@ struct Row {
     }
 };
 
-// Stores 16-bit outputs, as Chunks of matmul/hopper_tile.cuh: chunks of GEMM_CHUNK rows of out and 64 columns go
+// Stores 16-bit outputs, like Chunks of matmul/hopper_tile.cuh: chunks of GEMM_CHUNK rows and 64 columns of out pass
 // through shared memory and the copy engine, which also loads the residual into the chunk's buffer.
 struct Chunks {
     char* const buffers;  // two buffers
     Barrier* const arrived;
     const Group& group;
-    unsigned count = 0;  // chunks so far, which alternate between the buffers
+    unsigned count = 0;  // chunks so far; they alternate between the buffers
 
     __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
 
-    // Requests the residual of the tile's chunks `from` .. `to` - 1; their buffers are free or about to be.
+    // Requests the residual for chunks `from` .. `to` - 1 of the tile. Waits until their buffers have been read.
     __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
         if (group.thread != 0) return;
         wait_for_reads<0>();
@@ -89,17 +89,18 @@ struct Chunks {
         }
     }
 
-    // row, column: of out, where the group's part begins.
+    // Stores the group's part. row, column: the part's first row and column in out.
     __device__ void store(const Sums& sums, const float* own_bias, const TensorMap& residual, const TensorMap& out,
                           int row, int column) {
         const int lane = group.lane;
-        // Of the lane's 8 values in 16 rows by 16 columns: matrix i has the rows of i / 2 and the columns of i % 2.
+        // Offset of the lane's 8 values in 16 rows by 16 columns: matrix i holds rows half i / 2 and columns half i %
+        // 2.
         const int place = swizzled((lane / 16 * 8 + lane % 8) * 128 + (2 * group.warp + lane / 8 % 2) * 16);
 #pragma unroll
         for (int c = 0; c < CHUNKS * BLOCKS_M; ++c, ++count) {
             const Row lines(own_bias, group, c / CHUNKS);
             int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // otherwise the compiler keeps the addresses of all chunks in registers
+            asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
             unsigned y[GEMM_CHUNK / 16][4];
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
@@ -136,7 +137,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c / CHUNKS * 64, row + c % CHUNKS * GEMM_CHUNK, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // into this buffer, once it has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // into the same buffer, once it has been read
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;
@@ -145,11 +146,11 @@ struct Chunks {
     }
 };
 
-// Stores floats directly to memory: eight lanes have 32 bytes of a row. Several residuals are loaded at once, because
-// the compiler does not know that stores before a load write to other addresses.
+// Stores floats directly to memory: eight lanes store 32 bytes of a row. Several residuals are loaded at once before
+// any store, because the compiler does not move a load before stores that might write to its address.
 __device__ __forceinline__ void store_float(const Sums& sums, const Group& group, const float* own_bias,
                                             const float* residual, float* out, int row, int column, int M, int N) {
-    constexpr int FOURS = BLOCKS_M * GEMM_GROUP_N / 8;  // of sums: of 2 neighbouring rows and 2 columns 8 apart
+    constexpr int FOURS = BLOCKS_M * GEMM_GROUP_N / 8;  // groups of four sums: 2 neighbouring rows by 2 columns 8 apart
     constexpr int AT_ONCE = BLOCKS_M * GEMM_GROUP_N > 256 ? 1 : 4;  // limited by free registers
     const int lane_row = row + group.lane % 4 * 2, lane_column = column + group.warp * 16 + group.lane / 4;
     const int columns_left = N - lane_column;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
     long long at = (long long)lane_row * N + lane_column;
 #pragma unroll
     for (int first = 0; first < FOURS; first += AT_ONCE) {
-        asm volatile("" : "+l"(at), "+r"(rows_left));  // otherwise the compiler keeps all addresses in registers
+        asm volatile("" : "+l"(at), "+r"(rows_left));  // keeps other addresses out of registers
         float r[AT_ONCE * 4];
 #pragma unroll
         for (int i = 0; i < AT_ONCE * 4 && GEMM_RESIDUAL; ++i) {
@@ -178,12 +179,12 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
         const int further = ((first + AT_ONCE) / BLOCKS_M - first / BLOCKS_M) * 8;
         at += (long long)further * N, rows_left -= further;
     }
-    group.sync();  // biases and scales are no longer needed
+    group.sync();  // all reads of biases and scales are done
 }
 
-// Sums that a cluster hands to the next one, in memory: FLAGS flags, of which each group of a block has one, 0 before
-// and after a launch, then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group that has the first part
-// of a tile gives its sums, the one that has the last part begins with them.
+// Sums that one cluster passes to the next (GEMM_STREAM). Memory: FLAGS flags, one for each group of a block, all 0
+// before and after a launch; then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group with the first
+// slices of a tile stores its sums; the group with the last slices starts from them.
 struct Handed {
     float* const memory;  // null without GEMM_STREAM
     const Group& group;
@@ -210,8 +211,8 @@ struct Handed {
         if (group.thread == 0) asm volatile("st.release.gpu.s32 [%0], 1;" ::"l"(flag(blockIdx.x)) : "memory");
     }
 
-    // The sums that a tile begins with: those of the cluster before, or zeros. Each load has a condition: with a branch
-    // around them, the compiler would have each product wait for the one before.
+    // Loads the initial sums of a tile: the previous cluster's sums if `there`, otherwise zeros. Each load is
+    // predicated: with a branch around the loads, the compiler would serialise the products.
     __device__ __forceinline__ void take(Sums& sums, bool there) const {
         const int block = blockIdx.x - CLUSTER;
         if (there) {
@@ -240,12 +241,12 @@ struct Product {
     const TensorMap& out;       // (1, M, N)
     const float* w_scale;       // (N), with GEMM_SCALED
     const float* bias;          // (N) or null
-    const float* residual_float;  // (M, N); with GEMM_FLOAT_OUT used instead of the maps
+    const float* residual_float;  // (M, N); with GEMM_FLOAT_OUT, used instead of the map
     float* out_float;             // (M, N)
-    float* handed;                // of Handed, with GEMM_STREAM
+    float* handed;                // memory of Handed, with GEMM_STREAM
     int M, N, K;
 
-    // Requests a slice of the rows of a.
+    // Requests a slice of rows of a.
     __device__ __forceinline__ void load(char* ring, Barriers& barriers, int rank, int slice, int column,
                                          int stage) const {
         const int first = GEMM_SHARES > 1 ? rank * (GEMM_N / GEMM_SHARES) : 0;
@@ -254,12 +255,12 @@ struct Product {
     }
 };
 
-// The body of a kernel. `weights` has BYTES of shared memory of its own, and the functions
+// The body of a kernel. `weights` uses BYTES bytes of shared memory, and has these functions:
 //
-//   place(own), start()                                  prepare that memory; start() is called by one thread
+//   place(own), start()                                  prepare its shared memory; start() is called by one thread
 //   produce(product, ring, barriers, at)                 requests all slices; called by the first warpgroup
-//   multiply(sums, ring, barriers, group, count, at)     the sums of a tile, from slice `count` of the ring on
-//   skip(K, row)                                         passes a tile of the other group
+//   multiply(sums, ring, barriers, group, count, at)     computes the sums of a tile, from slice `count` of the ring on
+//   skip(K, row)                                         skips a tile that the other group processes
 template <typename Weights>
 __device__ __forceinline__ void run(const Product& p, Weights weights) {
     extern __shared__ char unaligned[];
@@ -296,7 +297,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
             weights.skip(p.K, at.row());
             continue;
         }
-        const int row = at.column() + group.column, column = at.row() + group.row;  // of out
+        const int row = at.column() + group.column, column = at.row() + group.row;  // position in out
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT && at.ends()) chunks.ask(p.residual, 0, BUFFERS, row, column);
         if (group.thread < GEMM_GROUP_M) {
             const int n = column + group.thread;
@@ -311,7 +312,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
             handed.give(sums);
             continue;
         }
-        group.sync();  // biases and scales are complete
+        group.sync();  // all biases and scales are stored
         if (GEMM_FLOAT_OUT) store_float(sums, group, own_bias, p.residual_float, p.out_float, row, column, p.M, p.N);
         else chunks.store(sums, own_bias, p.residual, p.out, row, column);
     }

@@ -1,18 +1,18 @@
-// A tile of 16-bit numbers: its products, the sum over several splits of K, and the stores of a group. Included by
+// A tile of 16-bit numbers: its products, the sum over several splits of K, and a group's stores. Included by
 // matmul/hopper.cu and llama/rmsnorm_matmul_hopper.cu; based on matmul/hopper.cuh.
 #pragma once
 
 #include "lib/storage.cuh"
 #include "matmul/hopper.cuh"
 
-constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // of 64 columns of w as (K, N)
+constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // a box of 64 columns of w (K, N)
 
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
-typedef float Finals[BLOCKS_M][PART_N / 2];      // of a thread, for the columns that its group finishes
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // per thread
+typedef float Finals[BLOCKS_M][PART_N / 2];      // per thread, for the columns that its group finishes
 
-// Computes the sums of a tile from the ring's slices, from `count` on. ACROSS: w is (K, N).
+// Computes the sums of a tile from the ring's slices, starting with slice `count`. ACROSS: w is (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
@@ -47,10 +47,10 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     release(barriers, group, count - 1);
 }
 
-// Adds the sums of all splits, in order, for this block's part of the columns. `received`: memory for the others' sums.
+// Adds the sums of all splits, in order, for this block's columns. received: memory for the sums of the other splits.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
-    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread, for each of BLOCKS_M
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread, for each m
     const auto place = [&](int from, int to, int m, int i) {
         const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
@@ -91,17 +91,17 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
     }
 }
 
-// Stores 16-bit outputs: chunks of 64 rows go through shared memory and the copy engine, which also loads the residual
-// into the chunk's buffer.
+// Stores 16-bit outputs: chunks of 64 rows pass through shared memory and the copy engine, which also loads the
+// residual into the chunk's buffer.
 struct Chunks {
     char* const buffers;  // two buffers
     Barrier* const arrived;
     const Group& group;
-    unsigned count = 0;  // chunks so far, which alternate between the buffers
+    unsigned count = 0;  // chunks so far; they alternate between the buffers
 
     __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
 
-    // Requests the residual of the tile's chunks `from` .. `to` - 1; their buffers are free or about to be.
+    // Requests the residual for chunks `from` .. `to` - 1 of the tile. Waits until their buffers have been read.
     __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
         if (group.thread != 0) return;
         wait_for_reads<0>();
@@ -113,17 +113,18 @@ struct Chunks {
         }
     }
 
-    // values(m, block, half, v) sets v to the lane's two values in half `half` of 64-row block m, in an 8-column block.
+    // Stores the group's part. values(m, block, half, v) computes the lane's two values v: in 64-row block m, its
+    // 8-column block `block`, and row half `half`.
     template <int COLUMNS, typename Values>
     __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
         constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
         const int lane = group.lane;
-        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // of the lane's 8 values
+        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of the 8 values
 #pragma unroll
         for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
             int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // otherwise the compiler keeps the addresses of all chunks in registers
-            unsigned y[GEMM_CHUNK / 16][4];  // 16 columns: i % 2: the lower rows; i / 2: the right columns
+            asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
+            unsigned y[GEMM_CHUNK / 16][4];  // for 16 columns: y[i]: i % 2: the lower rows; i / 2: the right columns
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
 #pragma unroll
@@ -159,7 +160,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into this buffer, once it has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into the same buffer, once it has been read
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;

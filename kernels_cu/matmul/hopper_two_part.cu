@@ -4,15 +4,16 @@
 //
 //   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums are promoted while the cross terms are multiplied
 //
-// The parts of a and w (lib/two_part.cuh) are multiplied as
+// The parts of a and w (lib/two_part.cuh) are multiplied as follows:
 //
 //   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// matmul/mma_two_part.cu describes why, the output with GEMM_SPLIT_OUT, and infinity and NaN. The sum of hi hi is
-// promoted every 128 along K. Three registers per output are the reason why a tile is smaller than in matmul/hopper.cu.
+// matmul/mma_two_part.cu describes the reason for promotion, the output with GEMM_SPLIT_OUT, and the effects of
+// infinity and NaN. The sum of hi hi is promoted every 128 values along K. The sums need three registers per output, so
+// tiles are smaller than in matmul/hopper.cu.
 //
-// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of out, 720 of the tensor cores' (cuBLAS in
-// float32 794 us, in TF32 119).
+// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of the product, 720 TFLOP/s on the tensor cores
+// (cuBLAS in float32 794 us, in TF32 119).
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out.
 //
@@ -63,7 +64,7 @@ struct Total {  // sums of a thread's outputs
     __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
 
-// Starts a slice's products of high parts.
+// Issues a slice's products of high parts.
 __device__ __forceinline__ void multiply_high(Total& total, const char* from, const Group& group, bool adds) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -73,7 +74,7 @@ __device__ __forceinline__ void multiply_high(Total& total, const char* from, co
     }
 }
 
-// Starts a slice's products with a low part.
+// Issues a slice's products with one low part.
 __device__ __forceinline__ void multiply_cross(Total& total, const char* from, const Group& group) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void multiply_cross(Total& total, const char* from, c
     }
 }
 
-// Computes the sums of a tile from the ring's slices, from `count` on, two slices at a time: 128 along K.
+// Computes the sums of a tile from the ring's slices, starting with slice `count`, two slices at a time: 128 along K.
 __device__ __forceinline__ void multiply_tile(Total& total, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
 #pragma unroll
@@ -120,21 +121,21 @@ __device__ __forceinline__ void multiply_tile(Total& total, const char* ring, Ba
 }
 
 struct Output {
-    const float *w_scale, *bias;  // of the group's columns, in shared memory
+    const float *w_scale, *bias;  // for the group's columns, in shared memory
     const float* residual;
     float* out;
     float per_scale;  // 1 / scale of the parts
     int M, N;
 };
 
-// Output i of a thread, with scales, bias and GELU applied.
+// Computes output i of a thread: the sum with scales, bias and GELU applied.
 __device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float w_scale, float bias) {
     const float v = scaled(total.get(i), a_scale, w_scale) + bias;
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
-// Stores pairs of columns, 32 bytes of a row by 4 lanes, directly to memory. Eight residuals are loaded at a time,
-// because the compiler does not know that stores before a load write to other addresses.
+// Stores floats directly to memory: pairs of columns, 4 lanes for 32 bytes of a row. Eight residuals are loaded before
+// any store, because the compiler does not move a load before stores that might write to its address.
 __device__ __forceinline__ void store_float(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, int first_row, int first_column) {
     constexpr int BLOCKS = PART_N / 8, AT_ONCE = 4;
@@ -162,7 +163,7 @@ __device__ __forceinline__ void store_float(const Total& total, const Group& gro
             *reinterpret_cast<float2*>(to.out + (long long)row * to.N + column) = y;
         }
     }
-    group.sync();  // scales and biases are no longer needed
+    group.sync();  // all reads of scales and biases are done
 }
 
 // Stores hi and lo of 64 rows through shared memory, one chunk of columns at a time.
@@ -173,7 +174,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         int at_chunk = shared_address(buffers) + place;
-        asm volatile("" : "+r"(at_chunk));  // otherwise the compiler keeps the addresses of all chunks in registers
+        asm volatile("" : "+r"(at_chunk));  // keeps the addresses of other chunks out of registers
         if (group.thread == 0) wait_for_reads<0>();
         group.sync();
 #pragma unroll
@@ -256,7 +257,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Total total;
         wait_for_turn(barriers, group, i);
         multiply_tile(total, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // scales and biases are complete
+        group.sync();  // all scales and biases are stored
         if (GEMM_SPLIT_OUT) {
             store_parts(total, group, scales, to, buffers + group.index * 2 * CHUNK_BYTES, out_parts, row, column);
         } else {

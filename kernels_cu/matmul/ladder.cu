@@ -2,42 +2,42 @@
 //
 //   A (M, K)   B (K, N)   bias (N) or null   C (M, N)
 //
-// The names are those of llm.c's matmul kernels. Each variant adds one idea to the previous one, and all add the
-// products of an output in the order of k:
+// The kernels have the names of llm.c's matmul kernels. Each variant adds one idea to the previous one. All variants
+// add the products of an output in the order of k:
 //
 //   matmul_forward_kernel1: one thread per output, operands read from global memory. There are 2 loads per
-//       multiply-add. Only the L1 cache makes this bearable: a warp shares its value of A, and a block its values of B.
+//       multiply-add. The L1 cache limits their cost: a warp shares its value of A, and a block its values of B.
 //   (matmul_bias_tiled in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value loaded from global
 //       memory is used 16 times. There are still 2 loads per multiply-add, now from shared memory, or 1.25 if one load
 //       fetches 4 values of A.)
 //   matmul_forward_kernel2: thread coarsening: 8 outputs of a column per thread, which share each loaded b
 //   (matmul_forward_kernel3 in matmul/registers.cu: 8x8 outputs per thread, and copies that overlap the arithmetic)
 //
-// Thread coarsening means that one thread does the work of several. A value of B is loaded once instead of 8 times and
-// stays in a register; the tiles are those of matmul_bias_tiled.
+// Thread coarsening means that one thread does the work of several threads. Here a value of B is loaded once instead of
+// 8 times and stays in a register. The tiles are those of matmul_bias_tiled.
 //
-//                  B  | b |             a step of 4 along k, for 8 outputs of a thread:
+//                  B  | b |             a step of 4 along k, for the 8 outputs of a thread:
 //               k     | b |               4 loads of b, which neighbouring threads read from neighbouring addresses
 //                     | b |               8 loads of a a a a, 16 bytes, the same address for a whole warp
 //                     | b |              32 multiply-adds
 //              k      -----
-//   A   [ a a a a ]  C: x               so 0.375 loads from shared memory per multiply-add instead of 1.25. Work that
-//       [ a a a a ]     x               8 threads would each have done is done once as well: the tile's position, loop
-//       [ a a a a ]     x               counter and branch, barriers, the address of b. And each value of B that is
-//       [   ...   ]    ...              loaded from global memory is used 64 times, not 16.
+//   A   [ a a a a ]  C: x               This is 0.375 loads from shared memory per multiply-add instead of 1.25. Work
+//       [ a a a a ]     x               that 8 threads would repeat is also done once: position of the tile, loop
+//       [ a a a a ]     x               counter and branch, barriers, address of b. And each value of B that is loaded
+//       [   ...   ]    ...              from global memory is used 64 times, not 16.
 //
-// The price: 8 times fewer threads, each with more registers. A small C then leaves multiprocessors idle.
+// The cost: 8 times fewer threads, each with more registers. With a small C, multiprocessors are idle.
 //
-// kernel1: block (32, 8), a tile of 8 x 32 outputs; kernel2: block (32, 8), a tile of 64 x 32. The grid is
-// one-dimensional, ceil(M / rows) * ceil(N / 32) blocks: one row of tiles after the other, from left to right.
+// matmul_forward_kernel1: block (32, 8), a tile of 8 x 32 outputs; matmul_forward_kernel2: block (32, 8), a tile of 64
+// x 32. The grid has one dimension, ceil(M / rows) * ceil(N / 32) blocks: row after row of tiles, from left to right.
 #ifndef COARSENING
 #define COARSENING 8
 #endif
 static_assert(COARSENING > 0, "a thread computes COARSENING outputs");
 
-constexpr int WIDTH = 32;                  // of a block, of its tile, and of a slice along K: a warp
-constexpr int HEIGHT = 8;                  // of a block
-constexpr int SPAN = HEIGHT * COARSENING;  // rows of kernel2's tile
+constexpr int WIDTH = 32;                  // width of a block, of its tile and of a slice along K: a warp
+constexpr int HEIGHT = 8;                  // height of a block
+constexpr int SPAN = HEIGHT * COARSENING;  // rows of a tile of matmul_forward_kernel2
 constexpr int B_ROWS = WIDTH / HEIGHT;     // rows of a slice of B of which a thread loads one value each
 
 extern "C" __global__ void matmul_forward_kernel1(
@@ -67,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     __shared__ float b_tile[WIDTH][WIDTH];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
-    const int row = tile / across * SPAN + ty;  // of the thread's first output; the next ones are HEIGHT rows apart
+    const int row = tile / across * SPAN + ty;  // row of the thread's first output; the next ones are HEIGHT rows apart
     const int col = tile % across * WIDTH + tx;
 
-    // As in matmul_bias_tiled, the next slice is loaded into registers while the present one is multiplied. Threads
-    // beyond the last row or column of C read the last one again and store nothing.
+    // As in matmul_bias_tiled, the next slice is loaded into registers while the current slice is multiplied. Threads
+    // after the last row or column of C read the last one again and store nothing.
     float a_next[COARSENING], b_next[B_ROWS];
     const float* b = B + min(col, N - 1);
     auto fetch = [&](int k0) {

@@ -4,18 +4,18 @@
 //
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block
 //
-// a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale: with
-// GEMM_SCALED 1. matmul/mma.cuh has the tiles and their loop over K. A tile's sums go from registers directly to
-// memory: a lane has 16 contiguous bytes of a row and four lanes have 64, so neither shared memory nor a barrier is
-// needed, and a warp that is done continues with the next tile.
+// a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
+// used with GEMM_SCALED 1. matmul/mma.cuh has the tiles and the loop over K. Registers are stored directly to memory: a
+// lane stores 16 contiguous bytes of a row, four lanes 64 bytes. The store needs neither shared memory nor a barrier,
+// so a warp continues with the next tile as soon as its store is done.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 103 us (matmul/hopper.cu: 51.7).
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: a thread reads an element
 // before it writes it.
 //
-// Block (THREADS), grid: as many blocks as fit at once, or one per tile if that is fewer; dynamic shared memory:
-// GEMM_STAGES of STAGE bytes.
+// Block (THREADS), grid: as many blocks as fit at once, or one per tile if there are fewer tiles; dynamic shared
+// memory: GEMM_STAGES of STAGE bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -54,7 +54,7 @@ struct Columns {
     const float *w_scale, *bias;
 };
 
-// Stores groups of SIZE fragments: 2 SIZE contiguous columns per lane.
+// Stores groups of SIZE fragments; a lane stores 2 SIZE contiguous columns.
 template <int SIZE, typename Out>
 __device__ __forceinline__ void store_groups(const Sums& sums, int first, int last, const Tile& tile, const Warp& warp,
                                              const Columns& of, const Out* residual, Out* out, const Sizes& sizes) {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const float* __restrict__ bias,     // (N) or null
     const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
     T* out,                             // (M, N)
-    const float* residual_float,        // (M, N); with GEMM_FLOAT_OUT 1 these are used instead of the two above
+    const float* residual_float,        // (M, N); with GEMM_FLOAT_OUT 1, this and the next replace the two above
     float* out_float,                   // (M, N)
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

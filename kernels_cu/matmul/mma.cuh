@@ -1,34 +1,34 @@
-// Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices of K into shared memory, the
-// loads of a warp, and the loop over both. Shared by matmul/mma.cu and matmul/mma_two_part.cu. The including file
-// selects T (lib/storage.cuh) and may set these constants:
+// Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices along K into shared memory, a
+// warp's loads, and the loop over copies and products. Shared by matmul/mma.cu and matmul/mma_two_part.cu. The
+// including file selects T (lib/storage.cuh) and may set these constants:
 //
 //   GEMM_M, GEMM_N                size of a block's tile
-//   GEMM_WARPS_M, GEMM_WARPS_N    warps along its rows and columns; their product is a power of two
+//   GEMM_WARPS_M, GEMM_WARPS_N    warps along the rows and columns of a tile; their product is a power of two
 //   GEMM_SLICE, GEMM_STAGES       length of a slice along K, and the number of slices that shared memory holds
 //   GEMM_EARLY                    slices of w that are copied before the previous kernel has ended
-//   GEMM_BLOCKS                   blocks that an SM must be able to hold
-//   GEMM_PARTS                    1, or 2 matrices of each operand, consecutive in memory: (2, M, K) and (2, N, K)
+//   GEMM_BLOCKS                   minimum blocks per SM (__launch_bounds__)
+//   GEMM_PARTS                    1, or 2: each operand has 2 consecutive matrices: (2, M, K) and (2, N, K)
 //   GEMM_FLOAT_OUT                1: out and residual are float
 //   GEMM_GELU, GEMM_RESIDUAL      1: applied to the sums
 //
-// The grid is persistent: a block takes tile after tile, and the ring of slices continues from one tile to the next, so
-// that the next tile's first slices arrive while a tile's results are stored:
+// The grid is persistent: a block processes several tiles, and the ring of slices continues from one tile to the next.
+// The next tile's first slices therefore arrive while a tile's results are stored:
 //
-//   slices     0 1 2 3 | 0 1 2 3 | ...         copied STAGES - 1 slices ahead of those multiplied
+//   slices     0 1 2 3 | 0 1 2 3 | ...         copied STAGES - 1 slices before they are multiplied
 //   multiply   0 1 2 3 store 0 1 2 3 store
 //
-// The copies of a slice are distributed over the steps, 16 along K each, in which another slice is multiplied. The
-// fragments of a step are in registers before it starts (those of a second part before its first multiplication), so at
-// the last step of a slice its stage is already free.
+// The copies of a slice are distributed over the steps (16 along K) of the slice that is being multiplied. The
+// fragments of a step are loaded into registers before the step begins (fragments of a second part before the first
+// product that needs them). At the last step of a slice, its stage is therefore already free.
 //
-// Rows in shared memory have no padding. Chunk c of 16 bytes of row r is stored at c ^ swizzle(r). This gives eight
-// different groups of four banks to the eight rows of a fragment: r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s
-// is 2, or 4 or 8 depending on GROUP. So ldmatrix has no bank conflicts.
+// Rows in shared memory have no padding. The 16-byte chunk c of row r is stored at position c ^ swizzle(r). The eight
+// rows of a fragment are r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s is 2, 4 or 8, depending on GROUP. Their
+// chunks are in eight different groups of four banks, so ldmatrix has no bank conflicts.
 //
-// In a fragment of the product a lane holds two neighbouring columns. The assignment of rows of w to columns of
-// fragments makes a lane's values of GROUP fragments 16 contiguous bytes of the output.
+// In a fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns of
+// fragments so that a lane's values of GROUP fragments are 16 contiguous bytes of the output.
 //
-// K is added up in order, 16 at a time, in one chain, for every tile; zeros past its end do not change the sums.
+// For every tile, K is added in order, 16 at a time, in one chain. Zeros after its end do not change the sums.
 #pragma once
 
 #ifndef GEMM_M
@@ -72,12 +72,12 @@ constexpr int THREADS = 32 * GEMM_WARPS_M * GEMM_WARPS_N;
 constexpr int WARP_ROWS = GEMM_M / GEMM_WARPS_M, WARP_COLUMNS = GEMM_N / GEMM_WARPS_N;
 constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
 constexpr int STEPS = GEMM_SLICE / 16;
-constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // chunks of 16 bytes per row, bytes per row
-constexpr int COPIED = THREADS / CHUNKS;                        // rows that the block copies at a time
+constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // 16-byte chunks and bytes per row
+constexpr int COPIED = THREADS / CHUNKS;                        // rows copied by the block at a time
 constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
 constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // per thread and slice
-constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // in shared memory
-constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // a's parts, then those of w
+constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes in shared memory
+constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // parts of a, then parts of w
 constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments: 16 bytes of a row per lane
 constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the rest: a group of 2, and a single one
 static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
@@ -100,7 +100,8 @@ struct Tile {
     int row, column;
 };
 
-// Tiles are ordered in bands of 8 rows of tiles: those that run at the same time share rows of a and of w.
+// Returns tile number `index`. Tiles are ordered in bands of 8 rows of tiles, so that concurrent blocks share rows of a
+// and w.
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
     constexpr int BAND = 8;
     const int tiles_n = sizes.tiles_n(), first = index / (BAND * tiles_n) * BAND;
@@ -108,14 +109,15 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
     return {(first + rest % height) * GEMM_M, rest / height * GEMM_N};
 }
 
-// Copies slices of the block's tiles into shared memory, one after the other: chunk `part` of every COPIED-th row.
+// Copies slices of the block's tiles into shared memory, one after the other. A thread copies chunk `part` of every
+// COPIED-th row.
 struct Copies {
     const T *const a, *const w;
     const Sizes sizes;
-    const int row, part, offset;  // of the thread's first row in a slice
-    int index, k;                 // the tile, and the start of the next slice
-    int rows, columns;            // left in the matrices from the thread's first on; 0 after the last tile
-    const T *from_a, *from_w;     // in the next slice
+    const int row, part, offset;  // row, chunk and offset of the thread's first row in a slice
+    int index, k;                 // the tile; start of the next slice
+    int rows, columns;            // remaining rows and columns, from the thread's first; 0 after the last tile
+    const T *from_a, *from_w;     // addresses in the next slice
 
     __device__ __forceinline__ Copies(const T* a, const T* w, const Sizes& sizes)
         : a(a), w(w), sizes(sizes), row(threadIdx.x / CHUNKS), part(threadIdx.x % CHUNKS), offset(place(row, part)),
@@ -142,7 +144,7 @@ struct Copies {
         }
     }
 
-    // Issues copies first .. last - 1 of the COPIES of the next slice, with zeros for elements outside the matrices.
+    // Issues copies first .. last - 1 of the next slice's COPIES, with zeros for elements outside the matrices.
     __device__ __forceinline__ void copy(char* stage, int first, int last) const {
         const bool inside = k + 8 * part < sizes.K;
 #pragma unroll
@@ -171,12 +173,12 @@ struct Warp {  // a warp's position in the tile; the lane number is 4 g + t
     const int column = threadIdx.x / 32 % GEMM_WARPS_N * WARP_COLUMNS;
 };
 
-// The operands of a warp in a step, of one part of a and of w.
+// A warp's operands in a step: fragments of one part of a and one part of w.
 struct Fragments {
     unsigned a[FRAGS_M][4], w[FRAGS_N][2];
 };
 
-// The column of the warp's part that is column j of its fragment n.
+// Returns the column within the warp's part that is column j of its fragment n.
 __device__ __forceinline__ int column_of(int n, int j) {
     const int size = n < WHOLE ? GROUP : n < EVEN ? 2 : 1, at = n % size;
     return 8 * (n - at) + 2 * size * (j / 2) + 2 * at + j % 2;
@@ -184,7 +186,7 @@ __device__ __forceinline__ int column_of(int n, int j) {
 
 // Offsets of a lane's fragments, in bytes from the start of a stage.
 struct Places {
-    int a, w, w_pair, w_last;  // of w: the first two fragments, those of the group of 2, and the single one
+    int a, w, w_pair, w_last;  // offsets in w: first two fragments; fragments of the group of 2; single fragment
 
     __device__ __forceinline__ explicit Places(const Warp& warp) {
         const int lane = warp.lane;
@@ -211,7 +213,7 @@ struct Places {
         }
     }
 
-    // The offset `rows` rows and `step` steps further. For these rows no bit carries within swizzle().
+    // Returns the offset for `rows` rows and `step` steps later. These rows cause no carry in swizzle().
     static __device__ __forceinline__ int below(int place, int rows, int step) {
         return (place ^ 32 * step ^ 16 * swizzle(rows)) + rows * PITCH;
     }
@@ -231,9 +233,9 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M
     }
 }
 
-// Computes all of the block's tiles and calls finish(tile, warp, total) for each. total starts with zeros. add(first,
-// second) is called for every step of 16 along K, with the fragments of the parts; slice(k) is called after the steps
-// of the slice that ends before k.
+// Computes all of the block's tiles and calls finish(tile, warp, total) for each. total starts with zeros.
+// total.add(first, second) is called for every step of 16 along K, with the fragments of the parts; total.slice(k) is
+// called after the steps of the slice that ends before k.
 template <typename Total, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Sizes& sizes, char* shared,
                                                Finish finish) {
@@ -270,7 +272,7 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Siz
                     next_copied = stage;
                     stage = stage == shared + (GEMM_STAGES - 1) * STAGE ? shared : stage + STAGE;
                     wait_for_groups<GEMM_STAGES - 2>();
-                    __syncthreads();  // the next slice is complete, and all of this one is in registers
+                    __syncthreads();  // the next slice is complete; this one is in registers
                 }
                 places.load(next, 0, stage, then);
                 copies.copy(next_copied, COPIES * then / STEPS, COPIES * (then + 1) / STEPS);
@@ -284,8 +286,8 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Siz
             total.slice(k + GEMM_SLICE);
         }
         finish(tile_at(index, sizes), warp, total);
-        __syncwarp();  // lanes whose rows are past the end have skipped the stores
+        __syncwarp();  // lanes with rows after the end have skipped the stores
     }
     end_group();
-    wait_for_groups<0>();  // copies of zeros for slices after the last one
+    wait_for_groups<0>();  // copies of zeros for slices after the last
 }

@@ -4,19 +4,19 @@
 //
 //   gemm_split_mma: float32 accuracy: three products of float16 parts, sums promoted every 128 of K
 //
-// A value of a and w (lib/two_part.cuh) is (hi + lo / 2048) scale, with one scale per row, a power of two. This keeps
-// 22 bits of the value. The fourth product of parts is left out:
+// A value of a or w is (hi + lo / 2048) scale, with one scale per row, a power of two (lib/two_part.cuh). This keeps 22
+// bits of the value. The product lo lo is omitted:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted, that is, added to
-// a separate float with rounding. The second sum, 2048 times smaller, has its own accumulator.
+// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted regularly: it is
+// added to a separate float, with rounding. The second sum is 2048 times smaller and has its own accumulator.
 //
-// Infinity and NaN among the factors give the same output as in float, except that infinity times a number whose high
-// part is 0 (below 2^-39 of the largest of its row) gives NaN.
+// Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
+// is 0 (below 2^-39 of the largest in its row) gives NaN.
 //
-// out is float or, with GEMM_SPLIT_OUT 1, in two parts, with one scale for all rows; the caller guarantees that this
-// scale is large enough. Values more than twice too large for it become infinite.
+// out is float, or with GEMM_SPLIT_OUT 1 two-part with one scale for all rows. The caller guarantees that this scale is
+// large enough. Values more than twice too large for the scale become infinite.
 //
 // matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
 // bytes. residual may be out.
@@ -45,7 +45,7 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // along K
+constexpr int PROMOTED = 128;  // values along K between promotions
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
@@ -82,7 +82,7 @@ struct Output {
     Sizes sizes;
 };
 
-// Stores groups of SIZE fragments: 2 SIZE contiguous columns per lane.
+// Stores groups of SIZE fragments; a lane stores 2 SIZE contiguous columns.
 template <int SIZE>
 __device__ __forceinline__ void store_groups(const Total& total, int first, int last, const Tile& tile,
                                              const Warp& warp, const float (&a_scale)[FRAGS_M * 2], const Output& to) {

@@ -1,33 +1,33 @@
-// Matrix product with bias, the last variant after matmul/ladder.cu: C = A B + bias, row-major fp32.
+// Matrix product with bias: C = A B + bias, row-major fp32 (the last variant after matmul/ladder.cu).
 //
 //   A (M, K)   B (K, N)   bias (N) or null   C (M, N)        any M, N, K
 //
-//   matmul_forward_kernel3: 8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts. In the
-//       smallest tile they are 4x8
+//   matmul_forward_kernel3: 8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts. With the
+//       smallest tile, a thread computes 4x4 outputs
 //
-// A block computes a ROWS x COLUMNS tile of C. The changes compared with matmul_forward_kernel2:
+// A block computes a ROWS x COLUMNS tile of C. Differences from matmul_forward_kernel2:
 //
-//   - Coarsening along both axes: 8 values of A and 8 of B give 64 products, so that a step along k takes 4 loads of
-//     16 bytes from shared memory for 64 multiply-adds, half of what shared memory can deliver in that time. A is
-//     transposed while it is copied: k is the outer dimension. Rows, columns and lanes are arranged so that no copy and
-//     no load has bank conflicts.
-//   - Slices of DEPTH values along k pass through STAGES buffers. cp.async copies them directly to shared memory: no
-//     registers, one barrier per slice, and the next slices are in flight while the present one is multiplied.
-//   - The loop has no bounds checks. Threads beyond the last row or column of C read the last one again and store
-//     nothing. The incomplete slice is the first one, with leading zeros.
-//   - Blocks that run at the same time take neighbouring tiles, in bands of BAND rows of tiles, so that they find A and
-//     B in the L2 cache.
-//   - If C is too small for a 128x128 tile on every multiprocessor, tiles are smaller, and GROUPS groups of warps share
-//     a tile, each with its part of every slice. At the end their sums are added in a tree, in a fixed order. (One
-//     group adds the products of an output in the order of k, like the other variants.)
+//   - Coarsening along both axes: 8 values of A and 8 of B give 64 products. A step along k takes 4 loads of 16 bytes
+//     from shared memory for 64 multiply-adds, half of what shared memory can deliver in that time. A is transposed
+//     while it is copied: k is the outer dimension. Rows, columns and lanes are arranged so that no copy and no load
+//     has bank conflicts.
+//   - Slices of DEPTH values along k pass through STAGES buffers. cp.async copies them directly to shared memory: the
+//     copies need no registers and one barrier per slice, and the next slices are in flight during the products.
+//   - The loop has no bounds checks. Threads after the last row or column of C read the last one again and store
+//     nothing. The incomplete slice is the first one, padded with leading zeros.
+//   - Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles, so that they find A and B in the L2
+//     cache.
+//   - If C has too few 128x128 tiles for all multiprocessors, tiles are smaller, and GROUPS groups of warps share a
+//     tile. Each group multiplies its part of every slice. At the end the sums of the groups are added in a tree, in a
+//     fixed order. (A single group adds the products of an output in the order of k, like the other variants.)
 //
 //   a warp's part of the tile, 8 SIDE x 32: lane (ty, tx), ty = 0..7, tx = 0..3, has
 //     rows 4 ty + 32 h + e (h < SIDE / 4, e = 0..3)        columns 4 tx + 16 g + e (g = 0, 1; e = 0..3)
 //
 // Block (4 ROWS / SIDE * COLUMNS / 32 * GROUPS), grid (ceil(M / ROWS) * ceil(N / COLUMNS)). Dynamic shared memory, in
-// floats: DEPTH * (ROWS + 4 + COLUMNS) * STAGES, or ROWS * COLUMNS * GROUPS / 2 if GROUPS > 1 and that is more. WIDTH
-// 4: 16-byte copies of B and stores to C, for N a multiple of 4, B and C aligned to 16 bytes; else 1. GPUs before sm_80
-// have no cp.async: there the copy of the next slice is synchronous and goes through registers.
+// floats: DEPTH * (ROWS + 4 + COLUMNS) * STAGES, or with GROUPS > 1 at least ROWS * COLUMNS * GROUPS / 2. WIDTH 4:
+// 16-byte copies of B and stores to C, for N a multiple of 4, B and C aligned to 16 bytes; otherwise WIDTH 1. Before
+// sm_80 there is no cp.async: the next slice is copied synchronously, through registers.
 #include "matmul/registers.cuh"
 
 #ifndef MM_ROWS
@@ -48,7 +48,7 @@
 #ifndef MM_STAGES
 #define MM_STAGES 2
 #endif
-#ifndef MM_BLOCKS  // that an SM should be able to hold
+#ifndef MM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define MM_BLOCKS 2
 #endif
 #ifndef MM_WIDTH
@@ -60,10 +60,10 @@ constexpr int STAGES = MM_STAGES, WIDTH = MM_WIDTH;
 constexpr int BAND = 16;  // rows of tiles
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 32;
 constexpr int WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
-constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads
+constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads of a group
 constexpr int THREADS = GROUP * GROUPS;
-constexpr int SHARE = DEPTH / GROUPS;  // of a slice, per group
-constexpr int STRIDE = ROWS + 4;       // distance from one k to the next, of A in shared memory
+constexpr int SHARE = DEPTH / GROUPS;  // values of a slice along k, per group
+constexpr int STRIDE = ROWS + 4;       // distance between successive k of A in shared memory
 constexpr int STAGE = DEPTH * (STRIDE + COLUMNS);
 
 static_assert(ROWS % WARP_ROWS == 0 && COLUMNS % WARP_COLUMNS == 0, "a tile is made of whole warps");
@@ -72,7 +72,8 @@ static_assert((GROUPS & (GROUPS - 1)) == 0, "the sums of the groups are added in
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 static_assert(THREADS % (COLUMNS / WIDTH) == 0, "a thread copies the same column of some rows of B");
 
-// Adds the groups' sums in a tree: the upper half passes its sums to the lower half until one group has the total.
+// Adds the groups' sums in a tree: the upper half of the groups passes its sums to the lower half, until one group has
+// the total.
 __device__ __forceinline__ void add_groups(float (&sum)[SIDE][8], float* shared, int group, int member) {
 #pragma unroll
     for (int half = GROUPS / 2; half > 0; half /= 2) {
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
     int M, int K, int N) {
     extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE], or [GROUPS / 2] tiles of sums
 
-    // The tile: bands of rows of tiles, one band after the other; within a band, column by column.
+    // Position of the tile: tiles are ordered in bands of rows of tiles, and within a band column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);
@@ -118,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
     const int tile_row = (band * BAND + in_band % height) * ROWS;
     const int tile_column = in_band / height * COLUMNS;
 
-    // This thread's copies. Of A: 8 lanes take 32 bytes of a row, a warp takes 4 rows. They are transposed: in shared
-    // memory, k is the outer dimension. Of B: WIDTH values of a row, and of the rows B_STEP below.
+    // This thread's copies. A: 8 lanes copy 32 bytes of a row, a warp copies 4 rows. The values are transposed: in
+    // shared memory, k is the outer dimension. B: WIDTH values of a row, and of every B_STEP-th row after it.
     constexpr int A_STEP = THREADS / 8, B_STEP = THREADS / (COLUMNS / WIDTH);
     const int thread = threadIdx.x;
     const int a_row = thread / 8, a_k = thread % 8;
@@ -149,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
     };
 
     // This thread's outputs. The lane's bits are permuted so that each half of a warp reads 8 different rows of A and 2
-    // different groups of columns of B, and lanes that differ in one of the lowest two bits read the same ones. (With
-    // the lanes in natural order, the largest tile is as fast, one of 64x128 a third slower.)
+    // different groups of columns of B, and lanes that differ in one of the lowest two bits read the same columns or
+    // rows. (With lanes in natural order, the largest tile is as fast, but a tile of 64x128 a third slower.)
     const int group = GROUPS == 1 ? 0 : thread / GROUP, member = GROUPS == 1 ? thread : thread % GROUP;
     const int warp = member / 32, lane = member % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies_but<STAGES - 2>();
-        __syncthreads();  // the slice is complete, and the previous one, whose buffer is filled next, has been read
+        __syncthreads();  // the slice is complete; the previous one has been read, so its buffer can be filled
         if (slice + STAGES - 1 < slices) copy_slice(slice + STAGES - 1, true, shared + next);
         end_group_of_copies();
         add_slice<SHARE, STRIDE, COLUMNS>(sum, shared + now + a_at, shared + now + b_at);

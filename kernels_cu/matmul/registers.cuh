@@ -1,16 +1,17 @@
-// Register tiles, the inner loop of matmul/registers.cu and matmul/tiles.cu: a thread has SIDE x SPAN outputs of a tile
-// of a product of floats, a warp's 32 lanes 8 SIDE x 4 SPAN of them. A step along k reads SIDE values of the left
-// matrix and SPAN of the right one from shared memory, where k is the outer dimension, most of them four at a time.
+// Register tiles: the inner loop of matmul/registers.cu and matmul/tiles.cu. A thread computes SIDE x SPAN outputs of a
+// product of floats, the 32 lanes of a warp 8 SIDE x 4 SPAN. In a step along k, a thread reads SIDE values of the left
+// matrix and SPAN of the right one from shared memory, mostly four at a time. k is the outer dimension in shared
+// memory.
 //
 //   lane (ty, tx), ty = 0..7, tx = 0..3, has    rows 4 ty + 32 h + e (h < SIDE / 4, e = 0..3)
 //                                               columns 4 tx + 16 g + e (g < SPAN / 4, e = 0..3)
-//   and of two that are left over (SIDE or SPAN 2 or 6)   32 h + 2 ty + e or 16 g + 2 tx + e (e = 0, 1)
+//   and, if SIDE or SPAN is 2 or 6, two more    rows 32 h + 2 ty + e or columns 16 g + 2 tx + e (e = 0, 1)
 #pragma once
 
 #include "lib/copies.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int UNROLL = 2;  // steps along k: a higher factor causes register spills there
+constexpr int UNROLL = 2;  // steps along k: a higher factor causes register spills
 #else
 constexpr int UNROLL = 16;
 #endif
@@ -23,7 +24,7 @@ __device__ __forceinline__ void ld_four(float* to, const float* p) {
     to[3] = v.w;
 }
 
-// Copies 4, 2 or 1 values, or zeros, from global to shared memory. Available after waiting for their group.
+// Copies 4, 2 or 1 values, or zeros, from global to shared memory. They are available after waiting for their group.
 template <int VALUES>
 __device__ __forceinline__ void copy(float* shared, const float* global, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -54,7 +55,7 @@ __device__ __forceinline__ void end_group_of_copies() {
 #endif
 }
 
-// Waits until all but the LAST most recent groups of this thread's copies have arrived.
+// Waits until all groups of this thread's copies have arrived, except the LAST most recent ones.
 template <int LAST>
 __device__ __forceinline__ void wait_for_copies_but() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -62,8 +63,9 @@ __device__ __forceinline__ void wait_for_copies_but() {
 #endif
 }
 
-// Adds the products of STEPS steps along k. a and b point to the thread's first row and column; A_STRIDE and B_STRIDE
-// are the distances from one k to the next. a_rest and b_rest point to the first of the two left-over values.
+// Adds the products of STEPS steps along k. a and b point to the thread's first row and column. A_STRIDE and B_STRIDE
+// are the distances between successive k. a_rest and b_rest point to the two remaining values if SIDE or SPAN is not a
+// multiple of 4.
 template <int STEPS, int A_STRIDE, int B_STRIDE, int SIDE, int SPAN>
 __device__ __forceinline__ void add_slice(float (&sum)[SIDE][SPAN], const float* a, const float* b,
                                           const float* a_rest = nullptr, const float* b_rest = nullptr) {

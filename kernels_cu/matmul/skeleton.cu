@@ -2,16 +2,16 @@
 //
 //   matmul_bias_tiled: one thread per output, 16x16 tiles in shared memory, the next tile in flight
 //
-// A block has TILE x TILE threads. It walks along K in steps of TILE: it loads one tile of A and one of B, so that each
-// value loaded from global memory is used TILE times, and each thread adds TILE products.
+// A block has TILE x TILE threads. It processes K in steps of TILE. In each step, the block loads one tile of A and one
+// of B, so that each value loaded from global memory is used TILE times, and each thread adds TILE products.
 //
 //              k ->                    n ->
 //   A (M, K)  [....AAAA....]   B (K, N)  : B :
 //                                        : B :     two barriers per step: tiles are complete before they are read,
 //                                        : B :     and have been read before they are overwritten
 //
-// While a step's products are added up, the next tiles are being loaded from global memory into two registers: the
-// arithmetic hides their latency.
+// While the products of a step are added, the next tiles are loaded from global memory into two registers per thread:
+// the arithmetic hides the latency of these loads.
 //
 // grid (ceil(N / TILE), ceil(M / TILE)), block (TILE, TILE).
 #ifndef TILE

@@ -1,13 +1,13 @@
-// Weights as products read them.
+// Conversion of weights into the dtype and layout that products read.
 //
-//   w (R, C) of From -> out = T(w), (R, C), or with STORE_TRANSPOSED the transpose of it, (C, R)
+//   w (R, C) of From -> out = T(w), (R, C), or with STORE_TRANSPOSED the transpose of T(w), (C, R)
 //
 //   store_weights: weights of a checkpoint in another dtype, or transposed to (N, K)
 //
 // From is float, with FROM_FP16 __half, with FROM_BF16 __nv_bfloat16. Numbers are rounded to nearest even.
 //
-// A block moves 32 x 32 numbers through shared memory: a warp reads and writes 32 neighbouring numbers in either
-// layout. Rows of shared memory have one number more, so that the numbers of a column are in different banks.
+// A block moves 32 x 32 numbers through shared memory: in either layout, a warp reads and writes 32 neighbouring
+// numbers. Rows of shared memory are padded by one number, so that the numbers of a column are in different banks.
 //
 // grid (ceil(R / 32) * ceil(C / 32)), block (32, 8)
 #include "lib/storage.cuh"

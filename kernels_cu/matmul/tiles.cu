@@ -1,27 +1,28 @@
-// A linear layer: out = [residual +] [gelu]((x w^T) * scale + bias). Activations are fp32, weights fp32, fp16, bf16 or
-// FP8 (lib/storage.cuh), sums fp32.
+// A linear layer: out = [residual +] [gelu]((x w^T) * scale + bias). Activations and sums are fp32; weights are fp32,
+// fp16, bf16 or FP8 (lib/storage.cuh).
 //
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
 //   linear_tiles: many rows: register tiles in the order of k, narrow weights widened in shared memory
 //
-// A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of it (matmul/registers.cuh), like
-// matmul_forward_kernel3. The differences:
+// A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of the tile (matmul/registers.cuh).
+// Differences from matmul_forward_kernel3:
 //
-//   - Every tile adds the products of an output in the order of k, one after the other: a row has the same bits for any
-//     number of rows, any position among them and any tile. So no groups of warps share a tile along k. Instead, small
-//     tiles have few outputs per thread, so that each of the four schedulers of a multiprocessor gets a warp.
-//   - k is the inner dimension of both x and w, so both are transposed while they are copied to shared memory, float by
+//   - Every tile adds the products of an output in the order of k, one after the other. A row therefore has the same
+//     bits for any number of rows, any position among them and any tile. So no groups of warps share a tile along k.
+//     Instead, small tiles have few outputs per thread, which gives each of the four schedulers of a multiprocessor a
+//     warp.
+//   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
-//   - Narrow weights are copied as they are, 8 at a time, to a separate buffer in shared memory. The thread that copied
-//     them widens them into the next slice before it multiplies the present one: this takes no registers from the loop,
+//   - Narrow weights are copied unconverted, 8 at a time, to a separate buffer in shared memory. The thread that copied
+//     them widens them into the next slice before it multiplies the current slice. This takes no registers of the loop,
 //     and no barrier.
 //   - scale, bias, GELU and residual are applied to the sums in registers.
 //
-// Blocks that run at the same time take neighbouring tiles, in bands of BAND rows of tiles. Threads beyond the last row
-// or column of out read the last one again and store nothing. The incomplete slice is the first one, with leading
-// zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous
-// kernel (lib/overlap.cuh).
+// Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. Threads after the last row or column of
+// out read the last one again and store nothing. The incomplete slice is the first one, padded with leading zeros,
+// which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous kernel
+// (lib/overlap.cuh).
 //
 //   slice s        wait for x(s), narrow w(s + 1); barrier; copy x(s + STAGES - 1), narrow w(s + STAGES);
 //                  widen w(s + 1); multiply x(s), w(s)
@@ -29,7 +30,7 @@
 // Block (32 * ROWS / (8 SIDE) * COLUMNS / (4 SPAN)), grid (ceil(M / ROWS) * ceil(N / COLUMNS)), shared memory STAGES *
 // DEPTH * (4 (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight). LT_LOAD: narrow weights per copy, a power
 // of two that divides K; w is aligned to a copy. LT_STORE 4: 16-byte stores, for N a multiple of 4, out and residual
-// aligned to 16 bytes; else 1.
+// aligned to 16 bytes; otherwise LT_STORE 1.
 #include "lib/storage.cuh"
 
 #include "lib/gelu.cuh"
@@ -53,7 +54,7 @@
 #ifndef LT_STAGES
 #define LT_STAGES 2
 #endif
-#ifndef LT_BLOCKS  // that an SM should be able to hold
+#ifndef LT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define LT_BLOCKS 2
 #endif
 #ifndef LT_LOAD
@@ -73,8 +74,8 @@ constexpr int LOAD = NARROW ? LT_LOAD : 1;
 constexpr int BAND = 16;  // rows of tiles
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 4 * SPAN, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int THREADS = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;
-constexpr int FOURS = SPAN / 4;                                    // of a thread's columns
-constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // distance from one k to the next in shared memory
+constexpr int FOURS = SPAN / 4;                                    // groups of four columns of a thread
+constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // distance between successive k in shared memory
 constexpr int RAW = NARROW ? DEPTH * COLUMNS * sizeof(W) / 4 : 0;  // narrow weights of a slice, in floats
 constexpr int RAW_AT = DEPTH * (X_STRIDE + W_STRIDE);
 constexpr int STAGE = RAW_AT + RAW;
@@ -85,12 +86,12 @@ static_assert(DEPTH % (2 * LOAD) == 0 && (LOAD & (LOAD - 1)) == 0, "2 lanes copy
 static_assert(SIDE == 2 || SIDE % 4 == 0, "rows come by four");
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 
-// Copies of `count` rows of a tile's slice, transposed from (count, K) to [DEPTH][count + 4]. 8 lanes take 32 bytes of
-// a row, a warp takes 4 rows: no bank conflicts. Beyond the last row, that row is copied again.
+// Copies `count` rows of a tile's slice, transposed from (count, K) to [DEPTH][count + 4]. 8 lanes copy 32 bytes of a
+// row, a warp copies 4 rows, without bank conflicts. Rows after the last one are copies of the last row.
 template <int count>
 struct Turned {
     static constexpr int STEP = THREADS / 8, COPIES = (count + STEP - 1) / STEP;
-    unsigned at[COPIES];  // bytes from the tile's first row to this thread's first element
+    unsigned at[COPIES];  // bytes from the tile's first row to the thread's elements
 
     __device__ __forceinline__ Turned(int last, int K) {
 #pragma unroll
@@ -99,7 +100,8 @@ struct Turned {
         }
     }
 
-    // k0: index of the slice's first value, whose address in the tile's first row is `from`. Zeros where k is negative.
+    // Copies a slice. k0: index of the slice's first value; from: address of this value in the tile's first row. Values
+    // with a negative index are zeros.
     __device__ __forceinline__ void copy_slice(float* to, const void* from, int k0, bool full) const {
         const int row = threadIdx.x / 8, lane_k = threadIdx.x % 8;
         to += lane_k * (count + 4) + row;
@@ -127,14 +129,14 @@ __device__ __forceinline__ void copy_weights(W* shared, const W* global, bool in
     }
 }
 
-// Copies of the narrow weights of a slice, from (COLUMNS, K) to [COPIES][LOAD], and from there as floats to
-// [DEPTH][W_STRIDE]. Two lanes take neighbours along k, a warp 16 columns; a thread widens what it has copied.
+// Copies the narrow weights of a slice from (COLUMNS, K) to [COPIES][LOAD], and then as floats to [DEPTH][W_STRIDE].
+// Two lanes copy neighbours along k, a warp copies 16 columns. A thread widens the weights that it has copied.
 struct Narrow {
     static constexpr int COPIES = DEPTH * COLUMNS / LOAD, MINE = (COPIES + THREADS - 1) / THREADS;
     static constexpr int PAIRS = DEPTH / (2 * LOAD);
     static constexpr int HELD = LOAD < 4 ? 0 : MINE;  // more offsets would take too many registers
     static constexpr int UNROLLED = HELD ? MINE : 1;
-    unsigned at[HELD + 1];  // as in Turned
+    unsigned at[HELD + 1];  // bytes from the tile's first column to the thread's elements
     int last, K;
 
     static __device__ __forceinline__ int column(int v) { return v / (32 * PAIRS) * 16 + v % 32 / 2; }
@@ -166,7 +168,7 @@ struct Narrow {
             const int v = i * THREADS + threadIdx.x;
             if (COPIES % THREADS != 0 && v >= COPIES) break;
             Vec<W, LOAD> vector = {reinterpret_cast<const typename Vec<W, LOAD>::Raw*>(raw)[v]};
-            // The second of two lanes along k stores its upper half first: no bank conflicts.
+            // The second of two lanes along k stores its upper half first, which avoids bank conflicts.
             const bool turn = LOAD == 8 && threadIdx.x % 2 == 1;
             if constexpr (LOAD == 8) {
                 unsigned* words = reinterpret_cast<unsigned*>(&vector.raw);
@@ -191,7 +193,7 @@ struct Narrow {
 template <bool FIRST, typename A, typename B> struct Choice { typedef A type; };
 template <typename A, typename B> struct Choice<false, A, B> { typedef B type; };
 
-// Loads `count` (4 or 2) contiguous values at once, or those of them that are among the first `left`.
+// Loads `count` (4 or 2) contiguous values at once; with STORE 1, only the first `left` of them, and zeros.
 __device__ __forceinline__ void load_some(float (&v)[4], const float* from, int count, int left) {
     if (STORE == 4 && count == 4) {
         ld_four(v, from);
@@ -228,12 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     int M, int K, int N) {
     extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE]
 
-    // The tile: bands of rows of tiles, one band after the other; within a band, column by column.
+    // Position of the tile: tiles are ordered in bands of rows of tiles, and within a band column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);
     const int height = min(BAND, down - band * BAND);
-    __shared__ int corner[2];  // read again at the end, so that the values need no registers in between
+    __shared__ int corner[2];  // read again at the end, to free the registers in between
     const int tile_row = (band * BAND + in_band % height) * ROWS;
     const int tile_column = in_band / height * COLUMNS;
     if (threadIdx.x == 0) {
@@ -257,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     };
 
     // This thread's outputs. The lane's bits are permuted so that each half of a warp reads 8 different groups of rows
-    // and 2 of columns, and lanes that differ in one of the lowest two bits read the same ones.
+    // and 2 of columns, and lanes that differ in one of the lowest two bits read the same columns or rows.
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row = warp / WARPS_ACROSS * WARP_ROWS, column = warp % WARPS_ACROSS * WARP_COLUMNS;
@@ -284,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies_but<STAGES - 2>();
-        __syncthreads();  // the slice is complete, and the previous one, whose buffer is filled next, has been read
+        __syncthreads();  // the slice is complete; the previous one has been read, so its buffer can be filled
         const int after = now == (STAGES - 1) * STAGE ? 0 : now + STAGE;
         const int before = now == 0 ? (STAGES - 1) * STAGE : now - STAGE;
         copy_x(slice + STAGES - 1, true, shared + before);
@@ -299,8 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
         now = after;
     }
 
-    // The epilogue: four neighbouring columns at a time, then the two that are left over, if any. The residual of BATCH
-    // rows is loaded before their stores: out may be the same memory, so the compiler keeps the order.
+    // Epilogue: four neighbouring columns at a time, then two remaining columns, if any. The residual of BATCH rows is
+    // loaded before their stores: out may be the same memory, so the compiler keeps the order of loads and stores.
     constexpr int VECTORS = FOURS + (SPAN % 4 != 0), BATCH = SIDE < 4 ? SIDE : 4;
 #pragma unroll
     for (int g = 0; g < VECTORS; ++g) {

@@ -1,14 +1,14 @@
 // Conversion of rows of float to two parts and a scale each, the operands of the products with float accuracy
 // (lib/two_part.cuh describes the format):
 //
-//   split_rows: one warp per row: the scale from the largest magnitude, then both parts. It reads the row twice, the
-//       second time mostly from the cache; the largest finite magnitude is found by shuffles. Infinity and NaN stay in
-//       hi and do not affect the scale.
+//   split_rows: one warp per row: the scale from the largest magnitude, then both parts. It reads the row twice,
+//       the second time mostly from the cache. Shuffles find the largest finite magnitude. Infinity and NaN stay in hi
+//       and do not affect the scale.
 //       x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
 //   join_rows: the inverse, for some rows of a matrix. out[i] = row index[i], as float
 //
-// block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)); of join_rows any block, grid (rows of out). SPLIT_WIDTH
-// divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.
+// split_rows: block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). join_rows: any block, grid (rows of out).
+// SPLIT_WIDTH divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     let_next_start();
     wait_for_previous();
     const long long row = (long long)blockIdx.x * SPLIT_ROWS + threadIdx.x / 32;
-    if (row >= rows) return;  // the whole warp
+    if (row >= rows) return;  // true for a whole warp
     const int first = threadIdx.x % 32 * SPLIT_WIDTH;
     x += row * K;
     parts += row * K;

@@ -1,17 +1,18 @@
 // Softmax over rows: y = exp(x - max) / sum of exp(x - max), in place if y is x.
 //
-//   x, y (rows, n). With SOFTMAX_CAUSAL the rows form squares (n, n): row t sees its columns 0..t. The other columns
-//   are never read and are set to 0. A value of -inf has weight 0. If a row contains only -inf, or any NaN or +inf,
-//   all the columns that it sees become NaN.
+//   x, y (rows, n). With SOFTMAX_CAUSAL the rows form squares (n, n): row t of a square sees its columns 0..t. The
+//   other columns are never read and are set to 0. A value of -inf has weight 0. If a row contains only -inf, or any
+//   NaN or +inf, all columns that the row sees become NaN.
 //
-// The names are those of llm.c's softmax kernels. Each variant changes one thing compared with the previous one:
+// The kernels have the names of llm.c's softmax kernels. Each variant changes one thing compared with the previous one:
 //
 //   softmax_forward_kernel1: one block per row: maximum, sum, quotient, three passes over x
-//   softmax_forward_kernel2: one warp per row: maximum and sum in one pass. In this online pass the sum is rescaled
-//       whenever the maximum grows; x is read twice, and there is no barrier
-//   softmax_forward_kernel3: one block per row, 16-byte loads: rows of any length. It is online, too, for long rows
-//       such as logits of a vocabulary
-//   softmax_forward_kernel4: rows in registers: x is read once. So it is if the row fits, and exp is computed once
+//   softmax_forward_kernel2: one warp per row: maximum and sum in one pass. This online pass rescales the sum whenever
+//       the maximum grows. x is read twice, and there is no barrier
+//   softmax_forward_kernel3: one block per row, 16-byte loads: rows of any length. Each thread makes an online pass,
+//       for long rows such as logits of a vocabulary
+//   softmax_forward_kernel4: rows in registers: x is read once. The row must fit in the registers; exp is computed once
+//       per value
 //
 //      online, each lane                m = -inf, s = 0
 //        for each x:                    m' = max(m, x);  s = s exp(m - m') + exp(x - m');  m = m'
@@ -48,10 +49,11 @@ struct alignas(4 * SOFTMAX_WIDTH) Pack {
 
 __device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 1 : n; }
 
-// The value subtracted before exp. It is 0 if only -inf has been seen: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
+// The value subtracted before exp: the maximum, or 0 if only -inf has been seen. exp(-inf - 0) is 0, but exp(-inf +
+// inf) would be NaN.
 __device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// Columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are not read: -inf.
+// Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see become -inf unread.
 __device__ Pack load(const float* x, int first, int seen) {
     if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
     Pack pack;
@@ -66,7 +68,7 @@ struct Online {
     float max, sum;
 };
 
-// Combines the maximum and sum of a lane with those of the other lanes of its warp.
+// Combines a lane's maximum and sum with the maxima and sums of the other lanes of its warp.
 __device__ Online combine_warp(Online own) {
     const float max = lanes_max<32>(own.max);
     return {max, lanes_sum<32>(own.sum * expf(own.max - reference_point(max)))};
@@ -123,7 +125,7 @@ extern "C" __global__ void softmax_forward_kernel3(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)
     int rows, int n) {
-    __shared__ Online parts[32];  // of each warp
+    __shared__ Online parts[32];  // one per warp
     const int warps = blockDim.x / 32, step = blockDim.x * SOFTMAX_WIDTH;
     const int row = blockIdx.x;
     if (row >= rows) return;
@@ -138,7 +140,7 @@ extern "C" __global__ void softmax_forward_kernel3(
 #pragma unroll
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, pack.v[j]);
         const float point = reference_point(max);
-        float sum = own.sum * expf(own.max - point);  // once per load, not once per value
+        float sum = own.sum * expf(own.max - point);  // one expf per load, not per value
 #pragma unroll
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) sum += expf(pack.v[j] - point);
         own = {max, sum};
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
         row = row * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
         inside = row < rows;
     }
-    // Threads beyond the last row read nothing, but every lane must take part in the shuffles.
+    // Threads beyond the last row read nothing, but they must take part in the shuffles.
     const int seen = inside ? columns_seen(row, n) : 0;
     x += (long long)row * n;
     y += (long long)row * n;

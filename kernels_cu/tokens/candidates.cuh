@@ -1,44 +1,44 @@
 // The smallest logit kept by top-k and top-p. Part of tokens/sample.cu.
 //
-// A row belongs to the blocks of a cluster, each with a part of its columns. Candidates are found by histograms of
-// (max l - l) / temperature, which spreads tokens evenly over the bins:
+// The blocks of a cluster share a row; each block has a part of its columns. Candidates are found by histograms of (max
+// l - l) / temperature, which spreads tokens evenly over the bins:
 //
-//   top-k   tokens not below the k-th largest of two maxima of each warp; for larger k, not below the bin of the k-th
-//           largest of the threads' own maxima
+//   top-k   for k <= 64, tokens not less than the k-th largest of two maxima per warp; for larger k, tokens in or above
+//           the bin of the k-th largest of one maximum per thread
 //   top-p   tokens in the bin at which the running sum of masses reaches p
 //
-// If there is one for each thread at most, every block sorts all of them. Otherwise the search goes on digit by digit
-// of the bits of l, as in a radix sort that follows only the digit that contains the last token kept. Bins hold token
-// counts or masses as 64-bit integers, so that they can be added up in any order.
+// If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
+// by digit of the bits of l, as in a radix sort that follows only the digit of the last token kept. Bins hold token
+// counts or masses as 64-bit integers, so that the order of additions does not matter.
 //
-// Functions that are called from several places are not inlined: the file would compile twice as long as any other,
-// and the first token would wait for it.
+// Functions with several callers are not inlined. Otherwise this file would take twice as long to compile as any other,
+// which delays the first token.
 #pragma once
 #include "lib/cluster.cuh"
 #include "tokens/logits.cuh"
 
-#ifndef SAMPLE_THREADS  // of a block: a power of two, at least 32
+#ifndef SAMPLE_THREADS  // threads per block: a power of two, at least 32
 #define SAMPLE_THREADS 1024
 #endif
-#ifndef SAMPLE_CLUSTER  // blocks of a row: 1, 2, 4 or 8; more than one from sm_90 on
+#ifndef SAMPLE_CLUSTER  // blocks per row: 1, 2, 4 or 8; more than one needs sm_90
 #define SAMPLE_CLUSTER 1
 #endif
-#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: with the columns of its first pass
+#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: and its columns of the first pass
 #define SAMPLE_STORED 0
 #endif
-#ifndef SAMPLE_LOADS  // loads that a thread has in flight in the first pass
+#ifndef SAMPLE_LOADS  // loads in flight per thread in the first pass
 #define SAMPLE_LOADS 10
 #endif
-#ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
+#ifndef SAMPLE_LATER  // loads in flight in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_CHANGES  // 1: there are biases, and tokens that must not come early; 2: and penalties of drawn tokens
+#ifndef SAMPLE_CHANGES  // 1: with biases, also for tokens that are not yet allowed; 2: and count penalties
 #define SAMPLE_CHANGES 0
 #endif
-#ifndef SAMPLE_GUESSES  // 1: rows of a sequence follow each other, the state stays as it is, and token is of rows
+#ifndef SAMPLE_GUESSES  // 1: consecutive rows of a sequence, unchanged state, token (M)
 #define SAMPLE_GUESSES 0
 #endif
-#ifndef SAMPLE_LIST  // candidates that are sorted, at most as many as threads
+#ifndef SAMPLE_LIST  // maximum number of candidates that are sorted, at most one per thread
 #define SAMPLE_LIST SAMPLE_THREADS
 #endif
 
@@ -47,17 +47,17 @@ typedef unsigned long long u64;
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
 constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
 constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
-constexpr int PLACES = 128;           // of the tokens of a sequence, with two biases each; 0 is that of all others
+constexpr int PLACES = 128;           // places of a sequence's tokens, two biases each; place 0: all other tokens
 constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
-constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
-constexpr int SHARE = PASS / RANKS;   // of these, those that a block stands for
+constexpr int PASS = 1024;            // threads of the largest block, whose order of additions the first pass has
+constexpr int SHARE = PASS / RANKS;   // threads of PASS whose sums a block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
-constexpr int BINS = 2048;            // of a histogram: 11 bits
+constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73
-constexpr float NEAR = 8.0f;          // most of the mass is nearer than this: three quarters of the bins are for it
+constexpr float NEAR = 8.0f;          // most of the mass is less than NEAR from max: three quarters of the bins
 constexpr float FINE = BINS / 4 * 3, COARSE = (BINS - FINE) / FINE * NEAR / (REACH - NEAR);
-constexpr float ALIVE = BINS - 1;     // positions from here on have no mass
-constexpr int PASS_WARPS = 32;        // of PASS threads
+constexpr float ALIVE = BINS - 1;     // positions from ALIVE on have no mass
+constexpr int PASS_WARPS = 32;        // warps of PASS threads
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
 static_assert(LIST <= THREADS, "a thread sorts one candidate");
@@ -65,14 +65,14 @@ static_assert(LIST <= THREADS, "a thread sorts one candidate");
 struct Shared {
     unsigned low[BINS], high[BINS];  // a 64-bit histogram in two halves: shared memory has no 64-bit atomics
     u64 parts[WARPS], rest;
-    u64 totals[RANKS];               // of the blocks
+    u64 totals[RANKS];               // one per block
     float list[LIST];                // candidates of the row
-    float own[RANKS > 1 ? LIST : 1];  // and those of this block
-    float l[PASS_WARPS];             // the best of each warp of a pass
+    float own[RANKS > 1 ? LIST : 1];  // candidates of this block
+    float l[PASS_WARPS];             // best l of each warp of a pass
     int id[PASS_WARPS];
-    float second[PASS_WARPS];        // the next one in another lane; for top-k
+    float second[PASS_WARPS];        // top-k: each warp's next best l, in another lane
     Online online[PASS_WARPS];
-    int counts[RANKS];               // of the blocks' candidates
+    int counts[RANKS];               // candidates of each block
     int count, digit, token, bad;
     float cut;
     u64 random;
@@ -85,21 +85,21 @@ struct Row {
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // the other penalties
     float max, inverse, scale;  // maximum of l; 1 / temperature; fine bins per unit of l
-    int first, end;             // the columns of this block
-    float* stored;              // and their l
-    const float* changes;       // (CHANGES), from the second one on once the sequence has drawn enough tokens
+    int first, end;             // columns of this block
+    float* stored;              // l of these columns
+    const float* changes;       // (CHANGES), shifted by one once min_new_tokens are drawn
     const int* counts;          // (V): how often each token was drawn; null if it changes no logit
-    const int* guessed;         // (guesses): tokens that count as drawn, too
+    const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;
 
-    __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
+    __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also for inf
     __device__ __forceinline__ float position(float l) const {
         const float fine = below(l) * scale;
         return fine < FINE ? fine : FINE + (fine - FINE) * COARSE;
     }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
-    // The logit of a column by bias and penalties. Products that are rounded, as in NumPy, are stated.
+    // Returns the logit of a column after bias and penalties. Products are rounded explicitly, as in NumPy.
     __device__ __forceinline__ float changed(float x, unsigned char seen, int column) const {
         if (CHANGED && seen > 1) {
             const float bias = changes[seen & ~1];
@@ -110,13 +110,13 @@ struct Row {
         const bool occurred = more || (CHANGED ? seen % 2 : seen);
         x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
         if (!COUNTED || !counts || !occurred) return x;
-        const int count = counts[column] + more;  // of a token that has not occurred it is 0
+        const int count = counts[column] + more;  // 0 for a token that has not occurred
         return count ? x - __fmul_rn(frequency, (float)count) - presence : x;
     }
 };
 
-// Calls f(l) for every LATER of the columns first, first + step ... before `end`, of this block's part. Beyond, l is
-// -inf.
+// Calls f(l) with LATER columns at a time: first, first + step, ... less than `end`, in this block's part. l is -inf
+// for columns beyond `end`.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ E* in_block(E* here, int rank) {
     return RANKS > 1 ? in_block_of_cluster(here, rank) : here;
 }
 
-// A barrier of all threads of the row, which makes their writes visible.
+// A barrier for all threads of the row, which makes their writes visible.
 __device__ __forceinline__ void sync_row() {
     if (RANKS > 1) {
         release_to_cluster();
@@ -151,7 +151,8 @@ __device__ __forceinline__ void sync_row() {
     }
 }
 
-// The sum of `total`, which is that of a block, over the blocks before this one; it becomes the sum over all of them.
+// Returns the sum of `total` over the blocks before this one. `total` is this block's; it becomes the sum over all
+// blocks.
 __device__ __forceinline__ u64 before_block(u64& total, Shared& s) {
     if (RANKS == 1) return 0;
     const int rank = rank_in_row();
@@ -189,13 +190,13 @@ __device__ __noinline__ Scan scan_block(u64 value, Shared& s) {
     __syncthreads();
     const u64 part = lane < WARPS ? s.parts[lane] : 0, all = scan_warp(part);
     const u64 before = __shfl_sync(0xffffffffu, all - part, warp), total = __shfl_sync(0xffffffffu, all, 31);
-    __syncthreads();  // before the next call writes parts
+    __syncthreads();  // all have read parts, which the next call overwrites
     return {before + own - value, total};
 }
 
 // --- histograms -----------------------------------------------------------------------------------------------------
 
-// A fraction p of a mass, rounded up, and at least 1.
+// Returns a fraction p of a mass, rounded up, and at least 1.
 __device__ __forceinline__ u64 part_of(float p, u64 mass) {
     const u64 part = (u64)(p * 18446744073709551616.0f);  // p 2^64
     const u64 need = __umul64hi(part, mass) + (part * mass != 0);
@@ -210,17 +211,17 @@ __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
     if (high) atomicAdd(&s.high[bin], high);
 }
 
-// A bin, -1 if none, and what it has to contribute.
+// A bin (-1 if no bin was found), and the amount of `need` that the earlier bins leave to it.
 struct Found {
     int digit;
     u64 need;
 };
 
 // Finds the first bin at which the running sum over all blocks reaches `need`; none if the sum of all bins is less.
-// Each block adds up a share of the bins. Clears the histogram. p: `need` is this fraction of the sum of all bins,
-// unless it is negative. Functions that are not inlined take and return values: a reference is one to local memory.
+// Each block adds a share of the bins. Clears the histogram. p: if not negative, `need` is this fraction of the sum of
+// all bins. Functions that are not inlined pass values, because a reference would put its object in local memory.
 __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
-    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins of a block, of a thread
+    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins per block, per thread
     const int first = rank_in_row() * MINE + threadIdx.x * OWN;
     sync_row();
     u64 own[OWN], sum = 0;
@@ -263,7 +264,7 @@ struct Candidates {
     }
 };
 
-// Returns the number of candidates of the row. If it is at most LIST, s.list has them.
+// Returns the number of the row's candidates. If it is at most LIST, they are in s.list.
 __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) {
     float* own = RANKS > 1 ? s.own : s.list;
     if (threadIdx.x == 0) s.count = 0;
@@ -287,16 +288,16 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
         all += s.counts[other];
     }
     if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
-    return all;  // a thread reads the candidate that it has copied
+    return all;  // no barrier: a thread reads only the candidate that it copied
 }
 
-// Sorts the listed candidates and returns the first one at which the sum reaches `need`, which it does. The histogram,
-// which is empty, serves to exchange them.
+// Sorts the listed candidates and returns the first one at which the running sum reaches `need`; `need` must not exceed
+// the total. Candidates are exchanged through the memory of the histogram, which must be empty.
 __device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int count, u64 need) {
     const int i = threadIdx.x;
     float l = i < count ? s.list[i] : -INFINITY;
 #pragma unroll 1
-    for (int size = 2; size < 2 * count; size *= 2) {  // runs of this length become sorted, the largest l first
+    for (int size = 2; size < 2 * count; size *= 2) {  // sorts runs of this length, largest l first
 #pragma unroll 1
         for (int distance = size / 2; distance > 0; distance /= 2) {
             float other;
@@ -320,7 +321,7 @@ __device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int
     return s.cut;
 }
 
-// The rank of larger l is smaller.
+// Returns a rank for l, as an unsigned integer: a larger l has a smaller rank.
 __device__ __forceinline__ unsigned rank_of(float l) {
     const int bits = __float_as_int(l);
     return bits < 0 ? bits : bits ^ 0x7fffffff;
@@ -330,13 +331,13 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
     return __int_as_float(rank >> 31 ? rank : rank ^ 0x7fffffff);
 }
 
-// Returns the smallest l of the fewest largest candidates that have together `need` tokens or, with p >= 0, a fraction
-// p of their mass; -inf if there are fewer.
+// Returns the smallest l of the fewest largest candidates that together have `need` tokens or, with p >= 0, a fraction
+// p of the candidates' mass. Returns -inf if there are fewer candidates.
 __device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need, float p) {
     const bool masses = p >= 0.0f;
     u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
-        const bool first = shift == 32;  // the digit of the position, before those of the bits
+        const bool first = shift == 32;  // the digit of the position comes before the bits of l
         visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
 #pragma unroll
             for (int i = 0; i < LATER; ++i) {

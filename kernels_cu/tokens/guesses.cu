@@ -1,43 +1,43 @@
-// Guesses of a sequence's next tokens out of its own ones, and how many of them were right.
+// Guesses of a sequence's next tokens from its own earlier tokens (prompt lookup), and the count of correct guesses.
 //
-// A step of decoding computes `together` neighbouring rows of a slot: its last token, and guesses of the tokens after
-// it, at successive positions. The token of each row is drawn as if the guesses before it were right
-// (tokens/sample.cu). Those up to the first difference are taken. They are the tokens that a row a step would draw, in
-// fewer steps.
+// A decoding step computes `together` neighbouring rows of a slot, at successive positions: the row of the last token,
+// and rows of guesses of the tokens after it. The token of each row is drawn as if the guesses before it were correct
+// (tokens/sample.cu). Drawn tokens are taken up to and including the first one that differs from its guess. They are
+// the same tokens as with one row per step, in fewer steps.
 //
 //   rows of a slot   last token   guess 0   guess 1   guess 2
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
 //
-// history (B, H): the tokens of each slot, that at its position the last one. guess (B, K): -1 where there is none.
-// left (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely: of the M rows of N
-// slots. A row whose position is -1 is not computed.
+// history (B, H): the tokens of each slot; the last token is at its position. guess (B, K): -1 for no guess. left (B):
+// tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely: for the M rows of N slots. A row
+// whose position is -1 is not computed.
 //
-//   begin_guesses: a block copies the prompt of a sequence that begins to its history
-//   take_guesses: a block takes the tokens of a slot, and guesses what follows the latest place where its last three
-//       tokens were before
+//   begin_guesses: one block per new sequence copies its prompt to its history
+//   take_guesses: one block per slot takes tokens, and guesses those that followed the latest earlier place of its last
+//       three tokens
 //
-// If there is no such place, the last two tokens are searched, then the last one. Beyond the last token a guess goes on
-// with guesses, so that a text that repeats itself is continued. The history is loaded while the drawn tokens are
-// compared.
+// If the last three tokens do not occur earlier, the last two tokens are searched, then the last one. If the guesses
+// reach the last token, they continue with the guesses themselves, which continues a text that repeats itself. The
+// history is loaded while the drawn tokens are compared.
 //
-// NVIDIA H200, us a launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000; with
-// 8 rows of a slot 4.3, 4.4 and 6.4
+// NVIDIA H200, us per launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000;
+// with 8 rows per slot 4.3, 4.4 and 6.4
 #include "lib/overlap.cuh"
 #include "tokens/guesses.cuh"
 
-constexpr int MATCH = 3;   // tokens
-constexpr int PLACE = 29;  // bits of a place in a history, below the length of a match
-constexpr int HELD = 8;    // tokens of a history that a thread loads before it knows the last ones
+constexpr int MATCH = 3;   // tokens compared
+constexpr int PLACE = 29;  // bits of a place in a history; the length of a match is above
+constexpr int HELD = 8;    // tokens of a history that a thread loads before the last tokens are known
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
-// What the drawn tokens make of a slot.
+// The tokens that a slot takes, and the match of its new end.
 struct Taken {
-    int ids[32];        // the tokens that are taken
-    int count, before;  // how many; the place of the last token before them
-    unsigned best;      // the longest match, and its place
+    int ids[32];        // tokens that are taken
+    int count, before;  // their number; the place of the last token before them
+    unsigned best;      // the longest match: its length and its place
 };
 
-// The tokens of a sequence, the new ones among them.
+// The tokens of a sequence, including the new ones.
 struct Tokens {
     const int* history;
     const Taken& taken;
@@ -46,7 +46,8 @@ struct Tokens {
         return at <= taken.before ? history[at] : taken.ids[at - taken.before - 1];
     }
 
-    // The length of the match that ends at `at`, and that place: the largest is the latest one of the longest. 0: none.
+    // Returns the length of the match that ends at `at`, above the bits of `at`; 0 for no match. The maximum of these
+    // values is the latest of the longest matches.
     __device__ __forceinline__ unsigned match(int at, int last) const {
         int length = 0;
         while (length < MATCH && length <= at && (*this)[at - length] == (*this)[last - length]) ++length;
@@ -58,20 +59,20 @@ struct Tokens {
 extern "C" __global__ void take_guesses(
     const int* drawn,       // (M)
     const float* likely,    // (M): their log-probabilities
-    const int* row,         // (M): slots; outside of 0 ... B - 1, there is none
-    int* row_token,         // (M): of the next step
-    int* row_position,      // (M): of this step, then of the next one
-    int* turn,              // (M): of the first row of each slot, incremented
+    const int* row,         // (M): slots; a row outside 0 ... B - 1 has none
+    int* row_token,         // (M): tokens of the next step
+    int* row_position,      // (M): positions of this step, then of the next one
+    int* turn,              // (M): incremented for the first row of each slot
     int* history,           // (B, H)
     int* guess,             // (B, K)
     int* left,              // (B)
     int* position,          // (B): of the last token
     int* step,              // (B): tokens drawn so far
-    int* token,             // (B): the last one
-    float* logprob,         // (B): of the last one
-    unsigned char* seen,    // (B, V): the lowest bit is set for tokens that are taken
-    int* counts,            // (B, V), or null: incremented for these
-    int* report,            // (2, 3, M): drawn, bits of likely, and flags of each row, of even and odd turns
+    int* token,             // (B): the last token
+    float* logprob,         // (B): of the last token
+    unsigned char* seen,    // (B, V): the lowest bit is set for tokens taken
+    int* counts,            // (B, V), or null: incremented for tokens taken
+    int* report,            // (2, 3, M), for even and odd turns: drawn, bits of likely, flags
     int together, int B, int H, int K, int V) {
     __shared__ Taken taken;
     const int first = blockIdx.x * together, M = gridDim.x * together, b = row[first], thread = threadIdx.x;
@@ -84,7 +85,7 @@ extern "C" __global__ void take_guesses(
         return;
     }
     int* const own = history + (long long)b * H;
-    int held[HELD];  // of places `thread`, `thread` + blockDim.x ...
+    int held[HELD];  // tokens at places `thread`, `thread` + blockDim.x ...
 #pragma unroll
     for (int i = 0; i < HELD; ++i) held[i] = own[min(thread + i * (int)blockDim.x, H - 1)];
     const int before = position[b], now_left = left[b], at = row_position[m], one = drawn[m];
@@ -154,9 +155,9 @@ extern "C" __global__ void take_guesses(
     row_position[m] = count ? position_of(thread, id, last, more) : -1;
 }
 
-// grid (N), block (any): the sequences that begin
+// grid (N new sequences), block (any)
 extern "C" __global__ void begin_guesses(
-    const int* numbers,  // (4 N, then the tokens): slot, first token among them, how many, and how many may be drawn
+    const int* numbers,  // (4 N, then tokens): slot, offset and number of its tokens, tokens left to draw
     int* history,        // (B, H)
     int* guess,          // (B, K)
     int* left,           // (B)

@@ -2,17 +2,17 @@
 //
 //   logits (N, V), targets (N) of int, out (N)
 //
-//   log_likelihood_kernel: one block per row: maximum and sum in one pass. Several loads per thread are in flight
+//   log_likelihood_kernel: one block per row: maximum and sum in one pass. Each thread keeps several loads in flight
 //
-// A row with NaN or +inf, or with only -inf, gives NaN, and so does a target outside 0..V-1. A target whose logit is
-// -inf gives -inf.
+// The result is NaN for a row with NaN or +inf or with only -inf, and for a target outside 0..V-1. For a target whose
+// logit is -inf, the result is -inf.
 #include "tokens/logits.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef LL_THREADS  // of a block: a power of two, at least 32
+#ifndef LL_THREADS  // threads per block: a power of two, at least 32
 #define LL_THREADS 512
 #endif
-#ifndef LL_LOADS  // loads that a thread has in flight
+#ifndef LL_LOADS  // loads in flight per thread
 #define LL_LOADS 8
 #endif
 

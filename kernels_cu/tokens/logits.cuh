@@ -1,18 +1,20 @@
 // Helpers for the kernels that read whole rows of logits.
 //
-// Online: the maximum and the sum of exp(x - max), computed in one pass over a row and combined from parts. Best: the
-// largest logit and its token.
+// Online: the maximum of a row and the sum of exp(x - max), computed in one pass over the row and combined from parts.
+// Best: the largest logit and its token.
 //
-// Neighbouring threads read neighbouring floats, with several loads per thread in flight. 16-byte loads would make the
-// values that a thread adds up depend on the row's address, as the vocabulary size can be odd: a row would have
-// different bits in a batch than alone.
+// Neighbouring threads read neighbouring floats, with several loads per thread in flight. 16-byte loads are not used:
+// the vocabulary size can be odd, so the values that a thread adds would depend on the row's address, and a row would
+// have other bits in a batch than alone.
 #pragma once
 #include "lib/common.cuh"
 
-// The value subtracted before exp. It is 0 if only -inf has been seen: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
+// Returns the value subtracted before exp: the maximum, or 0 if only -inf has been seen. exp(-inf - 0) is 0, but
+// exp(-inf + inf) is NaN.
 __device__ __forceinline__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// `sum` becomes NaN as soon as a NaN is seen, even if all other values are -inf, and if the maximum is +inf.
+// The maximum and sum of a row. `sum` becomes NaN if any value is NaN, even if all other values are -inf, and if the
+// maximum is +inf.
 struct Online {
     float max, sum;
 
@@ -22,14 +24,14 @@ struct Online {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, x[i]);
         const float point = reference_point(larger);
-        float total = sum * __expf(max - point);  // once for all COUNT values
+        float total = sum * __expf(max - point);  // one __expf for COUNT values
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) total += __expf(x[i] - point);
         max = larger;
         sum = total;
     }
 
-    __device__ __forceinline__ Online of_warp() const {  // combined with the other lanes
+    __device__ __forceinline__ Online of_warp() const {  // combines the lanes of a warp
         const float all = lanes_max<32>(max);
         return {all, lanes_sum<32>(sum * __expf(max - reference_point(all)))};
     }
@@ -48,7 +50,7 @@ struct Best {
         *this = {better ? other.l : l, better ? other.id : id};
     }
 
-    __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
+    __device__ __forceinline__ Best of_warp() const {  // combines the lanes of a warp
         Best all = *this;
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
@@ -59,8 +61,8 @@ struct Best {
     }
 };
 
-// Loads x[0], x[step] ... of the `left` values that start at x, and `other` beyond. Plain loads, so that a row may stay
-// in the L1 cache.
+// Loads x[0], x[step] ... of the `left` values starting at x, and `other` after their end. Plain loads, so that a row
+// may stay in the L1 cache.
 template <int COUNT, typename E>
 __device__ __forceinline__ void load_columns(const E* x, int left, int step, E other, E (&v)[COUNT]) {
     if ((COUNT - 1) * step < left) {

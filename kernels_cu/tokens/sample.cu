@@ -2,36 +2,36 @@
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
-//   row (M), the sequence of each row of logits. Without it, row m is that of sequence m
-//   with SAMPLE_CHANGES: changes (B, 258), two biases for each of 128 places, before min_new_tokens are drawn and from
-//   then on, and frequency_penalty and presence_penalty. seen has twice the place of each token as well. Place 0 has 1
-//   if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
+//   row (M), the sequence of each row of logits. Without row, row m belongs to sequence m
+//   with SAMPLE_CHANGES: changes (B, 258): for each of 128 places, a bias until min_new_tokens are drawn and a bias
+//   afterwards; then frequency_penalty and presence_penalty. seen also holds twice the place of each token. Place 0
+//   holds 1 if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
 //
-//   l     = logit + bias, where a bias of -inf hides an end token that must not come yet; for a seen token, multiplied
-//           by 1 / repetition_penalty if it is positive, else by that penalty; for a drawn token, less
+//   l     = logit + bias, where a bias of -inf hides an end token that is not yet allowed; for a seen token, multiplied
+//           by 1 / repetition_penalty if positive, else by repetition_penalty; for a drawn token, minus
 //           frequency_penalty count + presence_penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
 //   top-k   keeps the k largest l. top-p keeps the fewest largest of these whose masses reach a fraction p of all. Ties
-//           with the last one kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
+//           with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
 //           top_p 1 and min_p 0 keep all tokens.
 //   draw    r = floor(u (sum of masses kept)), with u in [0, 1) of 64 bits: the first token at which the running sum of
 //           masses kept, in order of ids, exceeds r. u is Philox4x32-10 of the counter (step, sample), with key `seed`.
-//   temperature 0: the largest l, and among equals the lowest id
+//   temperature 0: the token with the largest l; of equal ones, the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
-// -1. With SAMPLE_GUESSES, row i of a sequence is drawn as its step + i, as if the tokens of its rows 1 to i had been
-// drawn before; tokens/guesses.cu then says which were, and changes the state.
+// -1. With SAMPLE_GUESSES, row i of a sequence is drawn as step + i, as if the tokens of its rows 1 to i had been drawn
+// before. tokens/guesses.cu then decides which tokens are taken, and changes the state.
 //
-//   sample_token: one to eight blocks per row; after exp all is integers: the same bits in any batch. Blocks of a row
-//       are a cluster, each with a contiguous part of it. The first pass finds maximum and log-sum-exp and suffices for
-//       temperature 0. A last pass adds up the masses kept and draws. For top-k and top-p, candidates.cuh searches the
-//       smallest l kept
-//   mark_seen: tokens of prompts, for the repetition penalty. It sets seen for them
+//   sample_token: one to eight blocks per row; after exp all is integers: the same bits in any batch. The blocks of a
+//       row are a cluster, each with a contiguous part of the row. The first pass computes maximum and log-sum-exp,
+//       which suffices for temperature 0. For top-k and top-p, candidates.cuh finds the smallest l kept. The last pass
+//       adds the masses kept and draws
+//   mark_seen: tokens of prompts, for the repetition penalty. The kernel sets seen for them
 //
-// NVIDIA H200, V 50257, us a launch in a graph, of 1 row (eight blocks) and 64 rows (a block each): temperature 0 5.4
-// and 8.1, 0.8 9.8 and 17.1, with top-k 50 15.1 and 24.9, with top-p 0.9 18.5 and 31.2, with logit_bias 16.3 and 28.7,
-// with frequency_penalty 23.7 and 36.6. On an H100, 64 rows take 7.5 with Row in shared memory, where it was 8.9 with
-// one in each thread's local memory, 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4 (39.5); 1 row as before
+// NVIDIA H200, V 50257, us per launch in a graph, for 1 row (eight blocks) and 64 rows (one block each): temperature 0:
+// 5.4 and 8.1, temperature 0.8: 9.8 and 17.1; then with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and 31.2, with
+// logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, with Row in shared memory
+// (with Row in local memory): 7.5 (8.9), 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4 (39.5); 1 row: equal
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
@@ -41,7 +41,7 @@
 #define __cluster_dims__(...)
 #endif
 
-// 64 random bits: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+// Returns 64 random bits. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     unsigned c[4] = {step, sample, 0, 0}, key0 = (unsigned)seed, key1 = (unsigned)(seed >> 32);
 #pragma unroll
@@ -57,8 +57,8 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     return (u64)c[1] << 32 | c[0];
 }
 
-// Copies this block's part of the row to shared memory, unless only the largest l counts, and with FIRST_STORED the
-// columns of its first pass behind it.
+// Requests copies to shared memory: of this block's part of the row, unless `greedy`; with FIRST_STORED, also of the
+// columns of its first pass, stored after that part.
 __device__ void request(const Row& row, bool greedy) {
     const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
     for (int i = threadIdx.x; i < length && !greedy; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
@@ -74,7 +74,7 @@ __device__ void request(const Row& row, bool greedy) {
 __device__ void receive(const Row& row, bool greedy) {
     wait_for_copies();
     if (row.seen && !greedy) {
-        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // this thread's copies
+        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // elements that this thread copied
             float& l = row.stored[i - row.first];
             l = row.changed(l, row.seen[i], i);
         }
@@ -82,9 +82,9 @@ __device__ void receive(const Row& row, bool greedy) {
     __syncthreads();
 }
 
-// Finds the best l of a row, and maximum and sum of its logits. The order of additions depends only on V: each warp of
-// a block stands for one of a block of PASS threads, or for several in turn, and every block gets the results of all.
-// Returns the largest l that this thread has seen, -inf if none. top_k: whether s.second is needed.
+// Finds the best l of a row, and the maximum and sum of its logits. The order of additions depends only on V: each warp
+// computes the sums of one warp of a block of PASS threads, or of several in turn, and every block receives all
+// results. Returns the largest l that this thread has seen, or -inf. top_k: whether s.second is needed.
 __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
     const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
@@ -136,7 +136,8 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
     return largest;
 }
 
-// Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
+// Returns whether the row has no valid token. The sum is NaN also if the maximum is +inf; only then is the row searched
+// for NaN.
 __device__ bool hopeless(const Row& row, Shared& s, float largest, const Online& online) {
     if (largest == -INFINITY) return true;
     if (online.sum == online.sum) return false;
@@ -150,7 +151,8 @@ __device__ bool hopeless(const Row& row, Shared& s, float largest, const Online&
     return s.bad;
 }
 
-// The k-th largest of the two maxima of each warp, which are different tokens; k is at most their number.
+// Returns the k-th largest of the two maxima of each warp, which are different tokens. k is at most the number of
+// maxima.
 __device__ float kth_of_warps(Shared& s, int k) {
     if (threadIdx.x < 32) {
         const float one = s.l[threadIdx.x], two = s.second[threadIdx.x];
@@ -169,9 +171,9 @@ __device__ float kth_of_warps(Shared& s, int k) {
     return s.cut;
 }
 
-// filter() and draw() are not inlined: with them, the kernel would spill registers.
+// filter() and draw() are not inlined, because the kernel would then spill registers.
 
-// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen, if any.
+// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen, or -inf.
 __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
     Candidates among = {-INFINITY, 0.0f, ALIVE};
     if (0 < k && k < row.V) {
@@ -190,15 +192,16 @@ __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, 
         }
         if (enough) listed = gather(largest_ones, row, s);
         among.cut = listed <= LIST ? select(false, row, s, listed, k) : least_kept(row, s, among, k, -1.0f);
-        // -inf with fewer than k: then all tokens that have a mass stay
+        // least_kept returns -inf if fewer than k tokens have a mass; then all of these are kept.
     }
     return p < 1.0f ? least_kept(row, s, among, 0, p) : among.cut;
 }
 
-// Draws a token with a mass of at least `least` and l >= cut. Returns it in the block that has it, -1 in others.
+// Draws a token with l >= cut and a mass of at least `least`. Returns the token in the block that owns it, -1 in
+// others.
 __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int length = (row.end - row.first + WARPS - 1) / WARPS;  // a contiguous part of the block's part per warp
+    const int length = (row.end - row.first + WARPS - 1) / WARPS;  // columns per warp, contiguous
     const int first = row.first + warp * length;
     const auto kept = [&](float l) {
         if (!(l >= cut)) return (u64)0;
@@ -233,8 +236,8 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
     return s.token;
 }
 
-// grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS). Dynamic shared memory for SAMPLE_STORED: ceil(V / SAMPLE_CLUSTER)
-// floats, and with 2 also 1024 ceil(V / 1024) / SAMPLE_CLUSTER.
+// grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS). Dynamic shared memory: with SAMPLE_STORED, ceil(V / SAMPLE_CLUSTER)
+// floats; with 2, another 1024 ceil(V / 1024) / SAMPLE_CLUSTER floats.
 extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bounds__(SAMPLE_THREADS) sample_token(
     const float* logits,              // (M, V)
     const float* temperature,         // (B)
@@ -248,16 +251,16 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* position,                    // (B): incremented, up to n_ctx - 1
     int* step,                        // (B): incremented
     int* token,                       // (B), with SAMPLE_GUESSES (M)
-    float* logprob,                   // as token
-    const int* row,                   // (M) or null: outside 0 ... B - 1, nothing is sampled
-    int* next_token,                  // (M) or null, as are the next two: a copy of token
+    float* logprob,                   // same shape as token
+    const int* row,                   // (M) or null: sequences; none outside 0 ... B - 1
+    int* next_token,                  // (M) or null, as the next two: a copy of token
     int* next_position,               // (M): a copy of position
-    int* turn,                        // (M): incremented, also where nothing is sampled; not with SAMPLE_GUESSES
+    int* turn,                        // (M): incremented for every row; not with SAMPLE_GUESSES
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
-    int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
+    int* report,                      // (2, 2, M) or null: token, bits of logprob, for even and odd turns (or steps)
     int B, int V, int n_ctx,
-    int together) {                   // with SAMPLE_GUESSES: neighbouring rows of a sequence, at successive positions
+    int together) {                   // SAMPLE_GUESSES: consecutive rows of a sequence, at successive positions
     __shared__ Shared s;
     extern __shared__ float stored[];
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
@@ -277,7 +280,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     wait_for_previous();
     const int guesses = GUESSES ? m % together : 0;  // tokens of this sequence before this row's, drawn or not
     const int at_position = GUESSES ? next_position[m] : 0;
-    __shared__ Row values;  // in local memory, every thread would have one
+    __shared__ Row values;  // shared: a local one would be in each thread's local memory
     if (thread == 0) {
         s.bad = 0;
         values.x = logits + (long long)m * V;
@@ -307,7 +310,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     __syncthreads();
     if (STORED) request(values, heat == 0.0f);
     if (FIRST_STORED) receive(values, heat == 0.0f);
-    if (RANKS > 1) wait_for_cluster();  // all blocks run, so that their shared memory can be written
+    if (RANKS > 1) wait_for_cluster();  // all blocks have started: their shared memory can be written
 
     Best best;
     Online online;
@@ -329,7 +332,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     float raw = best.l;
     if (!none && values.seen) raw = values.x[id];
     else if (!none && heat != 0.0f) raw = STORED ? stored[id - values.first] : values.x[id];
-    b = sequence();  // again, as a register for it would spill
+    b = sequence();  // recomputed, because a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
     if (GUESSES) {
@@ -343,7 +346,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     token[b] = chosen;
     logprob[b] = likely;
     if (row) next_token[m] = chosen, next_position[m] = at, turn[m] += 1;
-    if (report) {  // in host memory, so that the host needs no copy
+    if (report) {  // in host memory: the host needs no copy
         const int M = gridDim.x / RANKS;
         int* to = report + half * 2 * M + m;
         to[0] = chosen;
@@ -356,9 +359,9 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
 
 // grid (ceil(N / blockDim.x)), block (any)
 extern "C" __global__ void mark_seen(
-    const int* tokens,    // (N): of all rows, concatenated
+    const int* tokens,    // (N): tokens of all rows, concatenated
     const int* rows,      // (N): the row of each token
-    unsigned char* seen,  // (B, V): set to 1 for these tokens; indices outside are ignored
+    unsigned char* seen,  // (B, V): set to 1 for these tokens; indices out of range are ignored
     int N, int B, int V) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N) return;

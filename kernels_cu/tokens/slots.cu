@@ -1,12 +1,13 @@
-// What decoding keeps for each slot, (B), and for each row of a step, (M).
+// The state of decoding for each slot, (B), and for each row of a step, (M).
 //
-//   begin_slots: sampling parameters of sequences that begin. Their position and step as well
-//   place_rows: token and position of a step's rows. These are the last ones of the slots that they now belong to
+//   begin_slots: sampling parameters, position and step of sequences that begin
+//   place_rows: sets token and position of a step's rows to the last ones of their slots
 //
-// grid (ceil(N / blockDim.x)), N the sequences or rows; block (any)
+// grid (ceil(N / blockDim.x)) for N sequences or rows; block (any)
 #include "tokens/guesses.cuh"
 
-// The numbers of N sequences, from one copy: N of 64 bits, then as many of 32 for each argument in its order.
+// The numbers of N sequences in one array: N numbers of 64 bits, then N numbers of 32 bits for each further argument,
+// in order.
 struct Given {
     const int* numbers;
     int N;
@@ -19,8 +20,8 @@ struct Given {
 };
 
 extern "C" __global__ void begin_slots(
-    const int* numbers,         // (11 N): seed as 64 bits; slot, then the values of the arguments after seed
-    long long* seed,            // (B), as are all others
+    const int* numbers,         // (11 N): seeds as 64 bits; slots; then the arguments after seed
+    long long* seed,            // (B), as the following arrays
     float* temperature,
     float* top_p,
     float* min_p,
@@ -47,14 +48,14 @@ extern "C" __global__ void begin_slots(
 }
 
 extern "C" __global__ void place_rows(
-    const int* row,       // (M): the slot of each row; outside of 0 ... B - 1, the row stays as it is
+    const int* row,       // (M): slot of each row; outside 0 ... B - 1, the row is left as it is
     const int* token,     // (B)
     const int* position,  // (B)
-    const int* guess,     // (B, K), or null: every row is one of `token`
+    const int* guess,     // (B, K), or null: no guesses, a row takes `token`
     const int* left,      // (B): tokens that may still be drawn
     int* of_rows,         // (M): tokens
     int* at,              // (M): positions
-    int together,         // rows of a slot
+    int together,         // rows per slot
     int M, int B, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x;
     if (m >= M) return;

@@ -1,30 +1,30 @@
-// The K most likely tokens of each row of logits, and their log-probabilities, the most likely one first.
+// The K most likely tokens of each row of logits, with their log-probabilities, the most likely token first.
 //
 //   logits (M, V), ids (M, K), logprobs (M, K): logit - log(sum over j of exp(logits[j])). Of equal logits, the lower
-//   id comes first. A row of fewer than K tokens ends with id -1 and -inf
+//   id comes first. With fewer than K tokens in a row, the remaining entries are id -1 and -inf
 //
 //   top_logprobs_kernel: a thread keeps the best few of its columns; each warp lists its K best, one merges. A row has
-//       one block. A thread keeps its columns in registers, sorted; it reads them again only if all of these are among
-//       the K best of its warp. There is no barrier before the lists
+//       one block. A thread keeps its best columns in registers, sorted. It reads its columns again only if all kept
+//       ones are among the K best of its warp. There is no barrier before the lists
 //
 // A row with NaN gives NaN for all log-probabilities.
 #include "tokens/logits.cuh"
 
-#ifndef TOP_THREADS  // of a block: a multiple of 32
+#ifndef TOP_THREADS  // threads per block: a multiple of 32
 #define TOP_THREADS 512
 #endif
 #ifndef TOP_KEPT  // tokens that a thread keeps
 #define TOP_KEPT 3
 #endif
-#ifndef TOP_LOADS  // loads that a thread has in flight
+#ifndef TOP_LOADS  // loads in flight per thread
 #define TOP_LOADS 8
 #endif
-#ifndef TOP_MOST  // K is at most this
+#ifndef TOP_MOST  // maximum of K
 #define TOP_MOST 32
 #endif
 
 constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS, MOST = TOP_MOST;
-constexpr int NONE = 0x7fffffff;  // in place of an id
+constexpr int NONE = 0x7fffffff;  // replaces a missing id
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "one lane of a warp for each list");
 
 // The best tokens of a thread's columns, sorted.
@@ -53,7 +53,7 @@ struct Kept {
     }
 };
 
-// Keeps the best of a thread's columns that come after `last`, and adds all columns to `online` if there is one.
+// Keeps the best of a thread's columns that come after `last` in order. Adds all columns to `online`, if not null.
 __device__ void scan(const float* x, int V, const Best& last, Kept& kept, Online* online) {
     kept.clear();
     for (int first = threadIdx.x; first < V; first += THREADS * LOADS) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_logprobs_kernel(
 
     const Online all = (lane < WARPS ? parts[lane] : Online{-INFINITY, 0.0f}).of_warp();
     const float log_sum = logf(all.sum);
-    int next = 0;  // of the list of this lane
+    int next = 0;  // next entry in this lane's list
     for (int k = 0; k < K; ++k) {
         const Best mine = lane < WARPS && next < K ? lists[lane][next] : Best{-INFINITY, NONE};
         const Best best = mine.of_warp();

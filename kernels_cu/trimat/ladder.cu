@@ -1,32 +1,33 @@
 // Trimat: the causal half of attention's scores, out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: computed values in tiles that the diagonal crosses, else untouched
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
+//   out (B, NH, T, T)       above the diagonal: computed values in tiles that the diagonal crosses, otherwise untouched
 //
 //              j ->
-//          [ # . . . ]   #  tiles that the diagonal crosses, computed whole
-//     i    [ x # . . ]   x  tiles below it
-//     |    [ x x # . ]   .  tiles above it, neither computed nor written: the half that a full matrix product computes
-//     v    [ x x x # ]      in vain
+//          [ # . . . ]   #  tiles that the diagonal crosses: computed as a whole
+//     i    [ x # . . ]   x  tiles below the diagonal
+//     |    [ x x # . ]   .  tiles above the diagonal: neither computed nor written (a full matrix product would
+//     v    [ x x x # ]      compute this half in vain)
 //
-// The kernels follow llm.c's trimat kernels. In each, a thread computes an 8x8 tile of out. What changes from one to
-// the next is how the 16 rows that it needs reach it:
+// The kernels follow llm.c's trimat kernels. In each, a thread computes an 8x8 tile of out, for which it needs 8 rows
+// of Q and 8 rows of K. The kernels differ in how the thread reads these 16 rows:
 //
 //   matmul_tri_naive: one 8x8 tile per thread, from global memory; tiles above the diagonal skipped. One dot product
-//       per output: 2 loads per multiply-add, or nearly 1 where the compiler keeps the row of Q in registers from one
+//       per output: 2 loads per multiply-add, or nearly 1 if the compiler keeps the row of Q in registers from one
 //       output to the next
 //   matmul_tri_registers: 8 values of Q and 8 of K in registers, 64 outer-product sums per step. Each step along HS
 //       takes 16 loads for 64 multiply-adds
-//   matmul_tri3: the same with float4 loads and stores. 16 loads for 256 multiply-adds, 16 stores for 64 outputs
+//   matmul_tri3: matmul_tri_registers with float4 loads and stores. A thread issues 16 loads for 256 multiply-adds, and
+//       16 stores for 64 outputs
 //   matmul_tri4: 16x16 threads per 128x128 tile, slices of 32 through shared memory. Each value is loaded from global
 //       memory once per block, not once per thread
 //   (matmul_tri5 in trimat/pipelined.cu is the next variant)
-//   trimat_fill: one value above the diagonal, where `fill` is given. It is called afterwards
+//   trimat_fill: one value above the diagonal, where `fill` is given. It runs after one of the kernels above
 //
-// The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles in width
-// and 4 in height, which is nearly square, so that a pair of its loads touches 8 + 4 rows (16 tiles in width would
-// touch 16 + 2). Any T; HS is a multiple of 4, so that rows are aligned to 16 bytes if qkv is. out is aligned to 16
-// bytes, too.
+// The first three kernels: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles
+// in width and 4 in height. Such a nearly square shape needs few different rows: a warp's loads from Q and K touch 4 +
+// 8 rows (a width of 16 tiles and a height of 2 would need 2 + 16). Any T; HS is a multiple of 4, so that rows are
+// aligned to 16 bytes if qkv is. out is also aligned to 16 bytes.
 #include "lib/copies.cuh"
 
 #ifndef NH
@@ -37,7 +38,7 @@
 #endif
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 
-constexpr int SIDE = 8;           // of a thread's tile
+constexpr int SIDE = 8;           // rows and columns of a thread's tile
 constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 
 struct Head {
@@ -51,9 +52,9 @@ __device__ Head find_head(const float* qkv, float* out, int T, int index) {  // 
     return {q, q + NH * HS, out + (long long)index * T * T};
 }
 
-__device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  // a constant to the compiler
+__device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  // a compile-time constant
 
-// True if the 8x8 tile that starts at (i0, j0) lies above the diagonal or outside. Both numbers are multiples of 8.
+// Returns whether the 8x8 tile at (i0, j0) lies above the diagonal or outside out. i0 and j0 are multiples of 8.
 __device__ __forceinline__ bool nothing_to_do(int i0, int j0, int T) { return j0 > i0 || i0 >= T; }
 
 extern "C" __global__ void matmul_tri_naive(
@@ -75,7 +76,8 @@ extern "C" __global__ void matmul_tri_naive(
     }
 }
 
-// INNER: all rows and columns of the tile exist. Otherwise each is checked, and missing ones count as zeros.
+// Computes a thread's tile. INNER: all rows and columns of the tile exist. Otherwise each row and column is checked,
+// and missing ones count as zeros.
 template <bool INNER>
 __device__ __forceinline__ void tile_from_registers(const Head& head, int i0, int j0, int T) {
     const float* q = head.q + (long long)i0 * ROW;
@@ -181,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
 
 // Block (16, 16), grid (ceil(T / 128), ceil(T / 128), B NH).
 //
-// A row of a slice is 128 bytes and covers all 32 banks, so threads that read the same position of different rows would
-// conflict. Therefore the 8 float4 of a row are permuted: float4 c of row r is stored at c ^ (r / 8 % 8). Then 8
-// neighbouring threads, which read rows 8 apart, access 8 different positions.
+// A row of a slice has 128 bytes and covers all 32 banks, so threads that read the same position of different rows
+// would have bank conflicts. Therefore the 8 float4 of a row are permuted: float4 c of row r is stored at position c ^
+// (r / 8 % 8). 8 neighbouring threads, which read rows 8 apart, then access 8 different positions.
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -206,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
             for (int n = 0; n < TILE; n += COPY_ROWS) {
                 const int r = copy_row + n;
                 const int at = 4 * (copy_vector ^ (r / SIDE % VECTORS));
-                const long long i = min(tile_i + r, T - 1), j = min(tile_j + r, T - 1);  // past the end, the last row
+                const long long i = min(tile_i + r, T - 1), j = min(tile_j + r, T - 1);  // past the end: the last row
                 st_vec(&lhs_s[r][at], ld_vec(head.q + i * ROW + s0 + 4 * copy_vector));
                 st_vec(&rhs_s[r][at], ld_vec(head.k + j * ROW + s0 + 4 * copy_vector));
             }
@@ -231,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     }
 }
 
-// One warp per row: out[row][j] = value for j > i. Block (256), grid (ceil(rows / 8)).
+// Stores out[row][j] = value for j > i, i = row % T. One warp per row, block (256), grid (ceil(rows / 8)).
 extern "C" __global__ void trimat_fill(
     float* __restrict__ out,  // (B NH T, T)
     int T, long long rows, float value) {

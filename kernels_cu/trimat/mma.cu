@@ -1,34 +1,36 @@
-// Trimat for sm_80 and newer (after trimat/ladder.cu and trimat/pipelined.cu):
+// Trimat for sm_80 and newer (the variant after trimat/ladder.cu and trimat/pipelined.cu):
 //
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
+//   out (B, NH, T, T)       above the diagonal: up to 3 values to its right in each row are computed, others untouched
 //
 //   matmul_tri6: tensor cores with float32 accuracy: each row as two in float16, converted on load
 //
-// A block takes a tile of TILE rows of Q and up to `span` tiles of K, one after the other. A row becomes
+// A block computes the products of one tile of TILE rows of Q with up to `span` tiles of K, one after the other. A row
+// x is split into two float16 rows and a scale:
 //
 //   x = (hi + lo) scale     hi = fp16(x / scale), lo = fp16(x / scale - hi)
 //
-// where scale is a power of two that brings the row's largest magnitude to between 2^14 and 2^15. This keeps 22 bits of
-// a value; of values at least 2^17 times smaller than the largest, it keeps the bits above 2^-39 of the largest. Three
-// of the four products are computed:
+// where scale is a power of two that brings the row's largest magnitude to between 2^14 and 2^15. The split keeps 22
+// bits of a value. Values at least 2^17 times smaller than the largest keep only their bits above 2^-39 of the largest.
+// Three of the four products are computed:
 //
 //   Q_i . K_j = (sum (hi lo + lo hi) + sum hi hi) scale_i scale_j
 //
-// A tensor core truncates its addends at the magnitude of the current sum. So the small products are added first, and a
-// sum of hi hi has at most 128 terms, 8 additions: this loses less than rounding in a chain of float additions does.
+// A tensor core truncates its addends at the magnitude of the current sum. Therefore the small products are added
+// first, and a sum of hi hi has at most 128 terms, 8 additions. The truncation then loses less than a chain of rounded
+// float additions.
 //
-//   loading    rows are copied into shared memory (cp.async) while the previous tile is multiplied. The threads that
-//              copied them convert them in place: hi and lo of 8 values take as many bytes as the values
-//   Q          stays in registers, as fragments, for all tiles of the block
-//   transpose  a warp multiplies K by Q, not Q by K, so that a lane receives neighbouring columns of out: 4 of
-//              them, because row 4 g + e of each 32 is stored as row 8 e + g. 8 lanes then fill 128 bytes of a row
-//   store      streaming stores: the L2 cache is for Q and K, which are read again
+//   loading    rows are copied into shared memory (cp.async) while the previous tile is multiplied. A thread converts
+//              the values that it copied, in place: hi and lo of 8 values take as many bytes as the values
+//   Q          stays in registers, as mma fragments, for all tiles of a block
+//   transpose  a warp multiplies K by Q, not Q by K, so that a lane receives 4 neighbouring columns of out. For this,
+//              row 4 g + e of each 32 rows is stored as row 8 e + g. 8 lanes then fill 128 bytes of a row of out
+//   store      streaming stores leave the L2 cache to Q and K, which are read again
 //
-// A row with values that are not finite gives what float sums give, infinities or NaN (except that infinity times a
-// value 2^39 times smaller than the largest of its row gives NaN). The order of the HS values does not matter.
+// A row with infinities or NaN gives the same results as float sums, infinities or NaN. One exception: infinity times a
+// value 2^39 times smaller than the largest of its row gives NaN. The order of the HS values in a row does not matter.
 //
 // On an NVIDIA H200, B = 8, T = 1024, NH = 12, HS = 64: 98 us (matmul_tri5: 205.6).
 //
@@ -36,7 +38,7 @@
 // FP32 theoretical peak performance" (2022).
 //
 // Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH + 12
-// TILE bytes. Any T; HS is a multiple of 4, up to 128; qkv and out are aligned to 16 bytes.
+// TILE bytes. Any T; HS is a multiple of 4, up to 128. qkv and out are aligned to 16 bytes.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -57,7 +59,7 @@
 #ifndef TRI_WARPS
 #define TRI_WARPS 4
 #endif
-#ifndef TRI_BLOCKS  // that an SM must be able to hold
+#ifndef TRI_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define TRI_BLOCKS 2
 #endif
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
@@ -65,29 +67,29 @@ static_assert(HS <= 128, "sums are not promoted on the way");
 
 constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 constexpr int TILE = TRI_TILE, THREADS = 32 * TRI_WARPS;
-constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // of 8 rows of Q, per warp
-constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // of 16 values, and of 8 values of a row
-constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi, then of lo; 16 avoids bank conflicts
+constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // fragments of 8 rows of Q per warp
+constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // groups of 16 and of 8 values of a row
+constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi (or lo); of a row, with 16 bytes of padding
 constexpr int LANES = CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // threads that share a row
 constexpr int COPIED = THREADS / LANES;                                       // rows that the block copies at a time
 static_assert(TILE % 32 == 0 && FRAGS * 8 * TRI_WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
 static_assert(TILE % COPIED == 0, "all threads copy alike");
 
-// The position of row r of a tile in shared memory. It only permutes bits, so place(a + b) = place(a) + place(b) if a <
-// 2^n and 2^n divides b.
+// Returns the position of row r of a tile in shared memory. The function only permutes bits, so place(a + b) = place(a)
+// + place(b) if a < 2^n and 2^n divides b.
 __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 / 4; }
 
-// A thread's share of every COPIED-th row of a tile: 8 values, 4 from each half of the row. They are copied to the
-// place where their hi and lo are stored later.
+// A thread's share of every COPIED-th row of a tile: 8 values, 4 from each half of the row. The values are copied to
+// the place where their hi and lo are stored later.
 struct Share {
-    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // a tile, and a scale for each row
-    static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows of a thread at a time
+    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // a tile and a scale per row
+    static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows that a thread converts at once
     static_assert(BATCH * COPIED % 32 == 0 && TILE % (BATCH * COPIED) == 0, "place() is linear from batch to batch");
     const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;
     const int offset = place(row) * PITCH + 16 * part;
     const bool has = CHUNKS == LANES || part < CHUNKS;
 
-    // from: the tile's first row, after which the sequence has `left` rows.
+    // Copies the thread's values of a tile. from: the tile's first row; the sequence has `left` rows from there on.
     __device__ __forceinline__ void copy(char* buffer, const float* from, int left) const {
         if (!has) return;
         from += (long long)row * ROW + 4 * part;
@@ -100,11 +102,12 @@ struct Share {
         }
     }
 
-    // Converts rows to hi and lo in place and stores their scales, times `unit`. A minus sign marks rows that need
-    // care: those whose scale is far from 1, and those with values that are not finite, together with other rows.
+    // Converts rows to hi and lo in place and stores their scales times `unit`. A negative scale marks rows for the
+    // careful path: rows whose scale is far from 1, and rows with infinities or NaN (together with other rows of the
+    // thread).
     __device__ __forceinline__ void split(char* buffer, char* to, float unit) const {
         float* scales = reinterpret_cast<float*>(to);
-        unsigned lows = 0;  // two sums, NaN if a value was
+        unsigned lows = 0;  // two sums of lo: NaN if a value was infinite or NaN
         buffer += offset;
 #pragma unroll 1
         for (int first = 0; first < TILE; first += BATCH * COPIED, buffer += BATCH * COPIED * PITCH) {
@@ -126,7 +129,7 @@ struct Share {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 char* at = buffer + place(i * COPIED) * PITCH;
-                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // less cannot be brought to 2^14
+                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // smaller values cannot reach 2^14
                 const float up = __int_as_float((268 - exponent) << 23), scale = __int_as_float((exponent - 14) << 23);
                 unsigned hi[4], lo[4];
 #pragma unroll
@@ -142,7 +145,7 @@ struct Share {
                     *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
                     *reinterpret_cast<uint4*>(at + PART) = {lo[0], lo[1], lo[2], lo[3]};
                 }
-                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // more than 60 binades from 2^14
+                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // scale: over 60 binades from 1
                 if (part == 0) scales[row + first + i * COPIED] = far ? -scale * unit : scale * unit;
             }
         }
@@ -157,7 +160,8 @@ struct Share {
 private:
     static constexpr int HALF = 4 * CHUNKS;
 
-    // The largest magnitude of each row; with FINITE, of finite values. Rows are interleaved to hide shuffle latency.
+    // Computes the largest magnitude of each row; with FINITE, of its finite values. Rows are interleaved to hide
+    // shuffle latency.
     template <bool FINITE>
     static __device__ __forceinline__ void largest(const float (&x)[BATCH][8], float (&found)[BATCH]) {
 #pragma unroll
@@ -179,17 +183,17 @@ private:
     }
 };
 
-// The work of a block: rows of tile i, columns of tiles first .. last - 1, of one head.
+// The work of a block, in one head: rows of tile i, and columns of tiles first .. last - 1.
 struct Job {
     int i, first, last;
     long long head;
 };
 
-// Row i of tiles is cut into segments of `span` tiles and a remainder. So the rows span m - span .. span m - 1 have m
-// segments. Blocks run roughly in the order of their index:
+// Chooses the work of a block. Row i of tiles is divided into segments of `span` tiles and a remainder. Each of rows
+// m span - span .. m span - 1 therefore has m segments. Blocks run roughly in the order of their index, which counts
 //
-//   the segments of `together` heads are consecutive             their rows of K fit in the L2 cache
-//   within these, the last rows of every head come first         they have the most work
+//   groups of `together` heads first         their rows of K fit in the L2 cache
+//   within a group, the last rows first      they have the most work
 __device__ __forceinline__ Job choose_job(int T, int heads, int span, int together) {
     const int n = (T - 1) / TILE + 1, whole = n / span;
     const int segments = whole * (whole + 1) / 2 * span + n % span * (whole + 1);
@@ -201,9 +205,9 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
-typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f and the next: e / 2; rows: e % 2
+typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f + e / 2; rows: e % 2
 
-// A warp's rows of Q: fragment n is 8 of them, in their order in shared memory.
+// A warp's rows of Q. Fragment n holds 8 of these rows, in their order in shared memory.
 struct Queries {
     unsigned hi[STEPS][FRAGS][2], lo[STEPS][FRAGS][2];
 
@@ -220,14 +224,15 @@ struct Queries {
         }
     }
 
-    // The lane's first row. The lane holds row() + n + 4 e in fragment n, as number 2 t + e.
+    // Returns the lane's first row. In fragment n, the lane holds rows row() + n + 4 e, as columns 2 t + e.
     static __device__ __forceinline__ int row() {
         const int first = FRAGS * (threadIdx.x / 32);
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
     }
 
-    // Multiplies by 32 rows of K, which are columns of out. The small products come first, because a tensor core
-    // truncates its addends at the magnitude of the current sum. With HIGH, only the products of hi are computed.
+    // Multiplies the rows of Q by 32 rows of K, which are columns of out. The small products come first, because a
+    // tensor core truncates its addends at the magnitude of the current sum. With HIGH, only the products of hi are
+    // computed.
     template <bool HIGH>
     __device__ __forceinline__ void multiply(Sums& sums, const char* rows) const {
         const int lane = threadIdx.x % 32;
@@ -250,7 +255,7 @@ struct Queries {
         for (int s = 0; s < STEPS; ++s) add(sums, high[s], hi[s]);
     }
 
-    // Where the sum is not finite, the products of hi decide: infinity times a lo must not count.
+    // Replaces sums that are infinite or NaN by the sums of hi products alone: infinity times a lo must not count.
     __device__ __forceinline__ void mend(Sums& sums, const char* rows) const {
         Sums high = {};
         multiply<true>(high, rows);
@@ -280,8 +285,8 @@ struct alignas(16) Four {
     float v[4];
 };
 
-// Stores those of four values that lie on or below the diagonal, which is `last` values further. With `vectors`, every
-// row of out is aligned to 16 bytes, and the vector that contains the diagonal is stored whole.
+// Stores the values that lie on or below the diagonal; v[last] lies on the diagonal. With `vectors`, every row of out
+// is aligned to 16 bytes, and the vector that contains the diagonal is stored whole.
 __device__ __forceinline__ void store(float* to, const float (&v)[4], int last, bool vectors) {
     if (vectors) {
         if (last >= 0) __stcs(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
@@ -298,12 +303,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
     float* __restrict__ out,        // (B, NH, T, T)
     int T,
     int heads,       // B NH
-    int span,        // tiles of K for a block
+    int span,        // tiles of K per block
     int together) {  // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
-    char* const of_q = shared + 2 * share.BUFFER;  // scales, which are needed longer than the rows of Q
+    char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, needed longer than its rows
     const Job job = choose_job(T, heads, span, together);
     const float* q = qkv + (job.head / NH * T + job.i * TILE) * ROW + job.head % NH * HS;
     const float* k = qkv + (job.head / NH * T + job.first * TILE) * ROW + (NH + job.head % NH) * HS;
@@ -329,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
         char* const here = shared + at_here;
         wait_for_groups<0>();
         share.split(here, here + share.SCALES, 1.0f);
-        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the rows of Q
+        __syncthreads();  // the tile is complete; no thread still reads the previous tile or the rows of Q
         if (j + 1 < job.last) {
             k += TILE * ROW;
             share.copy(shared + share.BUFFER - at_here, k, T - (j + 1) * TILE);
@@ -337,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
         end_group();
 #pragma unroll 1
         for (int c = 0; c < TILE; c += 32, to += 32) {
-            const int below = (job.i - j) * TILE + row / 32 * 32 - c;  // 0: the diagonal is here
+            const int below = (job.i - j) * TILE + row / 32 * 32 - c;  // 0: these columns contain the diagonal
             if (below < 0) continue;
             Sums sums = {};
             queries.multiply<false>(sums, here + c * PITCH);

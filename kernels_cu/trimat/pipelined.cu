@@ -1,26 +1,26 @@
-// Trimat, one step after the kernels of trimat/ladder.cu: out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
+// Trimat with pipelined copies (the variant after trimat/ladder.cu): out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
+//   out (B, NH, T, T)       above the diagonal: up to 3 values to its right in each row are computed, others untouched
 //
 //   matmul_tri5: two buffers and cp.async, a grid of needed tiles only, no bank conflicts
 //
 // As in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums per thread. The differences:
 //
-//   - The grid has only the tiles on and below the diagonal. In a tile on the diagonal, the two warps whose parts of
-//     32x64 lie above it do nothing: at T = 1024 the arithmetic of 34 tiles instead of 36. (Cutting parts as well,
-//     33 tiles, was 1.5 % slower: a block waits for its slowest warp.)
-//   - Slices of 16 values use two buffers: the next slice is copied (cp.async, bypassing registers) while the present
-//     one is multiplied, with one barrier per slice.
-//   - Rows are padded to 20 floats. Rows, columns and threads are arranged so that no read of shared memory (16 reads
-//     of 16 bytes for 256 multiply-adds) has bank conflicts, and a store of a warp fills four 128-byte lines.
-//   - Stores are streaming stores: the L2 cache is for Q and K, which are read again.
+//   - The grid has only the tiles on and below the diagonal. In a tile on the diagonal, two warps have parts (32x64)
+//     that lie above the diagonal; these warps do nothing. At T = 1024 this saves 2 of 36 tiles.
+//     (Also skipping halves of parts, which saves 3, was 1.5 % slower: a block waits for its slowest warp.)
+//   - Slices of 16 values use two buffers: the next slice is copied (cp.async, bypassing registers) while the current
+//     slice is multiplied, with one barrier per slice.
+//   - Rows are padded to 20 floats. Rows, columns and threads are arranged so that reads of shared memory (16 reads
+//     of 16 bytes for 256 multiply-adds) have no bank conflicts, and a warp's store fills four 128-byte lines.
+//   - Streaming stores leave the L2 cache to Q and K, which are read again.
 //
 //   a thread's outputs in the 32x64 part of its warp:   rows 4 r + ty            (r = 0..7, ty = 0..3)
 //                                                       columns 32 g + 4 tx + e  (g = 0, 1; tx = 0..7; e = 0..3)
 //
-// Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; HS is a multiple of 4; qkv and out are aligned
-// to 16 bytes. Before sm_80 there is no cp.async: the copy of the next slice is synchronous and goes through registers.
+// Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; HS is a multiple of 4. qkv and out are aligned
+// to 16 bytes. Before sm_80 there is no cp.async: the next slice is copied synchronously, through registers.
 #include "lib/copies.cuh"
 #include "trimat/triangle.cuh"
 
@@ -35,13 +35,13 @@ static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must
 constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 constexpr int TILE = 128;
 constexpr int SLICE = 16;
-constexpr int STRIDE = SLICE + 4;  // 8 consecutive rows then start in 8 different groups of 4 banks
+constexpr int STRIDE = SLICE + 4;  // 8 consecutive rows start in 8 different groups of 4 banks
 constexpr int BUFFER = TILE * STRIDE;
 
 __device__ __forceinline__ void st_stream(float* p, float4 v) { __stcs(reinterpret_cast<float4*>(p), v); }
 
-// Adds a slice's products to the thread's sums. lhs and rhs point to its first rows in shared memory. The further rows
-// of lhs are 4 apart, those of rhs 8 apart; a group of 4 columns spans 32 rows.
+// Adds a slice's products to the thread's sums. lhs and rhs point to the thread's first rows of Q and K in shared
+// memory. Further rows of lhs are 4 apart, further rows of rhs 8 apart; a group of 4 columns spans 32 rows of rhs.
 __device__ __forceinline__ void add_slice(float (&sum)[8][8], const float* lhs, const float* rhs) {
     constexpr int COLUMNS = 8;
 #pragma unroll 1
@@ -64,15 +64,15 @@ __device__ __forceinline__ void add_slice(float (&sum)[8][8], const float* lhs, 
     }
 }
 
-// Stores the values on or below the diagonal; the thread's first output is out[row][column]. With VECTORS, every row of
+// Stores the values on or below the diagonal. The thread's first output is out[row][column]. With VECTORS, every row of
 // out is aligned to 16 bytes, and the float4 that contains the diagonal is stored whole.
 template <bool VECTORS>
 __device__ __forceinline__ void store(float* out, const float (&sum)[8][8], int row, int column, int T) {
-    const float scale = 1.0f / sqrtf((float)HS);  // a constant to the compiler
+    const float scale = 1.0f / sqrtf((float)HS);  // a compile-time constant
     float* first = out + (long long)row * T + column;
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
-        const int last = row + 4 * r < T ? row + 4 * r - column : -1;  // the diagonal, relative to the first column
+        const int last = row + 4 * r < T ? row + 4 * r - column : -1;  // column of the diagonal, relative to `column`
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
             const float* v = sum[r] + 4 * g;
@@ -96,13 +96,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q
     float* const rhs_s = lhs_s + 2 * BUFFER;           // two buffers for K
 
-    // The tile number t = i (i + 1) / 2 + j counts the head's tiles in rows of 1, 2, 3 ... tiles.
+    // The tile number t = i (i + 1) / 2 + j counts the head's tiles row by row; row i has i + 1 tiles.
     const int t = blockIdx.x, i = triangle_row(t);
     const int tile_i = TILE * i, tile_j = TILE * (t - i * (i + 1) / 2);
 
-    // This thread's copies: float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time
-    // write to two rows 4 apart, which again are 8 different groups of 4 banks. Column 4 tx + e of each 32 is stored in
-    // row 8 e + tx, so that neighbouring threads read neighbouring rows. Rows past the end of the sequence are not
+    // This thread copies float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time write
+    // to two rows 4 apart, which again are 8 different groups of 4 banks. Column 4 tx + e of each 32 columns is stored
+    // in row 8 e + tx, so that neighbouring threads read neighbouring rows. Rows after the end of the sequence are not
     // copied; their products use arbitrary values and are not stored.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int copy_v = lane % 4, copy_row = 8 * warp + lane / 4 % 2 * 4 + lane / 8;
@@ -129,9 +129,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
         k += SLICE;
     };
 
-    // This thread's outputs. The parts (2 * row + column, one hex digit each) are assigned to the warps so that in a
-    // tile on the diagonal no two idle warps w and w + 4 share a scheduler. The lane's bits are permuted so that each
-    // half of a warp reads 8 different rows of rhs and 2 of lhs.
+    // This thread's outputs. A warp computes one part (number 2 * row + column), given by a hex digit per warp. The
+    // digits are chosen so that in a tile on the diagonal no two idle warps w and w + 4 share a scheduler. The lane's
+    // bits are permuted so that each half of a warp reads 8 different rows of rhs and 2 of lhs.
     const int part = 0x35104276 >> 4 * warp & 7;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row0 = 32 * (part / 2), column0 = 64 * (part % 2);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
 #pragma unroll 1
     for (int s0 = 0; s0 < HS; s0 += SLICE) {
         wait_for_copies();
-        __syncthreads();  // the slice is complete, and the previous one, whose buffer is filled next, has been read
+        __syncthreads();  // the slice is complete; the previous one has been read, so its buffer can be filled
         copy_to += to_next;
         if (s0 + SLICE < HS) copy_slice(s0 + SLICE);
         if (needed) {
