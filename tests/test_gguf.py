@@ -370,6 +370,7 @@ def test_ids_that_stand_for_no_token(name: str, value: int, tmp_path: Path) -> N
     assert (config.bos_token_id, config.eos_token_ids) == (None, (4,))
 
 
+@pytest.mark.filterwarnings("ignore:.* has no tokenizer")
 def test_values_that_no_key_has_are_skipped(tmp_path: Path) -> None:
     """Text that is not UTF-8, and arrays of arrays, which the package reads."""
     odd = {
