@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from fuzzing.gpt2 import config_json, label_of, shapes, sizes_of, write_sparse
 from safetensors.numpy import save_file
 
-from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
+from gpt2block import GPT2, BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config import LIMITS, model_shapes
 from tests.refusals import assert_same_tensors, refused
@@ -173,6 +174,42 @@ def test_a_pickle_that_is_not_of_torch_save(tmp_path: Path, name: str) -> None:
     refused(tmp_path / name, "expected a file of torch.save", "a model of llm.c", "starts with")
     refused(tmp_path, "torch.save" if name == "pytorch_model.bin" else f"the file: {tmp_path}")
     refused(tmp_path / f"no-{name}", "no such file or directory")
+
+
+TEXT = b"# A project\n\nThis is a text that somebody wrote.\n"
+READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("README.md", TEXT, (READ, "it starts with b'# A proj'", "a hub id", "'shakespeare'")),
+        ("empty.txt", b"", (READ, "an empty file")),
+        ("model.gguf", b"", (READ, "an empty file")),
+        ("data.zip", "zip", (READ, "a zip archive of torch.save with data.pkl, found README.md")),
+        ("model.safetensors", TEXT, (READ, "it starts with b'# A proj'")),
+        ("model.gguf", TEXT, ("not a GGUF file that can be read: it starts with b'# A '",)),
+        ("model.bin", TEXT, ("expected a file of torch.save", "a model of llm.c", "'# A proj'")),
+        ("config.json", b"{}", ("expected weight_map", "to open another model give its folder")),
+        ("folder/README.md", TEXT, (READ, "expected model.safetensors or pytorch_model.bin")),
+        ("folder/config.json", b"{}", (READ, "in this directory, found config.json")),
+        ("folder/a/b", b"", (READ, "in this directory, found a")),
+    ],
+)
+def test_what_is_no_checkpoint_says_what_is_read(
+    name: str, content: bytes | str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+            archive.writestr("README.md", TEXT)
+    given = tmp_path / "folder" if "/" in name else file
+    message = refused(given, str(given), *words, read=GPT2.from_pretrained)
+    assert "truncated" not in message
+    assert "download" not in message
 
 
 def test_all_wrong_tensors_are_listed(directory: Path) -> None:

@@ -28,13 +28,14 @@ WEIGHTS = GPT2Weights.random(3, SMALL)
 
 
 class Format(NamedTuple):
-    """write: a file of a small model into a folder. The words are said of one that ends too early,
-    of a pointer of Git LFS, and of one that has become shorter.
+    """write: write a file of a small model into a folder.
+
+    truncated: words of the error for a file that ends too early. shorter: a pattern of the error
+    for a file that has become shorter since it was opened.
     """
 
     write: Callable[[Path], Path]
     truncated: str = ""
-    pointer: str = "bytes, not the weights: run `git lfs pull`"
     shorter: str = r"expected \d+ bytes .* got \d+: the file has"
 
 
@@ -70,7 +71,7 @@ NOT_SAFETENSORS = "truncated or not a safetensors file"
 NOT_GGUF = "truncated or not a GGUF file"
 FORMATS = {
     "safetensors": Format(safetensors, NOT_SAFETENSORS),
-    "GGUF": Format(gguf, NOT_GGUF, NOT_GGUF, "the file has become shorter since it was opened"),
+    "GGUF": Format(gguf, NOT_GGUF, "the file has become shorter since it was opened"),
     "torch.save": Format(of_torch("zip-float16.bin")),
     "torch.save, legacy": Format(of_torch("legacy-float16.bin")),
     "nanoGPT": Format(of_torch("nanogpt.pt")),
@@ -98,7 +99,7 @@ def test_truncated_anywhere(kind: Format, file: Path) -> None:
     """In each of the first bytes, at later places, and before the last byte."""
     content = file.read_bytes()
     step = max(1, len(content) // 40)
-    for length in (*range(32), *range(32, len(content), step), len(content) - 1):
+    for length in (*range(1, 32), *range(32, len(content), step), len(content) - 1):
         file.write_bytes(content[:length])
         refused(file, str(file), kind.truncated)
 
@@ -107,9 +108,13 @@ def test_truncated_anywhere(kind: Format, file: Path) -> None:
 def test_another_content(kind: Format, file: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
     page = b"<!DOCTYPE html><html><head><title>404</title></head></html>"
-    for content, words in ((pointer, kind.pointer), (page, ""), (b"", ""), (bytes(1 << 16), "")):
+    for content, words in (
+        (pointer, "bytes, not the weights: run `git lfs pull`"), (page, "<!DO"),
+        (b"", "an empty file: expected a Hugging Face directory"), (bytes(1 << 16), ""),
+    ):  # fmt: skip
         file.write_bytes(content)
-        refused(file, str(file), words)
+        message = refused(file, str(file), words)
+        assert "download" not in message
 
 
 @every_format

@@ -1,4 +1,4 @@
-"""The tokens that end a text: those of the tokenizer's settings, and of the model's configs."""
+"""The tokens that end a text, as a tokenizer's settings, a model's configs and GGUF name them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
 from fuzzing.vocabularies import added_token
+from gguf import TokenType
 
 from gpt2block import GPT2, CheckpointError, GPT2Weights
 from gpt2block.bulk.identity import of_tokenizer
-from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.config import GPT2Config
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, TokenizersEncoding
@@ -19,7 +21,7 @@ from tests.command_line import gpt2block, printed
 from tests.generating import generate
 from tests.markov import MarkovEngine, cycle
 from tests.refusals import refused
-from tests.tokenizer_files import small_json, small_pair
+from tests.tokenizer_files import BYTES, small_json, small_pair
 
 SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
 
@@ -170,8 +172,95 @@ def test_info_shows_the_generation_config(tmp_path: Path) -> None:
     assert found["config"]["eos_token_ids"] == [9, 8]
     assert suggested.items() <= found["generation_config"].items()
     shown = " ".join(printed("info", folder).split())
-    assert "end tokens 9, 8" in shown
+    assert "end tokens 9, 8 (generation_config.json)" in shown
     values = "temperature 0.6, top_k 20, do_sample true, repetition_penalty 1.1"
     assert f"suggested {values}; not applied" in shown
     (folder / "generation_config.json").unlink()
     assert "suggested" not in printed("info", folder)
+    small_json(folder, added_tokens=SPECIAL)
+    (folder / CONFIG).write_text('{"eos_token": "</s>"}')
+    shown = " ".join(printed("info", folder).split())
+    assert "end tokens 7 (config.json), 259 (the tokenizer)" in shown
+    (folder / "tokenizer.json").write_text("{")
+    assert gpt2block("info", folder, "--json").json["end_tokens"] == [
+        {"id": 7, "source": "config.json"}
+    ]
+
+
+# --- GGUF
+
+NORMAL, UNKNOWN, CONTROL = TokenType.NORMAL, TokenType.UNKNOWN, TokenType.CONTROL
+USER_DEFINED = TokenType.USER_DEFINED
+EVERY_TEXT = [
+    "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+    "_<EOT>", "[EOT]", "[EOS]", "<|eom_id|>", "<end_of_utterance>", "</s>", "<eos>", "<turn|>",
+    "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
+    "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    "<|file_sep|>",
+]  # fmt: skip
+TEMPLATE = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|>"
+
+
+def gguf_of(folder: Path, *tokens: str, kinds: Any = CONTROL, **ids: int) -> Path:
+    """Write a GGUF file whose tokens are bytes, "ab", and from id 257 `tokens` of these kinds."""
+    several = kinds if isinstance(kinds, list) else [kinds] * len(tokens)
+    texts, types = [*BYTES, "ab", *tokens], [NORMAL] * 257 + several
+    named = {f"{name}_token_id": id_ for name, id_ in ids.items()}
+    keys = tokenizer_keys("gpt2", texts, types, merges=["a b"], pre="gpt-2", **named)
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=32, vocab_size=len(texts))
+    weights = GPT2Weights.random(1, config)
+    metadata = metadata_of(weights) | keys | {"tokenizer.chat_template": TEMPLATE}
+    return write(folder / "m.gguf", metadata, tensors_of(weights))
+
+
+# Tokens from id 257, their kinds, the keys, and the positions of the tokens that end an answer
+# according to llama.cpp's llama-vocab.cpp
+GGUF_ENDS: dict[str, tuple[list[str], Any, dict[str, int], list[int]]] = {
+    "Llama 3": (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], CONTROL, {"eos": 257}, [0, 1, 2]),
+    "Phi-3": (["<|endoftext|>", "<|end|>", "<|user|>"], CONTROL, {"eos": 257}, [0, 1]),
+    "types": (["<|end|>", "<EOT>", "[EOS]", "<eos>"], [USER_DEFINED, NORMAL, UNKNOWN, CONTROL], {},
+              [0, 2, 3]),
+    "Gemma": (["<end_of_turn>", "<eos>", "</s>"], [CONTROL, CONTROL, USER_DEFINED], {}, [0, 1]),
+    "Gemma 4": (["<|tool_response>", "</s>", "<turn|>"], CONTROL, {}, [0, 2]),
+    "gpt-oss": (["<|return|>", "<|call|>", "<|end|>"], CONTROL, {}, [0, 1]),
+    "Solar": (["<|flush|>", "<|calls|>", "<|end|>"], CONTROL, {}, [0, 1]),
+    "return": (["<|return|>", "<|end|>"], CONTROL, {}, [0, 1]),
+    "every text": (EVERY_TEXT, CONTROL, {}, [*range(29)]),
+    "keys": (["a1", "a2", "a3", "a4", "a5", "a6", "a7"], CONTROL,
+             {"eom": 257, "eot": 258, "eos": 259, "fim_pad": 260, "fim_rep": 261, "fim_sep": 262,
+              "padding": 263}, [2, 1, 0, 3, 4, 5]),
+    "none": (["<|eot_id|>", "b"], CONTROL, dict.fromkeys(["eos", "eot", "bos"], 2**32 - 1), [0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GGUF_ENDS)
+def test_the_end_tokens_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    tokens, kinds, ids, expected = GGUF_ENDS[name]
+    file = gguf_of(tmp_path, *tokens, kinds=kinds, **ids)
+    opened = Checkpoint.open(file)
+    assert opened.config.eos_token_ids == tuple(257 + at for at in expected)
+    again = save_gguf(tmp_path / "again.gguf", opened, "f32")
+    assert {*Checkpoint.open(again).config.eos_token_ids} == {*opened.config.eos_token_ids}
+    folder = Checkpoint.open(save_pretrained(tmp_path / "out", opened))
+    assert folder.config.eos_token_ids == opened.config.eos_token_ids
+
+
+def test_a_chat_ends_at_a_control_token_and_info_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    tokens = ["<|user|>", "<|assistant|>", "<|endoftext|>", "<|end|>"]
+    file = gguf_of(tmp_path, *tokens, eos=259)
+    model = GPT2.from_pretrained(file, device="cpu")
+    question = [{"role": "user", "content": "ab"}]
+    answer = model.chat(question, logit_bias={260: 90}, temperature=0, max_new_tokens=4)
+    assert (answer.tokens, answer.text, answer.finish_reason) == ((260,), "", "stop")
+    why = "end tokens 259 (tokenizer.ggml.eos_token_id), 260 (special token <|end|>)"
+    assert why in " ".join(printed("info", file).split())
+
+
+@pytest.mark.parametrize("value", [261, 2**31, 1.5, "b", True])
+@pytest.mark.parametrize("name", ["eos", "bos", "padding", "mask"])
+def test_an_id_outside_the_vocabulary_is_refused_by_name(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    file = gguf_of(tmp_path, "a1", "a2", "a3", "a4", **{name: value})
+    refused(file, f"tokenizer.ggml.{name}_token_id: expected a token id below 261, ", str(value))

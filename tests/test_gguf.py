@@ -21,10 +21,11 @@ from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWe
 from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
-from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
 from gpt2block.config.llama import RopeScaling
 from gpt2block.parameters.arrays import random_model
+from gpt2block.tokenizers import tokenizer
 from tests.command_line import gpt2block as command
 from tests.command_line import printed
 from tests.devices import running_on
@@ -317,7 +318,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotary": ({"llama.rope.dimension_count": 6}, "rope.dimension_count: expected the head size"),
     "values": ({"llama.attention.value_length": 6}, "attention.value_length: expected the head"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not"),
-    "per layer": ({"llama.feed_forward_length": [56, 56]}, "expected one value for all blocks"),
+    "per layer": (
+        {"llama.feed_forward_length": [56, 48]},
+        "llama.feed_forward_length: expected one",
+    ),
+    "long": ({"llama.attention.head_count_kv": [3, 3, 3]}, "head_count_kv: expected one value for"),
     "vocabulary": ({"llama.vocab_size": 88}, "vocab_size is 88, token_embd.weight has 89 rows"),
     "heads": (
         {"llama.attention.head_count": 5, "llama.attention.key_length": None},
@@ -335,6 +340,74 @@ def test_settings_that_are_not_supported_are_refused_by_name(name: str, tmp_path
     changes, message = REFUSED[name]
     model = "tiny" if name == "feed-forward" else "llama-plain"
     refused(changed(tmp_path, model, changes), message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention.head_count": [3, 3], "attention.head_count_kv": [3, 3]},
+        {"feed_forward_length": [56, 56], "attention.layer_norm_rms_epsilon": [1e-4, 1e-4]},
+        {"rope.freq_base": [500.0, 500.0], "attention.causal": [True, True]},
+    ],
+)
+def test_equal_values_for_all_blocks_are_one_value(changes: Any, tmp_path: Path) -> None:
+    plain = Checkpoint.open(save(tmp_path / "plain.gguf", GOLDEN / "llama-scaled")).config
+    file = changed(tmp_path, "llama-scaled", {f"llama.{key}": changes[key] for key in changes})
+    assert Checkpoint.open(file).config == plain
+
+
+@pytest.mark.parametrize("value", [-1, 2**32 - 1])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding", "unknown", "seperator"])
+def test_ids_that_stand_for_no_token(name: str, value: int, tmp_path: Path) -> None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    file = changed(tmp_path, "llama-plain", {"tokenizer.ggml.eom_token_id": 4, key: 2**32 - 1})
+    data = file.read_bytes()
+    kind = gguf.GGUFValueType.INT32 if value < 0 else gguf.GGUFValueType.UINT32
+    at = data.index(key.encode()) + len(key)
+    file.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :])
+    assert gguf.GGUFReader(file).fields[key].contents() == value
+    config: Any = Checkpoint.open(file).config
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (4,))
+
+
+@pytest.mark.filterwarnings("ignore:.* has no tokenizer")
+def test_values_that_no_key_has_are_skipped(tmp_path: Path) -> None:
+    """Text that is not UTF-8, and arrays of arrays, which the package reads."""
+    odd = {
+        "general.author": "José", "somebody.names": ["a", "José"],
+        "somebody.table": [[1, 2], [3]], "somebody.deep": [[["José"], ["c"]], [["b"]]],
+        "general.quantized_by": "after the others",
+    }  # fmt: skip
+    file = changed(tmp_path, "tiny", odd)
+    data = file.read_bytes()
+    file.write_bytes(data.replace("é".encode(), b"\xff\xe9"))
+    header, theirs = read_header(file), gguf.GGUFReader(file)
+    assert header.unusable.keys() == {*odd} - {"general.quantized_by"}
+    assert header.metadata["general.quantized_by"] == "after the others"
+    assert [*header.tensors] == [tensor.name for tensor in theirs.tensors]
+    assert_same_tensors(Checkpoint.open(file), Checkpoint.open(GOLDEN / "tiny"), np.float32)
+    file.write_bytes(file.read_bytes().replace(b"somebody.deep", b"somebody.dee\xff"))
+    assert "somebody.dee\\xff" in read_header(file).unusable
+    again = save_gguf(tmp_path / "again.gguf", Checkpoint.open(file), "f32")
+    assert read_header(again).metadata["general.quantized_by"] == "after the others"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("general.architecture", "José", "text that is not UTF-8"),
+        ("llama.table", [[1, 2]], "an array of arrays"),
+        ("tokenizer.chat_template", "José", "text that is not UTF-8"),
+        ("tokenizer.ggml.tokens", ["a", "José"], "text that is not UTF-8"),
+    ],
+)
+def test_such_values_of_keys_that_are_read_are_refused(
+    key: str, value: Any, reason: str, tmp_path: Path
+) -> None:
+    file = changed(tmp_path, "llama-plain", {key: value})
+    file.write_bytes(file.read_bytes().replace("é".encode(), b"\xff\xe9"))
+    read = tokenizer.from_gguf if key.startswith("tokenizer") else Checkpoint.open
+    refused(file, f"{key}: {reason} is not supported", read=read)
 
 
 @pytest.mark.parametrize("window", [False, True])
@@ -432,7 +505,9 @@ def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path) -> None:
     for at in (8, 16, 24, start.index(b"general.architecture") - 8, start.index(name) - 8,
                shape, shape + 8, kind + 4):  # fmt: skip
         for value in (2**64 - 1, 2**63, 2**40, 2**31):
-            refused(damaged(tiny, at, struct.pack("<Q", value)), "truncated or not a GGUF file")
+            said = refused(damaged(tiny, at, struct.pack("<Q", value)), "not a GGUF file")
+            missing = at < shape or "ends at byte" in said
+            assert missing == ("download it again" in said), said
 
 
 @pytest.mark.parametrize("alignment", [8, 16, 64, 4096])
@@ -459,17 +534,17 @@ def test_other_damage_says_what_is_wrong(tiny: Path) -> None:
     key = data.index(b"gpt2.block_count") + len(b"gpt2.block_count")
     tensor = data.index(b"blk.0.attn_qkv.weight") + len(b"blk.0.attn_qkv.weight")
     for at, change, message in (
-        (4, struct.pack("<I", 1), "expected version 2 or 3, little-endian, got 1"),
-        (4, struct.pack(">I", 3), ", big-endian"),
+        (4, struct.pack("<I", 1), "expected version 2 or 3, got 1: write it again with a current"),
+        (4, struct.pack(">I", 3), ": a big-endian GGUF file: expected a little-endian one, which"),
         (0, b"GGML", "it starts with b'GGML'"),
         (key, struct.pack("<I", 13), "gpt2.block_count: a value of the unknown"),
-        (key, struct.pack("<IIQ", 9, 9, 1), "an array of arrays"),
-        (key - 4, b"\xff", "'utf-8' codec can't decode byte 0xff"),
+        (key - 4, b"\xff", "gpt2.block_c\\xffunt: 3 is not supported"),
         (tensor, struct.pack("<I", 0), "expected 1 to 4 dimensions, got 0"),
         (tensor - 21, b"blk.0.ffn_down.weight", "it has a tensor twice"),
+        (tensor - 4, b"\xff", "'utf-8' codec can't decode byte 0xff"),
         (tensor + 20, bytes([99]), "blk.0.attn_qkv.weight: type 99 is not known to the package"),
     ):
-        refused(damaged(tiny, at, change), message)
+        assert "download" not in refused(damaged(tiny, at, change), message)
 
 
 @pytest.mark.parametrize(

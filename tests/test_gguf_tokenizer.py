@@ -446,7 +446,8 @@ def test_sentence_piece_that_is_not_supported(tmp_path: Path) -> None:
     for changes, message in (
         ({scores: keys[scores][:-1]}, "scores: expected a number for each of"),
         ({types: [int(NORMAL)] * len(keys[types])}, "expected 256 tokens for bytes"),
-        ({"tokenizer.ggml.unknown_token_id": 10**6}, "and an unknown token"),
+        ({"tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id: expected a token id below"),
+        ({"tokenizer.ggml.unknown_token_id": 2**32 - 1}, "and an unknown token"),
     ):
         with pytest.raises(CheckpointError, match=message):
             loaded(tmp_path, keys | changes)

@@ -89,7 +89,7 @@ def test_files_that_are_not_models(tmp_path: Path) -> None:
     for content, words in (
         (GOOD[:1023], "expected a header of 1024 bytes, got 1023"),
         (GOOD[:3], "or a model of llm.c"),
-        (b"", "or a model of llm.c"),
+        (b"", "an empty file: expected a Hugging Face directory, "),
         (GOOD[:-1], "truncated"),
         (GOOD + b"\0", "too long"),
     ):

@@ -203,7 +203,7 @@ def test_a_model_with_blocks_and_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
-    config = LlamaConfig(**{**OF_LLAMA, "n_ff": 40, "eos_token_ids": (2, 3, 4, 5)})
+    config = LlamaConfig(**{**OF_LLAMA, "n_ff": 40, "eos_token_ids": (2, 3, 10**6, 4, 5)})
     odd = "4 matrices are F16, as their rows are no multiples of 32 numbers: blk.0.attn_output"
     ends = "m.gguf has 3 of 4 end tokens, as GGUF has no keys for more: 2, 3, 4, 5"
     with pytest.warns(match=odd), pytest.warns(match=ends), pytest.warns(match="has no tokenizer"):

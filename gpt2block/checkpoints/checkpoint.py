@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints import gguf, gguf_types, hub, hugging_face, llm_c, tokenizer_files
-from gpt2block.checkpoints.files import read_object
-from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
+from gpt2block.checkpoints.files import check_pointer, read_object, read_start
+from gpt2block.checkpoints.gguf_end_tokens import end_tokens
+from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, EXPECTED, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
-from gpt2block.config import ModelConfig
+from gpt2block.config import ModelConfig, end_tokens_in
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 __all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
@@ -126,6 +127,17 @@ class Checkpoint:
             return {}
         return read_object(self.directory / hugging_face.GENERATION_CONFIG)
 
+    def end_tokens(self) -> dict[int, str]:
+        """Return the `eos_token_ids` of the config, each with the part of the files that names it.
+
+        Raises CheckpointError where files have changed.
+        """
+        if gguf.is_gguf(self.file):
+            return end_tokens(gguf.header_of(self.file).metadata, self.config.vocab_size)
+        others = end_tokens_in(self.generation_config()) == ()
+        source = hugging_face.CONFIG if others else hugging_face.GENERATION_CONFIG
+        return dict.fromkeys(self.config.eos_token_ids, source)
+
     @property
     def names(self) -> frozenset[str]:
         """The tensors' names in the file, without a prefix such as `transformer.`."""
@@ -193,10 +205,18 @@ class Checkpoint:
 
 
 def _layout(file: Path) -> ModuleType:
-    """Return the module that reads this kind of file. Raises CheckpointError."""
+    """Return the module that reads this kind of file. Raises CheckpointError for other files."""
+    start = read_start(file, 64)
+    check_pointer(file, start)
+    if not start:
+        raise CheckpointError(f"{file}: an empty file: expected {EXPECTED}")
     if gguf.is_gguf(file):
         return gguf
-    return llm_c if llm_c.is_model(file) else hugging_face
+    if llm_c.is_model(file):
+        return llm_c
+    if not hugging_face.is_weights(file):
+        raise CheckpointError(f"{file}: it starts with {start[:8]!r}: expected {EXPECTED}")
+    return hugging_face
 
 
 def _check_no_revision(name: str, revision: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError, shown
 
+READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
 _NAMED_AT_MOST = 4
 _LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
 _KINDS = (

@@ -16,7 +16,8 @@ import numpy as np
 
 from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.checkpoints.files import about, read_start
-from gpt2block.checkpoints.gguf_header import MAGIC, Header, read_header
+from gpt2block.checkpoints.gguf_end_tokens import end_tokens
+from gpt2block.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
 from gpt2block.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import GPT2Config, ModelConfig, sees_all
@@ -116,6 +117,7 @@ def header_of(file: Path) -> Header:
 def _config(header: Header) -> ModelConfig:
     """The config of a file's metadata. Raises CheckpointError or InputError."""
     metadata, tensors = header.metadata, header.tensors
+    header.check_usable("general.architecture", "general.alignment", "split.count")
     architecture = metadata.get("general.architecture")
     known = GGUF_ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
     if known is None:
@@ -127,10 +129,11 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
+    header.check_usable(prefix)
     settings = header.under(prefix)
+    blocks = settings.get("block_count")
+    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
     for key, value in settings.items():
-        if isinstance(value, (list, np.ndarray)):
-            raise CheckpointError(f"{prefix}{key}: expected one value for all blocks, got an array")
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
@@ -140,7 +143,6 @@ def _config(header: Header) -> ModelConfig:
     missing = [prefix + key for key in _NEEDED if key not in settings]
     if missing or "token_embd.weight" not in tensors:
         raise CheckpointError(f"expected {', '.join(missing) or 'token_embd.weight'}: missing")
-    tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     rows = tensors["token_embd.weight"].shape[0]
     if settings.get("vocab_size", rows) != rows:
         raise CheckpointError(
@@ -152,7 +154,7 @@ def _config(header: Header) -> ModelConfig:
         **{field: settings.get(key, absent) for key, (field, absent) in keys},
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "eos_token_ids": tuple(dict.fromkeys(token for token in tokens if token is not None)),
+        "eos_token_ids": tuple(end_tokens(metadata, rows)),
     }
     config: ModelConfig
     if issubclass(known.CONFIG, LlamaConfig):
@@ -164,6 +166,18 @@ def _config(header: Header) -> ModelConfig:
             got = shown(settings[key])
             raise CheckpointError(f"{prefix}{key}: expected {words}, {expected}, got {got}")
     return config
+
+
+def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
+    """Return the value that an array has for each block, or the value if it is no array.
+
+    Raises CheckpointError for an array of another length, and for unequal values.
+    """
+    if not isinstance(value, (list, np.ndarray)):
+        return value
+    if not len(value) or len(value) != blocks or any(each != value[0] for each in value):
+        raise CheckpointError(f"{key}: expected one value for all blocks, got {shown(value)}")
+    return value[0] if isinstance(value, list) else as_python(value[0])
 
 
 def _llama_config(

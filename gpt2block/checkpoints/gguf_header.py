@@ -24,6 +24,8 @@ from gpt2block.checkpoints.gguf_types import Encoded, dtype_of, library
 from gpt2block.errors import CheckpointError, printable
 
 MAGIC = b"GGUF"
+PREFIX = "tokenizer.ggml."  # of the keys of a tokenizer
+TOKEN_ID = "_token_id"  # the end of keys whose value is a token id
 _VERSIONS = (2, 3)  # version 1 has lengths of 32 bits
 _LONGEST = 2**28  # bytes of a header, of which a vocabulary of a million tokens takes a tenth
 _MOST_DIMS = 4
@@ -32,30 +34,52 @@ _NUMBERS: Mapping[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4",
                                6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_NO_TOKEN = (-1, 2**32 - 1)  # llama.cpp's LLAMA_TOKEN_NULL, as int32 and as uint32
+
+
+class _TruncatedError(ValueError):
+    """The file ends before the data that its header states."""
+
+
+class _UnusableError(ValueError):
+    """A complete value, but of a kind that no supported key has."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata by key (numbers, bool, str, NumPy arrays, lists of str), and tensors by name."""
+    """Metadata by key (numbers, bool, str, NumPy arrays, lists of str), and tensors by name.
+
+    metadata has no token ids that stand for no token. unusable: keys with text that is not UTF-8,
+    and keys with arrays of arrays, each with the reason.
+    """
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Encoded]
+    unusable: Mapping[str, str]
 
     def under(self, prefix: str) -> dict[str, Any]:
         """The metadata whose keys begin with this prefix, by the rest of the key."""
         keys = (key for key in self.metadata if key.startswith(prefix))
         return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
+    def check_usable(self, *prefixes: str) -> None:
+        """Raise CheckpointError if a key that begins with one of these has an unusable value."""
+        for key, reason in self.unusable.items():
+            if key.startswith(prefixes):
+                raise CheckpointError(f"{printable(key, 100)}: {reason} is not supported")
+
 
 def read_header(file: Path) -> Header:
     """Read and check the header of a GGUF file, version 2 or 3, little-endian.
 
-    Raises CheckpointError for a damaged file, for types of tensors that the package `gguf` does not
-    know, and where that package is missing.
+    Raises CheckpointError for a damaged or a big-endian file, for types of tensors that the package
+    `gguf` does not know, and where that package is missing.
     """
     size = file_size(file)
     words = f"truncated or not a GGUF file, {size:,} bytes ({{}}): download it again"
-    with about(file, (ValueError,), words), file.open("rb") as stream:
+    missing = about(file, (_TruncatedError,), words)
+    other = about(file, (ValueError,), "not a GGUF file that can be read: {}")
+    with other, missing, file.open("rb") as stream:
         return _read(file, _Bytes(stream, min(size, _LONGEST)), size)
 
 
@@ -66,20 +90,20 @@ class _Bytes:
         self._stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises ValueError before anything is read where there are fewer."""
+        """Return the next bytes. Raises _TruncatedError, before it reads, if there are fewer."""
         if count > self.left:
-            raise ValueError(f"it states a length of {count:,} bytes, {self.left:,} are left")
+            raise _TruncatedError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count
         data = self._stream.read(count)
         if len(data) != count:
-            raise ValueError("it has become shorter")
+            raise _TruncatedError("it has become shorter")
         return data
 
     def count(self, least: int = 1) -> int:
         """A number of things that take `least` bytes each."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
-            raise ValueError(
+            raise _TruncatedError(
                 f"it states {number:,} entries of {least} bytes or more, {self.left:,} bytes are "
                 "left"
             )
@@ -90,8 +114,12 @@ class _Bytes:
         return int.from_bytes(self.take(4), "little")
 
     def text(self) -> str:
-        """A string. Raises ValueError where it is not UTF-8."""
-        return self.take(self.count()).decode()
+        """Return a string. Raises UnicodeDecodeError, after it is read, if it is not UTF-8."""
+        return self.raw().decode()
+
+    def raw(self) -> bytes:
+        """Return the bytes of a string."""
+        return self.take(self.count())
 
     @property
     def position(self) -> int:
@@ -105,40 +133,76 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
         raise ValueError(f"it starts with {start!r}")
     version = data.integer()
     if version not in _VERSIONS:
-        swapped = struct.unpack("<I", struct.pack(">I", version))[0] in _VERSIONS
-        big = ", big-endian" if swapped else ""
-        raise ValueError(f"expected version 2 or 3, little-endian, got {version}{big}")
+        if int.from_bytes(version.to_bytes(4, "big"), "little") in _VERSIONS:
+            raise CheckpointError("a big-endian GGUF file: expected a little-endian one, which "
+                                  "gguf-convert-endian of the package gguf writes")  # fmt: skip
+        raise ValueError(f"expected version 2 or 3, got {version}: write it again with a current "
+                         "llama.cpp")  # fmt: skip
     n_tensors, n_keys = data.count(24), data.count(13)  # the shortest tensor, the shortest key
     metadata: dict[str, Any] = {}
+    unusable: dict[str, str] = {}
     for _ in range(n_keys):
-        key = data.text()
-        if key in metadata:
+        key = data.raw().decode(errors="backslashreplace")
+        if key in metadata or key in unusable:
             raise ValueError(f"it has {key} twice")
-        with _naming(key):
-            metadata[key] = _value(data, data.integer())
+        try:
+            with _naming(key):
+                metadata[key] = _value(data, data.integer())
+        except _UnusableError as error:
+            unusable[key] = str(error)
+        is_id, value = key.startswith(PREFIX) and key.endswith(TOKEN_ID), metadata.get(key)
+        if is_id and isinstance(value, int) and value in _NO_TOKEN:
+            del metadata[key]
     tensors = {tensor.label: tensor for tensor in _tensors(file, data, n_tensors)}
     if len(tensors) != n_tensors:
         raise ValueError("it has a tensor twice")
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two from 8, got {alignment!r}")
-    return Header(metadata, dict(_located(tensors.values(), data.position, alignment, size)))
+    located = dict(_located(tensors.values(), data.position, alignment, size))
+    return Header(metadata, located, unusable)
 
 
 def _value(data: _Bytes, kind: int) -> Any:
-    """A value of this type."""
+    """Return a value of this type. Raises _UnusableError after the whole value is read."""
     if kind == _STRING:
-        return data.text()
+        return _decoded([data.raw()])[0]
     if kind != _ARRAY:
-        number = _numbers(data, kind, 1)[0]
-        # 1e-5, not 9.999999747378752e-06: the shortest number with this value in float32
-        return float(str(number)) if number.dtype == np.float32 else number.item()
+        return as_python(_numbers(data, kind, 1)[0])
     of = data.integer()
     if of == _ARRAY:
-        raise ValueError("an array of arrays")
+        _skip_arrays(data, data.count(12))
+        raise _UnusableError("an array of arrays")
     if of == _STRING:
-        return [data.text() for _ in range(data.count(8))]
+        return _decoded([data.raw() for _ in range(data.count(8))])
     return _numbers(data, of, data.count())
+
+
+def as_python(number: Any) -> Any:
+    """Return a NumPy scalar as a bool, an int, or the shortest float that rounds to it."""
+    # 1e-5, not 9.999999747378752e-06
+    return float(str(number)) if number.dtype == np.float32 else number.item()
+
+
+def _decoded(strings: Iterable[bytes]) -> list[str]:
+    try:
+        return [string.decode() for string in strings]
+    except UnicodeDecodeError:
+        raise _UnusableError("text that is not UTF-8") from None
+
+
+def _skip_arrays(data: _Bytes, count: int) -> None:
+    """Read this many arrays, and the arrays in them, each of which begins with type and length."""
+    while count:
+        count -= 1
+        of = data.integer()
+        if of == _ARRAY:
+            count += data.count(12)
+        elif of == _STRING:
+            for _ in range(data.count(8)):
+                data.raw()
+        else:
+            _numbers(data, of, data.count())
 
 
 def _numbers(data: _Bytes, kind: int, count: int) -> Any:
@@ -188,7 +252,7 @@ def _located(
         if offset != end:
             raise ValueError(f"{name}: expected it at byte {end:,}, it is at {offset:,}")
         if offset + tensor.nbytes > size:
-            raise ValueError(f"{name}: it ends at byte {offset + tensor.nbytes:,}")
+            raise _TruncatedError(f"{name}: it ends at byte {offset + tensor.nbytes:,}")
         end = -(-(offset + tensor.nbytes) // alignment) * alignment
         yield name, replace(tensor, offset=offset)
 
@@ -198,7 +262,8 @@ def _naming(name: str) -> Iterator[None]:
     """Put the name of a key or a tensor before what is wrong with it."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, _UnusableError):
         raise
     except ValueError as error:
-        raise ValueError(f"{printable(name, 100)}: {error}") from error
+        kind = _TruncatedError if isinstance(error, _TruncatedError) else ValueError
+        raise kind(f"{printable(name, 100)}: {error}") from error

@@ -19,7 +19,8 @@ from gpt2block.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.checkpoints import gguf
 from gpt2block.checkpoints.checkpoint import Checkpoint
 from gpt2block.checkpoints.files import first_names
-from gpt2block.checkpoints.gguf_tokenizer import PREFIX
+from gpt2block.checkpoints.gguf_end_tokens import end_tokens
+from gpt2block.checkpoints.gguf_header import PREFIX, TOKEN_ID
 from gpt2block.checkpoints.gguf_tokenizer_keys import keys_of
 from gpt2block.checkpoints.gguf_types import library
 from gpt2block.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, Shape, naming_of
@@ -37,7 +38,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files import check_file, put_in_place, temporary_folder
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-_ENDS = tuple(f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
+_ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
 # Fields that a file has in its tensors or in keys of the tokenizer; embedding_dtype it has not
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
@@ -270,10 +271,14 @@ def _described(
             stacklevel=3,
         )
     named = (found.pop(key, None) for key in _ENDS)
-    ends = dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ is not None)
+    tokens = range(config.vocab_size)  # config.json may name others, which no text has
+    ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
+    by_text = end_tokens(found, config.vocab_size)
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # keys go to the others first
     found |= zip(_ENDS, ends, strict=False)
-    if len(ends) > len(_ENDS):
-        warnings.warn(f"{path} has 3 of {len(ends)} end tokens, as GGUF has no keys for more: "
-                      f"{', '.join(map(str, ends))}", stacklevel=3)  # fmt: skip
+    lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
+    if lost:
+        warnings.warn(f"{path} has {len(ends) - len(lost)} of {len(ends)} end tokens, as GGUF has "
+                      f"no keys for more: {', '.join(map(str, ends))}", stacklevel=3)  # fmt: skip
     bos = getattr(config, "bos_token_id", None)
-    return ({} if bos is None else {f"{PREFIX}bos_token_id": bos}) | found
+    return ({f"{PREFIX}bos_token_id": bos} if bos in tokens else {}) | found

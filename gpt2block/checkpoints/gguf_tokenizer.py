@@ -18,11 +18,18 @@ import numpy as np
 from gpt2block.checkpoints import patterns
 from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.gguf import header_of
+from gpt2block.checkpoints.gguf_end_tokens import (
+    ADDED,
+    BYTE,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    token_ids,
+)
+from gpt2block.checkpoints.gguf_header import PREFIX, TOKEN_ID
 from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from gpt2block.errors import CheckpointError, shown
 
-PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"  # SentencePiece's character for a space
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _READ = {
@@ -91,6 +98,7 @@ def files_of(file: Path) -> dict[str, Any]:
     """
     header = header_of(file)
     with about(file):
+        header.check_usable(PREFIX, "tokenizer.chat_template")
         return files_from(header.metadata)
 
 
@@ -112,19 +120,15 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
     keys = (key for key in metadata if key.startswith(PREFIX))
     found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
     for key, value in found.items():
-        known = key in _READ or key.endswith("_token_id")
+        known = key in _READ or key.endswith(TOKEN_ID)
         if not known and (
             isinstance(value, (list, np.ndarray)) or value != _NEUTRAL.get(key, _NEUTRAL)
         ):
             raise _unsupported(key, value)
     tokens = _strings(found, "tokens")
     kinds = _numbers(found, "token_type", tokens, np.full(len(tokens), NORMAL))
-    ids = {name: found.get(f"{key}_token_id") for name, key in NAMED.items()}
-    named = {
-        name: tokens[id_]
-        for name, id_ in ids.items()
-        if isinstance(id_, int) and 0 <= id_ < len(tokens)
-    }
+    ids = token_ids(metadata, len(tokens))
+    named = {name: tokens[ids[key]] for name, key in NAMED.items() if key in ids}
     model = found.get("model")
     if model == "gpt2":
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
@@ -140,7 +144,7 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
     spec |= {
         "version": "1.0",
         "added_tokens": list(_added(tokens, kinds)),
-        "post_processor": _first(named["bos_token"], found["bos_token_id"]) if adds_bos else None,
+        "post_processor": _first(named["bos_token"], ids["bos"]) if adds_bos else None,
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -189,7 +193,7 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
     """The tokens that are matched in the text before the model is applied."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token:
+        if kind in ADDED and token:
             yield {"id": token_id, "content": token, "special": kind != USER_DEFINED, **flags}
 
 

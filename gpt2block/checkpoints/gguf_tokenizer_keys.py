@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
+from gpt2block.checkpoints import gguf_end_tokens, gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.chat_files import default_template
 from gpt2block.checkpoints.files import about, first_names
-from gpt2block.checkpoints.gguf_tokenizer import PRE, PREFIX
+from gpt2block.checkpoints.gguf_header import PREFIX
+from gpt2block.checkpoints.gguf_tokenizer import PRE
 from gpt2block.checkpoints.tokenizer_specs import spec_of_pair, with_settings
 from gpt2block.errors import CheckpointError
 
@@ -74,22 +75,23 @@ def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, 
     fallback = bool(model.get("byte_fallback"))
     unknown = {"unk_token": model.get("unk_token")} if fallback else {}
     tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
-    kinds = np.full(vocab_size, gguf_tokenizer.UNUSED, np.int32)
+    kinds = np.full(vocab_size, gguf_end_tokens.UNUSED, np.int32)
     for token, id_ in ids.items():
-        tokens[id_], kinds[id_] = token, gguf_tokenizer.NORMAL
+        tokens[id_], kinds[id_] = token, gguf_end_tokens.NORMAL
         if token in unknown.values():
-            kinds[id_] = gguf_tokenizer.UNKNOWN
+            kinds[id_] = gguf_end_tokens.UNKNOWN
         elif token in added:
             special = added[token].get("special", True)
-            kinds[id_] = gguf_tokenizer.CONTROL if special else gguf_tokenizer.USER_DEFINED
+            kinds[id_] = gguf_end_tokens.CONTROL if special else gguf_end_tokens.USER_DEFINED
         elif fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
-            kinds[id_] = gguf_tokenizer.BYTE
+            kinds[id_] = gguf_end_tokens.BYTE
     found = {"tokens": tokens, "token_type": kinds, "merges": [" ".join(pair) for pair in merges]}
     for name, key in gguf_tokenizer.NAMED.items():
         given = {**settings, **unknown}.get(name)
         content = given["content"] if isinstance(given, dict) else given
         found |= {f"{key}_token_id": ids[content]} if content in ids else {}
-    found |= {"add_bos_token": bool(before)} | ({"bos_token_id": before[0]} if before else {})
+    first = [id_ for id_ in before[:1] if isinstance(id_, int)]
+    found |= {"add_bos_token": bool(before)} | ({"bos_token_id": first[0]} if first else {})
     if not fallback:
         return found | {"model": "gpt2", "pre": _pre(spec)}
     scores = np.full(vocab_size, -len(merges), np.float32)

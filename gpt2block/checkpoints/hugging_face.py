@@ -37,7 +37,17 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+# Messages of safetensors where bytes are missing
+_TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def is_weights(file: Path) -> bool:
+    """Return whether the file is read here, by its suffix or its first bytes."""
+    if file.suffix == ".json" or pytorch.is_pickle(file):
+        return True
+    header = read_start(file, 9)[8:]  # of safetensors, after its length
+    return header == b"{" or (not header and file.suffix == ".safetensors")
 
 
 def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
@@ -94,7 +104,9 @@ def shards_of(index: Path) -> list[str]:
     content = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index}: expected weight_map, an object of tensor and file names")
+        raise CheckpointError(f"{index}: expected weight_map, an object of tensor and file names, "
+                              "as in the index of a model in several files: to open another model "
+                              "give its folder")  # fmt: skip
     files = sorted(set(map(str, names.values())))
     outside = [name for name in files if Path(name).name != name]
     if outside:
@@ -127,11 +139,17 @@ def _read_header(file: Path) -> list[Stored]:
     check_pointer(file, read_start(file, 64))
     size = file_size(file)
     damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
-    words = f"truncated or not a safetensors file, {size:,} bytes ({{}}): download it again"
-    with about(file, damage, words), safe_open(file, "np"):
-        length = int.from_bytes(read_start(file, 8), "little")
-        header = json.loads(read_start(file, 8 + length)[8:])
-        return list(_entries(file, header, 8 + length, size))
+    with about(file, damage, "not a safetensors file that can be read: {}"):
+        try:
+            with safe_open(file, "np"):
+                length = int.from_bytes(read_start(file, 8), "little")
+                header = json.loads(read_start(file, 8 + length)[8:])
+                return list(_entries(file, header, 8 + length, size))
+        except SafetensorError as error:
+            if not str(error).endswith(_TRUNCATED):
+                raise
+            raise CheckpointError(f"truncated or not a safetensors file, {size:,} bytes ({error}): "
+                                  "download it again") from error  # fmt: skip
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpt2block.checkpoints.files import about, is_file
+from gpt2block.checkpoints.files import READ, about, is_file
 from gpt2block.checkpoints.hugging_face import MODEL_FILES
 from gpt2block.checkpoints.pytorch import SUFFIXES
 from gpt2block.config import ALIASES, SIZES
@@ -21,6 +21,10 @@ BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/co
 _SUFFIXES = (*SUFFIXES, ".gguf")  # of weights that have no name of their own
 _FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # a name with one is not a hub id
 KNOWN_NAMES = (*BUNDLED_NAMES, SMOLLM2, *SIZES, *ALIASES)
+EXPECTED = (
+    f"{READ}, a hub id such as 'gpt2', smollm2, or a bundled model: "
+    f"{' or '.join(map(repr, BUNDLED_NAMES))}"
+)
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -62,11 +66,7 @@ def locate(name: str) -> Path:
             return _in_directory(path)
         if is_file(path):
             return path
-    raise CheckpointError(
-        f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
-        f"file, a file of PyTorch, llm.c or llama.cpp (GGUF), a hub id such as 'gpt2', smollm2, or "
-        f"a bundled model: {' or '.join(map(repr, BUNDLED_NAMES))}"
-    )
+    raise CheckpointError(f"{name}: no such file or directory: expected {EXPECTED}")
 
 
 def find_smollm2() -> Path:
@@ -94,4 +94,4 @@ def _in_directory(path: Path) -> Path:
             f"{expected}; to open another file give the path of the file: {others[0]}"
         )
     found = ", ".join(file.name for file in files[:5]) or "nothing"
-    raise CheckpointError(f"{expected}, found {found}")
+    raise CheckpointError(f"{expected}, found {found}: give {READ}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from gpt2block.checkpoints.files import about, check_pointer, first_names, read_start
+from gpt2block.checkpoints.files import READ, about, check_pointer, first_names, read_start
 from gpt2block.checkpoints.pickles import Unpickler, describe
 from gpt2block.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
 from gpt2block.checkpoints.stored import Stored
@@ -62,7 +62,7 @@ def read(file: Path) -> Content:
         else:
             raise CheckpointError(
                 "expected a file of torch.save, as a zip archive or in its legacy layout, or a "
-                f"model of llm.c, got a file that starts with {start[:8]!r}: download it again, or "
+                f"model of llm.c, got a file that starts with {start[:8]!r}: "
                 "write it with torch.save and its default protocol"
             )
         return _content(file, value, offsets)
@@ -87,16 +87,16 @@ class _BoundedReader(io.BufferedReader):
 def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
     with ZipFile(stream) as archive:
         entries = archive.infolist()
-    begins = _zip_offsets(stream, entries)
-    if len(begins) < len(entries):
-        raise CheckpointError("a zip archive with two entries of one name")
     sizes = {entry.filename: entry.file_size for entry in entries}
     pickles = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(
             f"expected a zip archive of torch.save with data.pkl, found "
-            f"{first_names(sizes) or 'nothing'}"
+            f"{first_names(sizes) or 'nothing'}: give {READ}"
         )
+    begins = _zip_offsets(stream, entries)
+    if len(begins) < len(entries):
+        raise CheckpointError("a zip archive with two entries of one name")
     root = pickles[0].removesuffix("data.pkl")
     order = root + "byteorder"
     if order in sizes:

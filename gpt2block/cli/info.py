@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from gpt2block.checkpoints import BUNDLED, Checkpoint
@@ -22,8 +24,9 @@ def info(
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
     as_json: bool = json_option(),
 ) -> None:
-    """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
+    """Show the sizes, end tokens, memory and tensors of a model; no numbers of tensors are read."""
     from gpt2block.run.model import weight_bytes  # noqa: PLC0415
+    from gpt2block.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(model, revision)
     c = checkpoint.config
@@ -44,6 +47,10 @@ def info(
         "file": str(checkpoint.file),
         "config": asdict(c),
         "generation_config": checkpoint.generation_config(),
+        "end_tokens": [
+            {"id": token, "source": source}
+            for token, source in sources_of_end_tokens(checkpoint).items()
+        ],
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
         "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
@@ -79,7 +86,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
-            **_generation_facts(c.eos_token_ids, facts["generation_config"]),
+            **_generation_facts(facts["end_tokens"], facts["generation_config"]),
         }
     )
     out = console()
@@ -101,9 +108,15 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     print_table(out, table)
 
 
-def _generation_facts(ends: Sequence[int], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The end tokens, and the settings of generation_config.json apart from tokens."""
-    facts = {"end tokens": ", ".join(map(str, ends))} if ends else {}
+def _generation_facts(
+    ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the end tokens, and the settings of generation_config.json apart from tokens."""
+    named = [
+        f"{', '.join(str(end['id']) for end in same)} ({source})"
+        for source, same in groupby(ends, key=itemgetter("source"))
+    ]
+    facts = {"end tokens": ", ".join(named)} if ends else {}
     others = ", ".join(
         f"{name} {json.dumps(value)}"
         for name, value in settings.items()

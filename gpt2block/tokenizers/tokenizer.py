@@ -17,7 +17,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
+from gpt2block.checkpoints import Checkpoint, gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.files import about, read_json, read_object, read_start
 from gpt2block.checkpoints.gguf import is_gguf
 from gpt2block.checkpoints.patterns import SPLITS
@@ -446,7 +446,24 @@ def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
 
 
 def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]:
-    """The ids each of which ends a text: those of the model's config, and `end_of_text`."""
+    """Return the ids each of which ends a text: `eos_token_ids` of the config and `end_of_text`."""
     end = end_of_text(encoding, config.vocab_size)
     every = {*config.eos_token_ids, *(() if end is None else (end,))}
     return frozenset(token for token in every if token < config.vocab_size)
+
+
+def sources_of_end_tokens(checkpoint: Checkpoint) -> dict[int, str]:
+    """Return `end_tokens` of a checkpoint, each with what names it, such as "config.json".
+
+    No request is sent. A tokenizer that cannot be read names no token. Raises CheckpointError where
+    other files have changed.
+    """
+    found, config = checkpoint.end_tokens(), checkpoint.config
+    source = checkpoint.file if is_gguf(checkpoint.file) else checkpoint.directory
+    try:
+        encoding = load(source, config.vocab_size) if checkpoint.has_tokenizer() else None
+    except CheckpointError:
+        encoding = None
+    for token in sorted(end_tokens(config, encoding)):
+        found.setdefault(token, "the tokenizer")
+    return {token: why for token, why in found.items() if token < config.vocab_size}

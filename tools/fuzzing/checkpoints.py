@@ -15,12 +15,24 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from fuzzing import Area, Difference, Refused, Rng, accepted, attempt, check, check_equal, refuses
+from fuzzing import (
+    Area,
+    Difference,
+    Refused,
+    Rng,
+    accepted,
+    attempt,
+    check,
+    check_equal,
+    check_message,
+    refuses,
+)
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
-from fuzzing.values import NUMBERS, TEXTS, damage, odd_value, replace, spoil_json
+from fuzzing.values import NUMBERS, TEXTS, damage, odd_text, odd_value, replace, spoil_json
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.errors import CheckpointError
 
 PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
@@ -42,6 +54,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 def case(rng: Rng, folder: Path) -> None:
     kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_odd_name, _odd_target, _hostile]
+    kinds += [_no_checkpoint]
     if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
         kinds += [_pickle] * 2
     rng.pick(*kinds)(rng, folder)
@@ -55,6 +68,24 @@ def _odd_name(rng: Rng, folder: Path) -> None:
         name = folder / "model.bin"
     attempt(False, Checkpoint.open, name)
     raise Difference(f"opened {name!a:.100}")
+
+
+def _no_checkpoint(rng: Rng, folder: Path) -> None:
+    """Text, nothing, or a zip archive of a text, of which no bytes are missing."""
+    name = rng.pick("README.md", "notes", "a.zip", "model.safetensors", "m.gguf", "m.bin", "a.json")
+    text = rng.pick("", "# A project\n" * rng.whole(1, 9), "twelve bytes" + odd_text(rng))
+    if rng.chance(0.3):
+        with zipfile.ZipFile(folder / name, "w", rng.pick(0, 8)) as archive:
+            archive.writestr("README.md", text)
+    else:
+        (folder / name).write_text(text)
+    try:
+        Checkpoint.open(rng.pick(folder, folder / name))
+    except CheckpointError as error:
+        check_message(str(error))
+        check("download" not in str(error), f"no bytes are missing: {error}")
+        raise Refused from error
+    raise Difference(f"opened {name} of {text!a:.60}")
 
 
 def _odd_target(rng: Rng, folder: Path) -> None:
