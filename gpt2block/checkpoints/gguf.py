@@ -69,9 +69,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         tensor.check_type()
         heads, added = differences(config, name)
         found[name] = replace(tensor, heads=heads, added=added)
-    # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)
-    return config, naming.model_tensors(file, "block_count is", config, found, mixed="float32")
+    return config, naming.model_tensors(file, "block_count is", config, found)
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
@@ -179,7 +178,7 @@ def _llama_config(
     # Of others 1; 0 stands for it, too.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
-        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0,
+        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
     }  # fmt: skip
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
