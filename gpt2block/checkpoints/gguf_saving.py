@@ -33,7 +33,7 @@ from gpt2block.checkpoints.saving import (
 )
 from gpt2block.checks import check_choice
 from gpt2block.config import ModelConfig
-from gpt2block.config.llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig, yarn_attention
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files import check_file, put_in_place, temporary_folder
 
@@ -192,6 +192,8 @@ def _check_config(config: ModelConfig) -> None:
     lost = {name: value for name, value in given.items() if getattr(read, name) != value}
     if read.windows == config.windows:
         lost.pop("window", None)
+    if not getattr(given.get("scaling"), "truncate", True):
+        lost["truncate"] = False
     if lost:
         several = " and ".join(f"{name} {shown(value)}" for name, value in lost.items())
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no key for {several}: {_INSTEAD}")
@@ -204,6 +206,12 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
         return {}, {}
     if scaling.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
+    if scaling.kind == "yarn":
+        names = {"factor": "factor", "original_context": "original_context_length",
+                 "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}  # fmt: skip
+        keys = {f"rope.scaling.{key}": getattr(scaling, name) for name, key in names.items()}
+        factor = scaling.attention_factor / yarn_attention(scaling.factor)
+        return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":
         keys = {"rope.scaling.attn_factor": scaling.attention_factor,
                 "rope.scaling.original_context_length": scaling.original_context}  # fmt: skip
