@@ -78,7 +78,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
-    """Return the tensors by their names without prefixes.
+    """Return the tensors, without buffers that are no weights, by their names without prefixes.
 
     A tensor may be stored several times with the same numbers. Raises CheckpointError for a tensor
     that is stored with several values.
@@ -87,8 +87,9 @@ def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, St
     unequal = []
     for tensor in tensors:
         name = naming.bare(tensor.label)
-        ignored = re.fullmatch(naming.ignored, name)
-        if name in found and not ignored and not same(found[name], tensor):
+        if re.fullmatch(naming.ignored, name):
+            continue
+        if name in found and not same(found[name], tensor):
             unequal.append(name)
         found[name] = replace(tensor, label=name)
     if unequal:
