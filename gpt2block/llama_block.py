@@ -59,7 +59,8 @@ class LlamaBlock(BaseBlock):
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
         c = weights.config
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
-        settings = Settings(*heads, self.causal, weights.half_split, ("frequencies",))
+        turned = weights.half_split, ("frequencies",)
+        settings = Settings(*heads, self.causal, *turned, softmax_scale=c.scales.attention)
         spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
         self._start(spec, device, index, graph)
 

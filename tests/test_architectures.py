@@ -141,17 +141,36 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def yarn(rng: random.Random) -> dict[str, Any]:
+    """A model of another kind, with YaRN whose optional settings are absent, null, 0 or given."""
+    make = rng.choice((llama, qwen2, qwen3, mistral, olmo2))
+    found = make(rng) | {"model_type": make.__name__}
+    options = {
+        "beta_fast": (None, 0, 32, 2, 1.5), "beta_slow": (None, 1, 0.1, 0.01),
+        "truncate": (True, True, False), "attention_factor": (None, None, 1.4),
+        "mscale": (1, 0.7, None), "mscale_all_dim": (0.5, 0, None),
+        "original_max_position_embeddings": (4, 12, 200),
+    }  # fmt: skip
+    given = {name: rng.choice(values) for name, values in options.items() if rng.random() < 0.6}
+    rope = {"rope_type": "yarn", "factor": rng.choice((1.0, 2.0, 7.5, 40, None)), **given}
+    if rng.random() < 0.5:
+        return found | {"rope_scaling": rope}
+    return found | {"rope_parameters": rope | {"rope_theta": found.pop("rope_theta")}}
+
+
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
-    for each in (llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3_text)
-}
+    for each in (
+        llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3_text, yarn,
+    )
+}  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@each_kind
 @pytest.mark.parametrize(
-    ("device", "count", "limit"),
-    [("cpu", 60, 2e-6), pytest.param("cuda", 12, 1e-5, marks=GPU.marks)],
+    ("kind", "device", "count", "limit"),
+    [*((kind, "cpu", 60, 2e-6) for kind in KINDS if kind != "yarn")]
+    + [pytest.param(kind, "cuda", 12, 1e-5, marks=GPU.marks) for kind in KINDS],
 )
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     kind: str, device: str, count: int, limit: float, tmp_path: Path
@@ -194,6 +213,27 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     assert not wrong
 
 
+def test_frequencies_and_logits_of_yarn_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of 60 models: frequencies in float64, and logits, both of which are computed in float32."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from make_golden import in_float64  # noqa: PLC0415  (needs both)
+
+    computed = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    for seed in range(60):
+        settings = yarn(random.Random(seed))
+        theirs = model_of(torch, transformers, "yarn", settings, seed)
+        theirs.save_pretrained(tmp_path)
+        ours: Any = gpt2block.from_pretrained(tmp_path, device="cpu")
+        ids = np.random.default_rng(seed).integers(0, settings["vocab_size"], 24)
+        with in_float64():
+            frequencies, factor = computed(theirs.config, "cpu")
+        np.testing.assert_allclose(ours.config.frequencies(), frequencies, rtol=1e-12)
+        assert ours.config.scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+        logits = logits_of(torch, theirs, ids)
+        np.testing.assert_allclose(ours(ids), logits, rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
 @each_kind
 def test_scores_and_files(kind: str, tmp_path: Path) -> None:
     """Of a text; what `transformers` loads of save_pretrained, and GGUF written by its package."""
@@ -217,10 +257,13 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         )
         np.testing.assert_array_equal(logits_of(torch, again.eval(), ids), logits)
         layers = getattr(ours.config, "rope_layers", ())
-        if kind in ("mistral", "nanochat", "gemma3_text") or layers != tuple(
-            (n + 1) % 4 > 0 for n in range(len(layers))
-        ):
+        no_gguf = ours.config.MODEL_TYPE in ("mistral", "nanochat", "gemma3_text")
+        if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF has no nanochat, no window of Mistral and no key for other layers
+        if not getattr(getattr(ours.config, "scaling", None), "truncate", True):
+            with pytest.raises(gpt2block.InputError, match="GGUF has no key for truncate False"):
+                ours.save_gguf(folder / "m.gguf", "f32")
+            continue
         written = gguf_writer.metadata_of(ours), gguf_writer.tensors_of(ours)
         read = gpt2block.from_pretrained(
             gguf_writer.write(folder / "m.gguf", *written), device="cpu"
@@ -232,7 +275,7 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
 def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:
     """Random weights with which every part of a block affects the logits."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = transformers.AutoConfig.for_model(**{"model_type": kind} | settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():

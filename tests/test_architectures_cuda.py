@@ -45,6 +45,9 @@ LONG = RopeScaling(
 )  # fmt: skip
 
 
+YARN = RopeScaling("yarn", 4.0, original_context=8, beta_fast=2.0, beta_slow=0.05)
+
+
 class Geglu(MistralConfig):
     """A Mistral with GELU in the place of SiLU."""
 
@@ -65,8 +68,18 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
         Gemma3Config,
         {"window": 5, "sliding_layers": (True, False), "logits_cap": 2.0, "attention_bias": True},
     ),
-    "gemma3-256": (Gemma3Config, {"window": 9, "sliding_layers": (True, False), "head_size": 256}),
+    "gemma3-256": (
+        Gemma3Config,
+        {
+            "window": 9,
+            "sliding_layers": (True, False),
+            "head_size": 256,
+            "embedding_dtype": "bfloat16",  # in which the root of 512 channels is another number
+        },
+    ),
     "mistral": (MistralConfig, {"window": 5}),
+    "yarn": (MistralConfig, {"scaling": YARN}),
+    "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
 WINDOW = 70  # of a model with WIDE, if it has one
 WIDE: dict[str, Any] = {

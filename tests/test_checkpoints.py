@@ -150,10 +150,21 @@ def test_missing_shards_and_wrong_indexes(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     names = sorted(set(sharded(tmp_path).values()))
+    expected = {name: array for name, array, _ in Checkpoint.open(tmp_path).tensors()}
     save_file(TENSORS, tmp_path / names[0])
-    refused(tmp_path, "20 tensors are stored twice: ", ", …")
-    write_weights(tmp_path, TENSORS | {"transformer.wpe.weight": TENSORS["wpe.weight"]})
-    refused(tmp_path, "1 tensors are stored twice: wpe.weight")
+    found = Checkpoint.open(tmp_path)
+    for name, array, _ in found.tensors():
+        np.testing.assert_array_equal(array, expected[name])
+    others = {name: array + 1 for name, array in TENSORS.items()}
+    save_file(TENSORS | dict(list(others.items())[:9]), tmp_path / names[0])
+    refused(tmp_path, "tensors are stored twice with different numbers: ")
+    wpe = TENSORS["wpe.weight"]
+    for other in (wpe.T.copy(), wpe.astype(np.float64), np.where(wpe == wpe[1, 1], 0, wpe)):
+        write_weights(tmp_path, TENSORS | {"transformer.wpe.weight": other})
+        refused(tmp_path, "1 tensors are stored twice with different numbers: wpe.weight")
+    write_weights(tmp_path, TENSORS | {"transformer.wpe.weight": wpe})
+    (tmp_path / "model.safetensors.index.json").unlink()
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path).stored["wpe"].read(), wpe)
 
 
 def test_the_trained_sorting_model(data: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -386,6 +388,15 @@ def test_info_as_a_table() -> None:
     assert "6 blocks, width 256, 4 heads of 64, context 256, vocabulary 256" in out
     assert "h.0 … h.5: w_qkv" in out
     assert len(out.splitlines()) < 40
+
+
+def test_info_shows_the_scaling_of_rope(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests" / "golden" / "llama-plain", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": yarn}))
+    out = " ".join(printed("info", tmp_path / "model").split())
+    assert "yarn scaling, factor 4, original context 64, attention factor 1.13863" in out
 
 
 def test_memory_of_each_dtype() -> None:

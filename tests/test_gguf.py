@@ -179,6 +179,37 @@ def test_the_scaling_of_llama_3_is_its_factors(tmp_path: Path) -> None:
         LlamaConfig(scaling=found.scaling)
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor", "others"),
+    [
+        ({"factor": 4.0}, 1 + 0.1 * math.log(4), {"original_context": 256}),
+        ({}, 1.0, {"factor": 1.0}),
+        ({"factor": 4.0, "attn_factor": 1.5}, 1.5 * (1 + 0.1 * math.log(4)), {}),
+        ({"factor": 4.0, "yarn_attn_factor": 1.25, "yarn_ext_factor": 1.0}, 1.25, {}),
+        (
+            {
+                "factor": 2.0,
+                "original_context_length": 64,
+                "yarn_beta_fast": 8.0,
+                "yarn_beta_slow": 2.0,
+            },
+            1 + 0.1 * math.log(2),
+            {"original_context": 64, "beta_fast": 8.0, "beta_slow": 2.0},
+        ),
+    ],
+)
+def test_keys_of_yarn(
+    keys: dict[str, Any], factor: float, others: dict[str, Any], tmp_path: Path
+) -> None:
+    """llama.cpp multiplies 1 + ln(factor) / 10 by attn_factor; yarn_attn_factor replaces it."""
+    named = {f"llama.rope.scaling.{key}": each for key, each in {"type": "yarn", **keys}.items()}
+    found: Any = Checkpoint.open(changed(tmp_path, "llama-plain", named)).config
+    assert found.scaling.attention_factor == pytest.approx(factor, rel=1e-7)
+    assert found.scales.attention == pytest.approx(factor**2 * 12**-0.5, rel=1e-7)
+    for name, value in others.items():
+        assert getattr(found.scaling, name) == value
+
+
 def kinds() -> list[str]:
     """Every type that the package dequantizes, the blocks of which fit in rows of 256."""
     found = []
@@ -317,7 +348,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "many layers": ({"llama.block_count": 2**31}, "n_layer: expected at most 10,000"),
     "rotary": ({"llama.rope.dimension_count": 6}, "rope.dimension_count: expected the head size"),
     "values": ({"llama.attention.value_length": 6}, "attention.value_length: expected the head"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not"),
+    "dynamic": ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type: 'dynamic' is not"),
+    "yarn": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: 0.5 is not supported"),
+    "mscale": ({"llama.rope.scaling.yarn_log_multiplier": 1.0}, "yarn_log_multiplier: 1.0 is not"),
     "per layer": (
         {"llama.feed_forward_length": [56, 48]},
         "llama.feed_forward_length: expected one",

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from gpt2block import (
     InputError,
+    Llama,
     LlamaBlock,
     LlamaBlockWeights,
     LlamaConfig,
+    LlamaWeights,
     RopeScaling,
     cuda,
     random_input,
@@ -142,6 +144,22 @@ def test_every_step_is_compared_with_float64(dtype: str) -> None:
     for row in rows:
         assert 0 <= row.max_rel <= 8 * unit, row
     assert rows[-1].total_rel > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_block_of_a_model_with_yarn(dtype: str) -> None:
+    """It is the first one of the model, whose scores YaRN multiplies; 1.4² changes every row."""
+    scaling = RopeScaling("yarn", 4.0, original_context=8, attention_factor=1.4)
+    config = LlamaConfig(1, 4, 32, 16, 11, n_kv_head=2, n_ff=24, scaling=scaling)
+    weights = LlamaWeights.random(2, config)
+    traced = Llama(weights, device="cpu", dtype="float32").trace(np.arange(9))
+    x = traced["embedding"].astype(dtype)
+    found = LlamaBlock(weights.blocks[0], device="cpu", dtype=dtype)(x)
+    expected = traced["h.0.output"]
+    limit = 1e-6 if dtype == "float32" else 3e-3
+    np.testing.assert_allclose(found, expected, rtol=0, atol=limit * np.abs(expected).max())
+    plain = LlamaBlock(replace(weights.blocks[0], scaling=None), device="cpu")(traced["embedding"])
+    assert np.abs(plain - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 def test_positions_by_default() -> None:

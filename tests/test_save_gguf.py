@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # than defaults
     "gpt2": {"eps": 2e-5},
     "llama": {"scaling": RopeScaling("linear", 4.0), "attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True, "bos_token_id": 5, "theta": 1e6},
-    "qwen3": {"attention_bias": True},
+    "qwen3": {"attention_bias": True, "scaling": RopeScaling("yarn", 4.0, original_context=8)},
     "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625,
                 "residual_multiplier": 0.25, "logits_scaling": 8.0},
     "phi3": {"rotary": 6, "scaling": LONG, "n_ff": 40, "window": 8},
@@ -152,7 +152,11 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                     llm.RESIDUAL_SCALE: 0.25, llm.LOGIT_SCALE: 8.0},
         "phi3": {rope.DIMENSION_COUNT: 6, attention.SLIDING_WINDOW: 8,
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
-        "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0},
+        "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
+                        "{arch}.embedding_dtype": "float32"},  # which llama.cpp does not read
+        "qwen3": {rope.SCALING_TYPE: "yarn", rope.SCALING_FACTOR: 4.0, rope.SCALING_ORIG_CTX_LEN: 8,
+                  rope.SCALING_ATTN_FACTOR: 1.0, rope.SCALING_YARN_BETA_FAST: 32.0,
+                  rope.SCALING_YARN_BETA_SLOW: 1.0},
     }  # fmt: skip
     name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(kind, kind)
     named = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}

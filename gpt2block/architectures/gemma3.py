@@ -28,6 +28,7 @@ LAYERS_27B = 62
 EVERY = 6  # layers, of which the last sees all tokens
 LOCAL = "local_frequencies"
 KINDS = ("full_attention", "sliding_attention")
+EMBEDDING_DTYPE = "embedding_dtype"  # a key of config.json and GGUF that others ignore
 CAP, SCALE, THETA = "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"
 NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
 
@@ -40,7 +41,9 @@ class Gemma3Config(WindowedConfig):
     RoPE in these; theta and scaling are of the others. scalar: the square root of its inverse
     multiplies scores; 0 for that of the model of this size, which GGUF files do not have: the head
     size, but n_embd / n_head of 62 layers (27B). logits_cap: as in NanoChatConfig. embedding_dtype:
-    as which the root that multiplies embeddings is rounded, that of the file in `transformers`.
+    the dtype to which the factor of embeddings, sqrt(n_embd), is rounded. `transformers` rounds it
+    to the dtype of the weights as loaded, llama.cpp to float32. Here it is part of the model: a
+    checkpoint converted to another dtype or format keeps it.
     """
 
     NAME: ClassVar[str] = "Gemma3"
@@ -56,6 +59,7 @@ class Gemma3Config(WindowedConfig):
     }  # fmt: skip
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
+        EMBEDDING_DTYPE: EMBEDDING_DTYPE,
     }  # fmt: skip
     ABSENT: ClassVar[Mapping[str, Any]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
@@ -125,7 +129,10 @@ class Gemma3Config(WindowedConfig):
             local_theta = {THETA: local["rope_theta"]} if "rope_theta" in local else {}
             config = {**config, **local_theta, "rope_parameters": objects.get(KINDS[0])}
         fields, types = super()._fields_in(config), config.get("layer_types")
-        dtype = config.get("dtype", config.get("torch_dtype"))
+        keys = (EMBEDDING_DTYPE, "dtype", "torch_dtype")
+        key = next((key for key in keys if config.get(key) is not None), keys[0])
+        dtype = str(config.get(key) or "float32").removeprefix("torch.")
+        check_choice(key, dtype, (*FLOATS, "float64"))
         if types is None:
             every = check_count(
                 "sliding_window_pattern", config.get("sliding_window_pattern", EVERY)
@@ -136,7 +143,8 @@ class Gemma3Config(WindowedConfig):
         else:
             raise CheckpointError(f"config.json: layer_types: expected a list of "
                                   f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
-        return fields | {"sliding_layers": layers, "embedding_dtype": dtype or "float32"}
+        dtype = "float32" if dtype == "float64" else dtype  # as which float64 is read
+        return fields | {"sliding_layers": layers, EMBEDDING_DTYPE: dtype}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""
@@ -144,7 +152,8 @@ class Gemma3Config(WindowedConfig):
         del content["hidden_act"]
         kinds = [KINDS[sliding] for sliding in self.sliding_layers]
         own = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds, "pad_token_id": None}
-        return content | own | {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
+        own |= {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
+        return content | own | {EMBEDDING_DTYPE: self.embedding_dtype}
 
 
 CONFIG: type[ModelConfig] = Gemma3Config

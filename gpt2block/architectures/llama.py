@@ -32,8 +32,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f": ("norm", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Older files have frequencies.
-FILES = Files("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# Older files have frequencies, of the model or of each layer.
+FILES = Files("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
 GGUF, TURNED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them

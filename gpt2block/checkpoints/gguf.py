@@ -40,6 +40,7 @@ _READ = {
     *_OF_GPT2, *_OF_LLAMA, "vocab_size", "attention.value_length", "rope.dimension_count",
     "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
@@ -48,6 +49,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
     "residual_scale": 1.0, "pooling_type": 0, "use_parallel_residual": False,
+    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
 }  # fmt: skip
 
 
@@ -70,9 +72,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         tensor.check_type()
         heads, added = differences(config, name)
         found[name] = replace(tensor, heads=heads, added=added)
-    # Q, K and V may have several dtypes, such as with types Q4_K for Q and K, and F16 for V
     naming = naming_of(config, gguf=True)
-    return config, naming.model_tensors(file, "block_count is", config, found, mixed="float32")
+    return config, naming.model_tensors(file, "block_count is", config, found)
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
@@ -193,7 +194,7 @@ def _llama_config(
     # Of others 1; 0 stands for it, too.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
-        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0,
+        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
     }  # fmt: skip
     keys = kind.GGUF_KEYS.items()
     scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
@@ -201,7 +202,7 @@ def _llama_config(
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
-    """The scaling of RoPE: a linear one, or factors for each frequency in one or two tensors."""
+    """The scaling of RoPE: linear, YaRN, or factors for each frequency in one or two tensors."""
     kind = settings.get("rope.scaling.type", "linear")  # as in llama.cpp
     present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
     long = present == {*LONGROPE_FACTORS}
@@ -210,6 +211,8 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
         raise CheckpointError(
             f"expected {ROPE_FACTORS}, or {both}, got {' and '.join(sorted(present))}"
         )
+    if kind == "yarn" and not present:
+        return _yarn(settings)
     if kind not in ("none", "linear", *("longrope",) * long):
         raise CheckpointError(f"{prefix}rope.scaling.type: {shown(kind)} is not supported")
     factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 0))
@@ -234,3 +237,22 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
     return RopeScaling("longrope", 1.0, original_context=original, factors=short,
                        long_factors=() if long_factors == short else long_factors,
                        attention_factor=attention)  # fmt: skip
+
+
+def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
+    """YaRN by the keys that llama.cpp reads, and by keys that its converter writes in addition.
+
+    llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. Where
+    yarn_attn_factor is given, the attention_factor of config.json, it stands for the latter.
+    """
+    keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
+    scaling = RopeScaling(
+        "yarn",
+        settings.get("rope.scaling.factor") or 1.0,
+        original_context=settings.get("rope.scaling.original_context_length",
+                                      settings.get("context_length", 2048)),
+        attention_factor=settings.get("rope.scaling.yarn_attn_factor"),
+        **{name: settings[key] for name, key in keys.items() if key in settings},
+    )  # fmt: skip
+    factor = settings.get("rope.scaling.attn_factor", 1.0)
+    return replace(scaling, attention_factor=scaling.attention_factor * factor)

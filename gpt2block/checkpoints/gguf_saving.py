@@ -30,19 +30,20 @@ from gpt2block.checkpoints.saving import (
     check_source,
     given_path,
     tokenizer_of,
+    warn_of_factor,
 )
 from gpt2block.checks import check_choice
 from gpt2block.config import ModelConfig
-from gpt2block.config.llama import LlamaConfig
+from gpt2block.config.llama import LlamaConfig, yarn_attention
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files import check_file, put_in_place, temporary_folder
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
-# Fields that a file has in its tensors or in keys of the tokenizer; embedding_dtype it has not
+# Fields that a file has in its tensors or in keys of the tokenizer
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
-    "eos_token_ids", "embedding_dtype",
+    "eos_token_ids",
 }  # fmt: skip
 _INSTEAD = "write a Hugging Face directory instead"
 
@@ -62,7 +63,8 @@ def save_gguf(
     only with `overwrite`, and by a complete one. Returns the path.
 
     Warns (UserWarning) of matrices in float16, of a tokenizer that GGUF cannot describe, without
-    which the file is written, and of more end tokens than it has keys for.
+    which the file is written, of more end tokens than it has keys for, and where llama.cpp
+    multiplies embeddings by another factor.
 
     Raises InputError for wrong arguments, for a config that GGUF has no keys for, and for weights
     out of the range of the type, CheckpointError where the file cannot be written, the tokenizer's
@@ -75,6 +77,7 @@ def save_gguf(
     if os.path.lexists(path) and not overwrite:
         raise InputError(f"{path}: already exists: give another file or overwrite=True")
     _check_config(weights.config)
+    warn_of_factor(path, weights.config, "llama.cpp", "float32")
     kinds = _kinds(path, weights.config, type.upper())
     most = "ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"
     metadata = _described(path, weights, tokenizer) | metadata_of(weights.config)
@@ -190,6 +193,8 @@ def _check_config(config: ModelConfig) -> None:
     lost = {name: value for name, value in given.items() if getattr(read, name) != value}
     if read.windows == config.windows:
         lost.pop("window", None)
+    if not getattr(given.get("scaling"), "truncate", True):
+        lost["truncate"] = False
     if lost:
         several = " and ".join(f"{name} {shown(value)}" for name, value in lost.items())
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no key for {several}: {_INSTEAD}")
@@ -202,6 +207,12 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
         return {}, {}
     if scaling.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
+    if scaling.kind == "yarn":
+        names = {"factor": "factor", "original_context": "original_context_length",
+                 "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}  # fmt: skip
+        keys = {f"rope.scaling.{key}": getattr(scaling, name) for name, key in names.items()}
+        factor = scaling.attention_factor / yarn_attention(scaling.factor)
+        return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":
         keys = {"rope.scaling.attn_factor": scaling.attention_factor,
                 "rope.scaling.original_context_length": scaling.original_context}  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from gpt2block.checkpoints.files import (
     read_start,
 )
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
-from gpt2block.checkpoints.stored import Stored, equal, itemsize
+from gpt2block.checkpoints.stored import DTYPES, Stored, equal, itemsize, same
 from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -72,7 +73,9 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         source, found = "model_args", _bare(file, tensors, GPT2_NAMING)
         with about(f"{file}: model_args"):
             config, found = nanogpt.as_hugging_face(model_args, found)
-    tied = config.tie_word_embeddings
+    tied, (wte,) = config.tie_word_embeddings, naming_of(config).in_file("wte")
+    if tied and wte not in found and "lm_head.weight" in found:
+        found[wte] = found.pop("lm_head.weight")
     if tied and "lm_head.weight" in found:
         config = replace(config, tie_word_embeddings=False)
     stored = naming_of(config).model_tensors(file, f"{source} has n_layer", config, found)
@@ -85,16 +88,24 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
-    """Return the tensors by their names without prefixes, each of which must be there once."""
+    """Return the tensors, without buffers that are no weights, by their names without prefixes.
+
+    A tensor may be stored several times with the same numbers. Raises CheckpointError for a tensor
+    that is stored with several values.
+    """
     found: dict[str, Stored] = {}
-    repeated = []
+    unequal = []
     for tensor in tensors:
         name = naming.bare(tensor.label)
-        repeated += [name] if name in found else []
+        if re.fullmatch(naming.ignored, name):
+            continue
+        if name in found and not same(found[name], tensor):
+            unequal.append(name)
         found[name] = replace(tensor, label=name)
-    if repeated:
+    if unequal:
         raise CheckpointError(
-            f"{file}: {len(repeated)} tensors are stored twice: {first_names(repeated)}"
+            f"{file}: {len(unequal)} tensors are stored twice with different numbers: "
+            f"{first_names(unequal)}"
         )
     return found
 
@@ -168,14 +179,17 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterat
 def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
     """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width.
 
-    As in transformers, the end tokens of generation_config.json replace those of config.json.
-    Returns the config, and the tensors by their names without prefixes.
+    As in transformers, the end tokens of generation_config.json replace those of config.json, and a
+    config without a dtype has that of the first tensor. Returns the config, and the tensors by
+    their names without prefixes.
     """
     path = file.parent / CONFIG
     if not is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
     content = read_json(path)
+    if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
+        content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
     try:
         config = parse_config(content)
     except (CheckpointError, InputError) as error:

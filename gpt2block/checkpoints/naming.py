@@ -95,13 +95,12 @@ class Naming:
         source: str,
         config: ModelConfig,
         found: Mapping[str, Stored],
-        mixed: str | None = None,
     ) -> dict[str, Stored]:
         """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
 
         source: what states the number of blocks. found: the tensors by their names without
-        prefixes. mixed: the dtype as which Q, K and V of several dtypes are read. Raises
-        CheckpointError unless the tensors found are exactly the model's.
+        prefixes. Q, K and V of several dtypes are read as float32. Raises CheckpointError unless
+        the tensors found are exactly the model's.
         """
         present = self.layers(found)
         if present != config.n_layer:  # checked before anything of the config's size is allocated
@@ -113,15 +112,7 @@ class Naming:
         whole: dict[str, Stored] = {}
         for ours, names in parts.items():
             layout = self.layout_of(ours)
-            pieces = [_laid_out(found[name], layout) for name in names]
-            if len({piece.dtype for piece in pieces}) > 1:
-                if mixed is None:
-                    described = ", ".join(f"{piece.label} {piece.dtype}" for piece in pieces)
-                    raise CheckpointError(
-                        f"{file}: expected one dtype for Q, K and V, got {described}"
-                    )
-                pieces = [replace(piece, dtype=mixed) for piece in pieces]
-            whole[ours] = joined(pieces)
+            whole[ours] = joined([_laid_out(found[name], layout) for name in names])
         return self._ours(config, whole)
 
     def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +68,8 @@ def save_pretrained(
     killed process has left in the directory is removed (`files.temporary_folder`). Returns the
     directory.
 
+    Warns (UserWarning) where `transformers` multiplies the embeddings of a Gemma by another factor.
+
     Raises InputError for wrong arguments and for weights outside the dtype's range, CheckpointError
     where files cannot be written or a tokenizer cannot be read.
     """
@@ -83,7 +87,10 @@ def save_pretrained(
         )
     with _replaced_together(directory, old) as new:
         stored = _write_weights(new / WEIGHTS, weights, dtype)
+        warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
+        if config.get("embedding_dtype") == stored:  # else a copy that others cast keeps the key
+            del config["embedding_dtype"]
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in copied.items():
             (new / name).write_bytes(content)
@@ -96,6 +103,20 @@ def check_source(weights: TensorSource) -> None:
         raise InputError(
             "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
             f"{shown(weights)}"
+        )
+
+
+def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
+    """Warn if a program that rounds the factor of embeddings to `dtype` computes another one."""
+    if getattr(config, "embedding_dtype", dtype) == dtype:
+        return
+    cast = replace(config, embedding_dtype=dtype)
+    own, other = config.scales.embedding, cast.scales.embedding
+    if own != other:
+        warnings.warn(
+            f"{path}: {program} multiplies embeddings by {other:g}, as it rounds the factor to "
+            f"{dtype}; this model has {own:g}, which gpt2block keeps",
+            stacklevel=3,
         )
 
 

@@ -79,7 +79,11 @@ class Stored:
         array = np.empty(self.shape, DTYPES[self.dtype])
         row = 0
         for piece in self.pieces:
-            piece.read_into(array[row : row + piece.shape[0]])
+            rows = array[row : row + piece.shape[0]]
+            if piece.dtype == self.dtype:
+                piece.read_into(rows)
+            else:
+                rows[...] = piece.read()
             row += piece.shape[0]
         reorder(array[: self.in_heads], self.head_order)
         if self.dtype != "float64":
@@ -126,14 +130,27 @@ def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
-    """Join tensors (rows, …) of the same dtype and layout; one alone stays as it is."""
+    """Join tensors (rows, …) of one layout; one alone stays as it is.
+
+    Parts of several dtypes are read as float32, such as Q and K of type Q4_K and V of F16.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
+    dtype = first.dtype if len({part.dtype for part in parts}) == 1 else "float32"
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     label = f"{first.label} … {parts[-1].label}"
-    whole = (label, first.file, None, shape, first.dtype, first.layout)
+    whole = (label, first.file, None, shape, dtype, first.layout)
     return Stored(*whole, parts=tuple(parts))
+
+
+def same(a: Stored, b: Stored) -> bool:
+    """Return whether two tensors have the same shape, dtype and numbers, as in `equal`.
+
+    Tensors of a dtype or an order that cannot be read are not the same. Raises CheckpointError.
+    """
+    alike = (a.shape, a.dtype, a.order) == (b.shape, b.dtype, b.order)
+    return alike and a.dtype in DTYPES and a.order is not None and equal(a, b)
 
 
 def equal(a: Stored, b: Stored) -> bool:

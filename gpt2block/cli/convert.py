@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.checkpoints.gguf_saving import TYPES
@@ -63,10 +65,10 @@ def convert(
     if place == os.path.realpath(source.directory):
         raise InputError(f"{output}: the checkpoint is in this directory: give another one as OUT")
     if type is not None:
-        written = _with_notes(output, source, type, overwrite)
+        written = _with_notes(save_gguf, output, source, type, overwrite=overwrite)
         size = written.stat().st_size
     else:
-        written = save_pretrained(output, source, dtype, overwrite=overwrite)
+        written = _with_notes(save_pretrained, output, source, dtype, overwrite=overwrite)
         size = (written / WEIGHTS).stat().st_size
     stored = Checkpoint.open(written).stored.values()
     types = ", ".join(sorted({each for tensor in stored for each in tensor.types}))
@@ -77,11 +79,11 @@ def convert(
     )
 
 
-def _with_notes(output: str, source: Checkpoint, type: str, overwrite: bool) -> Path:
-    """`save_gguf`, whose warnings are printed to stderr."""
+def _with_notes(save: Callable[..., Path], *arguments: Any, **options: Any) -> Path:
+    """Return save(*arguments, **options), and print its warnings to stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        written = save_gguf(output, source, type, overwrite=overwrite)
+        written = save(*arguments, **options)
     for each in caught:
         print(f"note: {printable(str(each.message))}", file=sys.stderr)
     return written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 from math import prod
 from operator import itemgetter
@@ -84,6 +84,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "file": str(checkpoint.file),
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+            **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
             **_generation_facts(facts["end_tokens"], facts["generation_config"]),
@@ -123,6 +124,17 @@ def _generation_facts(
         if not name.endswith("_token_id") and not name.startswith(("_", "transformers_"))
     )
     return facts | ({"suggested": f"{others}; not applied"} if others else {})
+
+
+def _rope_facts(scaling: Any) -> dict[str, str]:
+    """The scaling of RoPE: its kind, and its numbers that differ from their defaults."""
+    if scaling is None:
+        return {}
+    numbers = {each.name: getattr(scaling, each.name) for each in fields(scaling)
+               if getattr(scaling, each.name) != each.default}  # fmt: skip
+    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in numbers.items()
+            if isinstance(value, (int, float))]  # fmt: skip
+    return {"RoPE": f"{scaling.kind} scaling, {', '.join(told)}"}
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:

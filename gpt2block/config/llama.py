@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_count, check_integer, check_number, check_token, several
+from gpt2block.checks import (
+    check_count,
+    check_flag,
+    check_integer,
+    check_number,
+    check_token,
+    several,
+)
 from gpt2block.config import (
     ALL_LIMITS,
     OF_OTHERS,
@@ -23,7 +30,7 @@ from gpt2block.config import (
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 
-_RopeKind = Literal["linear", "llama3", "longrope"]
+_RopeKind = Literal["linear", "llama3", "longrope", "yarn"]
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
@@ -36,12 +43,24 @@ _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "longrope": ("short_factor", "long_factor"),
+    "yarn": ("factor",),
 }
+_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2")  # values of model_type
+
+
+def yarn_attention(factor: float, mscale: float = 1.0) -> float:
+    """The factor by which YaRN multiplies queries and keys: 1 + mscale ln(factor) / 10."""
+    return 0.1 * mscale * math.log(max(1.0, factor)) + 1.0
 
 
 def _check_factor(name: str, value: Any) -> float:
     expected = "a number from 2^-20 to 2^20"
     return check_number(f"rope_scaling: {name}", value, 2.0**-20, 2.0**20, expected)
+
+
+_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,11 +71,16 @@ class RopeScaling:
     original_context / low_freq_factor are divided by `factor`, those with one below
     original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
     is divided by its own of `factors`, as in GGUF files, or of `long_factors`, if there are any,
-    for a sequence that may have more tokens than original_context; a pair that RoPE turns is
-    multiplied by attention_factor.
+    for a sequence that may have more tokens than original_context. "yarn": those of pairs that turn
+    more than beta_fast times in the original context stay, those that turn less than beta_slow
+    times are divided by `factor`, and those between are interpolated by the index of the pair;
+    truncate: whether the ends of this range are rounded to whole pairs. attention_factor, of
+    "longrope" and "yarn", multiplies the queries and keys that RoPE turns; None stands for
+    1 + ln(factor) / 10 with "yarn", at least 1, and for 1 with the others.
 
     Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
-    et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024).
+    et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024); Peng et al.,
+    "YaRN: Efficient Context Window Extension of Large Language Models" (2023).
     """
 
     kind: _RopeKind
@@ -66,13 +90,19 @@ class RopeScaling:
     original_context: int = 8192
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
+    attention_factor: float = None  # type: ignore[assignment]  # a number once it is made
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in _SCALING_FIELDS:
             known = " or ".join(map(repr, _SCALING_FIELDS))
             raise InputError(f"rope_scaling: expected kind {known}, got {shown(self.kind)}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor"):
+        if self.attention_factor is None:
+            factor = _check_factor("factor", self.factor) if self.kind == "yarn" else 1.0
+            object.__setattr__(self, "attention_factor", yarn_attention(factor))
+        for name in _NUMBERS:
             object.__setattr__(self, name, _check_factor(name, getattr(self, name)))
         for name in ("factors", "long_factors"):
             factors = tuple(_check_factor(name, each) for each in several(getattr(self, name)))
@@ -82,22 +112,42 @@ class RopeScaling:
                 f"rope_scaling: expected low_freq_factor below high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
+        if self.beta_slow > self.beta_fast:
+            raise InputError(f"rope_scaling: expected beta_slow up to beta_fast, got "
+                             f"{self.beta_slow} and {self.beta_fast}")  # fmt: skip
+        object.__setattr__(self, "truncate", check_flag("rope_scaling: truncate", self.truncate))
         context = check_count("rope_scaling: original_max_position_embeddings",
                               self.original_context, ALL_LIMITS["n_ctx"])  # fmt: skip
         object.__setattr__(self, "original_context", context)
 
-    def scaled(self, frequencies: NDArray[np.float64], n_ctx: int) -> NDArray[np.float64]:
-        """The frequencies to use instead of these in this context, in radians per position."""
+    def scaled(
+        self, frequencies: NDArray[np.float64], theta: float, n_ctx: int
+    ) -> NDArray[np.float64]:
+        """The frequencies to use instead of these of θ in this context, in radians per position."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "longrope":
             long = self.long_factors if n_ctx > self.original_context else ()
             return frequencies / np.array(long or self.factors, np.float64)
-        turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
-        low, high = self.low_freq_factor, self.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)  # 0: divided by factor; 1: kept
+        if self.kind == "yarn":
+            first, last = self._interpolated(len(frequencies), theta)
+            kept = 1 - np.clip((np.arange(len(frequencies)) - first) / (last - first), 0, 1)
+        else:
+            turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
+            low, high = self.low_freq_factor, self.high_freq_factor
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+        # kept is 0 where frequencies are divided by factor, and 1 where they stay.
         scaled: NDArray[np.float64] = frequencies * (kept + (1 - kept) / self.factor)
         return scaled
+
+    def _interpolated(self, pairs: int, theta: float) -> tuple[float, float]:
+        """The ends of the range of pairs that "yarn" interpolates, limited as in `transformers`."""
+        context, step = self.original_context / (2 * math.pi), math.log(theta) / pairs
+        first, last = (math.log(context / beta) / step for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        return first, last + 0.001 * (first == last)
 
 
 @dataclass(frozen=True)
@@ -177,22 +227,32 @@ class LlamaConfig(ModelConfig):
         object.__setattr__(self, "theta", theta)
         if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
             raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
-        if self.scaling is not None and self.scaling.kind == "longrope":
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+        if self.bos_token_id is not None:
+            object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        """Raise InputError for a scaling that this model cannot have."""
+        if scaling.kind == "longrope":
             pairs = -(-self.rotary_size // 2)
-            for factors in (self.scaling.factors, self.scaling.long_factors or None):
+            for factors in (scaling.factors, scaling.long_factors or None):
                 if factors is not None and len(factors) != pairs:
                     raise InputError(
                         f"rope_scaling: expected a factor for each of {pairs} frequencies, "
                         f"got {len(factors)}"
                     )
-            unequal = self.scaling.long_factors or self.scaling.attention_factor != 1
+            unequal = scaling.long_factors or scaling.attention_factor != 1
             if unequal and "long_factor" not in self.HONOURED:
                 raise InputError(
                     "rope_scaling: longrope is supported with equal short_factor and long_factor, "
                     f"and with attention_factor 1, in {self.NAME}"
                 )
-        if self.bos_token_id is not None:
-            object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
+        if scaling.kind == "yarn":
+            check_number("theta", self.theta, 1 + 2.0**-20, 2.0**100, "a number above 1 with yarn")
+            if self.MODEL_TYPE not in _WITH_YARN:
+                raise InputError(f"rope_scaling: yarn is supported in {', '.join(_WITH_YARN)}, "
+                                 f"not in {self.MODEL_TYPE}")  # fmt: skip
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
@@ -210,8 +270,16 @@ class LlamaConfig(ModelConfig):
 
     @property
     def scales(self) -> Scales:
-        """As in ModelConfig."""
-        return Scales(self.eps, rope=1.0 if self.scaling is None else self.scaling.attention_factor)
+        """As in ModelConfig.
+
+        YaRN multiplies all channels of q and k by one factor, therefore scores by its square.
+        """
+        if self.scaling is None:
+            return Scales(self.eps)
+        factor = self.scaling.attention_factor
+        if self.scaling.kind == "yarn":
+            return Scales(self.eps, attention=factor**2 * self.head_size**-0.5)
+        return Scales(self.eps, rope=factor)
 
     @property
     def short_context(self) -> int:
@@ -226,7 +294,7 @@ class LlamaConfig(ModelConfig):
         k = np.arange(-(-self.rotary_size // 2))
         frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.rotary_size)
         if self.scaling is not None:
-            frequencies = self.scaling.scaled(frequencies, self.n_ctx)
+            frequencies = self.scaling.scaled(frequencies, self.theta, self.n_ctx)
         return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:
@@ -356,17 +424,15 @@ def _scaling(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> 
         raise CheckpointError(f"config.json: {name}: expected {', '.join(missing)}: missing")
     if kind == "longrope":
         return _longrope(name, fields, sizes)
+    if kind == "yarn":
+        return _yarn(name, fields, sizes)
     values = [fields[field] for field in needed]
     return RopeScaling(kind, *values)  # type: ignore[arg-type]  # one of _SCALING_FIELDS
 
 
 def _longrope(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling:
     """As in `transformers`, attention_factor follows from the contexts unless it is given."""
-    n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
-    originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
-    given = {key: value for key, value in originals.items() if value is not None}
-    original = check_integer(_ORIGINAL, agreed(given or {_ORIGINAL: n_ctx}), 2,
-                             ALL_LIMITS["n_ctx"], "an integer of at least 2")  # fmt: skip
+    n_ctx, original = _contexts(name, fields, sizes)
     attention = fields.get("attention_factor")
     if attention is None:
         factor = fields.get("factor")
@@ -378,11 +444,39 @@ def _longrope(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) ->
                        attention_factor=attention)  # fmt: skip
 
 
+def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling:
+    """As in `transformers`, where absent fields, and some that are 0 or null, have defaults."""
+    n_ctx, original = _contexts(name, fields, sizes)
+    factor = n_ctx / original if fields["factor"] is None else fields["factor"]
+    attention, parts = fields.get("attention_factor"), ("mscale", "mscale_all_dim")
+    if attention is None and all(fields.get(part) for part in parts):
+        scale = _check_factor("factor", factor)
+        above, below = (yarn_attention(scale, _check_factor(part, fields[part])) for part in parts)
+        attention = above / below
+    betas = {key: fields[key] for key in ("beta_fast", "beta_slow") if fields.get(key)}
+    return RopeScaling("yarn", factor, original_context=original, attention_factor=attention,
+                       truncate=fields.get("truncate", True), **betas)  # fmt: skip
+
+
+def _contexts(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """The context of a model, and its original context, which is the same unless it is given."""
+    n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
+    originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
+    given = {key: value for key, value in originals.items() if value is not None}
+    original = check_integer(_ORIGINAL, agreed(given or {_ORIGINAL: n_ctx}), 2,
+                             ALL_LIMITS["n_ctx"], "an integer of at least 2")  # fmt: skip
+    return n_ctx, original
+
+
 def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "longrope":
         return {"rope_type": "longrope", "factor": 1.0, _ORIGINAL: scaling.original_context,
                 "attention_factor": scaling.attention_factor, "short_factor": list(scaling.factors),
                 "long_factor": list(scaling.long_factors or scaling.factors)}  # fmt: skip
+    if scaling.kind == "yarn":
+        same = ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
+        own = {key: getattr(scaling, key) for key in same}
+        return {"rope_type": "yarn", _ORIGINAL: scaling.original_context, **own}
     values = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
     names = _SCALING_FIELDS[scaling.kind]
     fields = zip(names, (*values, scaling.original_context), strict=False)

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, deserialize
+from safetensors.numpy import load_file, save_file
 
 from fuzzing import (
     Area,
@@ -30,9 +33,11 @@ from fuzzing import (
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
 from fuzzing.values import NUMBERS, TEXTS, damage, odd_text, odd_value, replace, spoil_json
-from gpt2block import GPT2
+from gpt2block import GPT2, LlamaConfig, RopeScaling
+from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.errors import CheckpointError
+from gpt2block.parameters.arrays import random_model
 
 PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
@@ -53,8 +58,8 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 
 def case(rng: Rng, folder: Path) -> None:
-    kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_odd_name, _odd_target, _hostile]
-    kinds += [_no_checkpoint]
+    kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_rewritten] * 2
+    kinds += [_odd_name, _odd_target, _hostile, _no_checkpoint]
     if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
         kinds += [_pickle] * 2
     rng.pick(*kinds)(rng, folder)
@@ -161,6 +166,69 @@ def _sharded(rng: Rng, folder: Path) -> None:
     path.write_text(json.dumps(index))
     opened_as = rng.pick(folder, path, str(folder), str(path))
     _check(rng, folder, opened_as, sizes, tensors, damaged)
+
+
+def _rewritten(rng: Rng, folder: Path) -> None:
+    """A Llama with YaRN, or a Gemma, as other programs write it, and then as another dtype."""
+    gemma, whole, seed = rng.chance(0.5), {}, rng.whole(2**31)
+    sizes: dict[str, Any] = {
+        "n_layer": rng.whole(1, 4),
+        "n_head": 4,
+        "n_kv_head": rng.pick(1, 2, 4),
+    }
+    sizes |= {
+        "n_embd": 8 * rng.whole(1, 5),
+        "n_ctx": 16,
+        "vocab_size": 9,
+        "n_ff": 12,
+        "head_size": 8,
+    }
+    if gemma:
+        whole = {"embedding_dtype": str(rng.pick("float32", "float16", "bfloat16"))}
+    elif rng.chance(0.7):
+        betas = {"beta_fast": rng.pick(2.0, 32.0), "beta_slow": rng.pick(0.1, 1.0)}
+        context, truncate = rng.pick(2, 8, 4096), rng.chance(0.5)
+        scaling = RopeScaling(
+            "yarn",
+            rng.pick(0.5, 3.0, 40.0),
+            original_context=context,
+            attention_factor=rng.pick(None, 1.3),
+            truncate=truncate,
+            **betas,
+        )
+        whole = {"scaling": scaling}
+    made: Any = Gemma3Config if gemma else LlamaConfig
+    config = made(**sizes, **whole, tie_word_embeddings=rng.chance(0.5))
+    source: Any = SimpleNamespace(config=config, tensors=lambda: random_model(seed, config))
+    accepted(_quietly, save_pretrained, folder, source, rng.pick(None, "float16", "bfloat16"))
+    file = folder / "model.safetensors"
+    expected = [array.astype(np.float32) for _, array, _ in Checkpoint.open(folder).tensors()]
+    stored = load_file(file)
+    q, buffer = "model.layers.0.self_attn.q_proj.weight", rng.pick("model.", "layers.1.a.", "")
+    if rng.chance(0.5):
+        stored[q] = stored[q].astype(rng.pick(np.float32, np.float64))
+    if rng.chance(0.5):
+        stored[f"{buffer}rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    if config.tie_word_embeddings and rng.chance(0.5):
+        stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    unequal, copied = rng.chance(0.3), rng.chance(0.3)
+    if unequal or copied:
+        stored[q.removeprefix("model.")] = stored[q] + unequal
+    save_file(stored, file, {"format": "pt"})
+    opened = attempt(not unequal, Checkpoint.open, folder)
+    check(not unequal, "opened with two tensors of one name")
+    accepted(_quietly, save_pretrained, folder / "again", opened, rng.pick(None, "float32"))
+    for found in (opened, accepted(Checkpoint.open, folder / "again")):
+        check_equal("config", found.config, config)
+        for (name, array, _), truth in zip(found.tensors(), expected, strict=True):
+            check(np.array_equal(array, truth), f"{name}: other numbers")
+
+
+def _quietly(call: Any, *arguments: Any) -> Any:
+    """Return call(*arguments) without the warnings of a factor that others compute otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*arguments)
 
 
 def _llm_c(rng: Rng, folder: Path) -> None:
@@ -278,6 +346,8 @@ def _check(
         check((folder / "config.json").is_file(), "accepted without a config.json")
         expected = rules(json.loads((folder / "config.json").read_text()))
         sizes = _sizes(expected)
+        if sizes.tied and "wte.weight" not in stored and "lm_head.weight" in stored:
+            stored["wte.weight"] = stored.pop("lm_head.weight")
         wte, head = stored.get("wte.weight"), stored.get("lm_head.weight")
         if sizes.tied and wte is not None and head is not None:
             both = wte.astype(np.float64), head.astype(np.float64)
