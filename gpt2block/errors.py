@@ -147,6 +147,23 @@ class KernelError(RuntimeError):
     """A CUDA source does not compile, or a kernel is launched with wrong arguments."""
 
 
+def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> None:
+    """Make all checks. Raise the first error, to which the messages of the others are added.
+
+    later: a check that the caller makes later, and that is made here if another one fails.
+    """
+    errors: list[PrintableError] = []
+    for check in (*checks, later):
+        try:
+            if check is not later or errors:
+                check()
+        except PrintableError as error:
+            errors.append(error)
+    if errors:
+        first, *others = errors
+        raise type(first)(*first.parts, *(f"; {each}" for each in others))
+
+
 def require(
     purpose: str, extra: str, *modules: str, kind: type[PrintableError] = InputError
 ) -> None:
