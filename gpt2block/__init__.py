@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
@@ -133,10 +134,22 @@ if not TYPE_CHECKING:  # for type checkers an unknown name is an error
         elif name in _MODULES:
             return import_module(f"gpt2block.{name}")  # which sets the attribute
         else:
-            raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
+            raise _no_attribute(name)
         globals()[name] = value
         return value
 
 
+def _no_attribute(name: str) -> Exception:
+    """The error for an unknown name; for an operation it says where the operation is."""
+    instead = None
+    if not name.startswith("_") and name in import_module("gpt2block.reference").CONTRACTS:
+        on_gpu = name in import_module("gpt2block.ops").__all__
+        instead = f"gpt2block.reference.{name} with NumPy"
+        instead += f", gpt2block.ops.{name} with CuPy" if on_gpu else ""
+    errors = import_module("gpt2block.errors")
+    error: Exception = errors.no_attribute("", sys.modules[__name__], name, instead)
+    return error
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({"__version__", *__all__, *_MODULES})

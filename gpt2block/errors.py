@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import NamedTuple
@@ -99,8 +99,69 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
+_LOAD = "from_pretrained(name, device='cuda', dtype='bfloat16')"
+# Names that users of other libraries try → what to write. "" stands for the module gpt2block.
+INSTEAD: Mapping[str, Mapping[str, str]] = {
+    "": {
+        **dict.fromkeys(
+            ("AutoModel", "AutoModelForCausalLM", "load", "load_model"),
+            "gpt2block.from_pretrained(name)",
+        ),
+        **dict.fromkeys(
+            ("AutoTokenizer", "Tokenizer", "tokenizer"), "gpt2block.from_pretrained(name).tokenizer"
+        ),
+        **{
+            name: f"gpt2block.from_pretrained(name).{name}(text)"
+            for name in ("compare", "embed", "explain", "generate", "score", "stream")
+        },
+        "kernels": "gpt2block.ops, and the files of kernels_cu/",
+    },
+    "Model": {
+        **dict.fromkeys(("forward", "logits", "predict"), "model(ids)"),
+        **dict.fromkeys(("encode", "tokenize"), "model.tokenizer.encode_ordinary(text)"),
+        **dict.fromkeys(("decode", "detokenize"), "model.tokenizer.decode(ids)"),
+        **dict.fromkeys(("cpu", "cuda", "half", "to"), _LOAD),
+        **dict.fromkeys(("load", "load_state_dict"), "from_pretrained(name)"),
+        **dict.fromkeys(("parameters", "named_parameters", "state_dict"), "model.tensors()"),
+        "attentions": "model.attention(text)",
+        "perplexity": "model.score(text).perplexity",
+        "save": "model.save_pretrained(directory), or model.save_gguf(path, type)",
+    },
+    "Block": {"forward": "block(x)", "to": "Block(weights, device='cuda', dtype='bfloat16')"},
+}
+
+
+def no_attribute(table: str, owner: object, name: str, instead: str | None = None) -> Exception:
+    """An AttributeError for a name that an object does not have, and the name to use.
+
+    table: a key of INSTEAD. owner: the object, a module or an instance. instead: code to suggest
+    for a name that the table does not have.
+    """
+    of = "module 'gpt2block'" if not table else f"{type(owner).__name__!r} object"
+    instead = INSTEAD[table].get(name, instead)
+    hint = f": use {instead}" if instead else ""
+    return AttributeError(f"{of} has no attribute {name!r}{hint}", name=name, obj=owner)
+
+
 class KernelError(RuntimeError):
     """A CUDA source does not compile, or a kernel is launched with wrong arguments."""
+
+
+def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> None:
+    """Make all checks. Raise the first error, to which the messages of the others are added.
+
+    later: a check that the caller makes later, and that is made here if another one fails.
+    """
+    errors: list[PrintableError] = []
+    for check in (*checks, later):
+        try:
+            if check is not later or errors:
+                check()
+        except PrintableError as error:
+            errors.append(error)
+    if errors:
+        first, *others = errors
+        raise type(first)(*first.parts, *(f"; {each}" for each in others))
 
 
 def require(

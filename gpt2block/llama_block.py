@@ -41,7 +41,7 @@ class LlamaBlock(BaseBlock):
     @named_options()
     def __init__(
         self,
-        weights: LlamaBlockWeights,
+        weights: LlamaBlockWeights = None,  # type: ignore[assignment]  # the check below names it
         causal: bool = True,
         device: str | None = None,
         dtype: str = "float32",

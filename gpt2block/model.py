@@ -17,7 +17,7 @@ from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, no_attribute
 from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
@@ -66,7 +66,7 @@ class Model(Generic[Weights]):
     @named_options(**REMOVED)
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights = None,  # type: ignore[assignment]  # the check below names it
         device: str | None = None,
         dtype: str = "float32",
         allow_nonfinite: bool = False,
@@ -176,6 +176,11 @@ class Model(Generic[Weights]):
             from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
             self.engine = CudaModel(config, tensors, formats, index)
+
+    if not TYPE_CHECKING:  # else any name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("Model", self, name)
 
     def __repr__(self) -> str:
         c = self.config
@@ -382,21 +387,23 @@ class Model(Generic[Weights]):
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
-    def trace(self, ids: Row, cached: bool = False) -> dict[str, NDArray[Any]]:
-        """Step name → its result, (T, channels), for every step of the forward pass of ids (T,).
+    def trace(self, ids: Prompt, cached: bool = False) -> dict[str, NDArray[Any]]:
+        """Step name → its result, (T, channels), for every step of a forward pass.
+
+        ids: a text or token ids (T,).
 
         Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
         cached: compute the last token only, after the others are in a kv_cache.
         """
-        return self.engine.trace(inputs.one_sequence(self.engine, ids, cached), cached)
+        return self.engine.trace(inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
-    def compare(self, ids: Row, cached: bool = False) -> Comparisons:
-        """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
+    def compare(self, ids: Prompt, cached: bool = False) -> Comparisons:
+        """Every step of every layer compared with float64, in order, for a text or token ids (T,).
 
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
         as they are stored. A row's name is the step's, such as "h.3.gelu".
         """
-        return compare(self.engine, inputs.one_sequence(self.engine, ids, cached), cached)
+        return compare(self.engine, inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
     @named_options()
     def attention(self, text: Prompt) -> Floats:

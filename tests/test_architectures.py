@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import numpy as np
 import pytest
 
 import gpt2block
+from gpt2block import CheckpointError
+from gpt2block.architectures import ARCHITECTURES
 from tests.devices import GPU
 
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -270,6 +275,35 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         )
         largest = np.abs(logits).max()
         np.testing.assert_allclose(read(ids), ours(ids), rtol=0, atol=4e-6 * largest)
+
+
+def test_a_llama_with_another_gate_as_the_documentation_adds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of docs/architectures.md, compared with a Llama of the same hidden_act."""
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    page = (Path(__file__).parent.parent / "docs" / "architectures.md").read_text("utf-8")
+    section = page.partition("## A second example")[2]
+    name, file = "gated_llama", tmp_path / "gated_llama.py"
+    file.write_text(section.partition("```python\n")[2].partition("```\n")[0], encoding="utf-8")
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # in which dataclasses read annotations
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(ARCHITECTURES, name, module)
+    settings = llama(random.Random(4)) | {"hidden_act": module.GELU}
+    theirs = model_of(torch, transformers, "llama", settings, 4)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu'"):
+        gpt2block.from_pretrained(tmp_path, device="cpu")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": name}))
+    ours = gpt2block.from_pretrained(tmp_path, device="cpu")
+    ids = np.arange(20) % settings["vocab_size"]
+    expected = logits_of(torch, theirs, ids)
+    np.testing.assert_allclose(ours(ids), expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+    again = gpt2block.from_pretrained(ours.save_pretrained(tmp_path / "again"), device="cpu")
+    np.testing.assert_array_equal(again(ids), ours(ids))
 
 
 def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:

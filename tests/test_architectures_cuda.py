@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import cycle, permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
+from launch_recorder import recording
 
-from gpt2block import Model, RopeScaling, cuda
-from gpt2block.architectures import architecture_of
+from gpt2block import Model, RopeScaling, Sampling, cuda
+from gpt2block.architectures import architecture_of, llama
 from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.granite import GraniteConfig
 from gpt2block.architectures.mistral import MistralConfig
@@ -24,10 +25,14 @@ from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
 from gpt2block.bench.measure import tolerance
 from gpt2block.config import ModelConfig
+from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import InputError
 from gpt2block.generation import batching
 from gpt2block.inspect.compare import exact_tensors
 from gpt2block.parameters.arrays import random_model
+from gpt2block.passes.decoding import DecodePass
+from gpt2block.passes.prefill import TensorCorePass
+from gpt2block.run.model import start_all
 from tests.devices import GPU, running_on
 
 # Heads of 64 channels, whose prompts tensor cores compute.
@@ -235,3 +240,44 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
     alone = [model.generate(prompt, **options) for prompt in prompts]
     for times in many:  # 3, 6 and 21 rows, which have kernels of their own
         assert model.generate(prompts * times, **options)[:3] == alone
+
+
+def without_up(o: Any, h: str, x: Any, y: Any) -> Any:
+    """The feed-forward of a Llama that forgets one of its matrices."""
+    x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
+    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate",))
+    y = o.product(f"{h}gate", y, f"{h}w_gate", to=(f"{h}w_down",))
+    return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_matrix_that_an_architecture_forgets_is_an_error(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "feed_forward", without_up)
+    expected = rf"h\.0\.w_up, h\.1\.w_up: no step .*attention, {__name__}\.without_up, .*final\)"
+    with recording("9.0"), pytest.raises(RuntimeError, match=expected):
+        model_of(LlamaConfig(**SIZES), device, "float32")
+
+
+@pytest.mark.parametrize(("kind", "cached"), [(DecodePass, True), (TensorCorePass, False)])
+def test_a_bias_that_a_pass_forgets_is_an_error(
+    kind: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = kind._product
+    monkeypatch.setattr(kind, "_product", lambda o, p: product(o, p._replace(bias="")))
+    with recording("9.0"):
+        biases = {"attention_bias": True, "mlp_bias": True}
+        engine = model_of(LlamaConfig(**SIZES | biases), "cuda", "bfloat16").engine
+        ids = np.arange(9, dtype=np.int32)
+        with pytest.raises(RuntimeError, match=r"h\.0\.b_\w+, .* more: no step"):
+            engine.trace(ids, cached) if cached else engine.forward([ids], "last")
+
+
+def test_the_recordings_of_each_architecture_read_all_tensors() -> None:
+    """Divided weights, padded ones and those in two parts are read in the place of others."""
+    with recording("9.0"):
+        for (kind, own), dtype in zip(OWN.values(), cycle(FORMATS)):
+            engine = model_of(kind(**SIZES | own), "cuda", dtype).engine
+            found = start_all(engine, [np.arange(9)], [Sampling()], 2).next()
+            assert found.slots.tolist() == [0]

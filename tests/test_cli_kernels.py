@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import doctor, emulator
+from gpt2block import doctor, emulator, errors
 from gpt2block.bench import Ceilings, Measurement, peers
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
@@ -78,8 +78,7 @@ def test_a_wrong_variant_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_needs_a_gpu_says_so(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "--plot" in options:
-        pytest.importorskip("matplotlib", reason="without it --plot says that first")
+    monkeypatch.setattr(errors, "find_spec", lambda name: name)  # matplotlib may be missing
     monkeypatch.chdir(tmp_path)
     ended = kernels("softmax", *options)
     assert list(tmp_path.iterdir()) == []  # nothing is drawn
@@ -88,7 +87,37 @@ def test_what_needs_a_gpu_says_so(
     if "--json" in options:
         assert ended.json == {"run": False, "why": why}
     else:
-        assert (ended.out, ended.err) == ("", f"error: {why}\n")
+        assert ended.err == f"error: {why}\n"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (errors, peers):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    sweep = "--sweep", "--plot", "a.png", "--peer", "torch"
+    for command in (("kernels", "softmax", *sweep), ("bench", *sweep[1:])):
+        said = gpt2block(*command).error
+        for missing in (
+            "--peer torch: PyTorch is not installed",
+            "--plot needs matplotlib",
+            NO_GPU,
+        ):
+            assert missing in said
+    assert "PyTorch" not in kernels("softmax", *sweep[:3]).error
+
+
+def test_one_screen_lists_the_operations_and_each_its_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = kernels().out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
+    monkeypatch.setattr(emulator, "missing", lambda: "g++ is not installed")
+    listed = kernels("softmax").out.split()
+    for variant in find("softmax").table:
+        assert {variant.name, *variant.kernels, *variant.idea.split()} <= set(listed)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -166,6 +195,8 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
         (["softmax", "--device", "tpu"], "--device tpu: expected cuda or cpu"),
         (["softmax", "--device", "cpu", "--sweep"], "times are measured on a GPU"),
         (["sample_token", "--template"], "sample_token has no template: expected one of add"),
+        (["--sweep"], "--sweep needs an operation: gpt2block kernels layernorm --sweep"),
+        (["--shape", "B=1"], "--shape needs an operation"),
         (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),
         (["trimat", "--variant", "9"], "unknown --variant '9'"),
         (["trimat", "--shape", "B"], "expected sizes such as"),

@@ -12,7 +12,7 @@ import typer
 
 from gpt2block.cli.options import add_command, argument, option
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
-from tests.command_line import gpt2block
+from tests.command_line import gpt2block, printed
 
 KEYWORD = re.compile(r"(?<![\w-])(?!n_ctx)[a-z]+_[a-z_]+|\b[a-z]+=['\d]")
 
@@ -235,3 +235,24 @@ def test_an_argument_in_a_message_becomes_its_option(error: PrintableError, expe
 def test_a_file_with_the_name_of_an_option_stays_a_file() -> None:
     said = gpt2block("score", "stride").error
     assert said == "stride: cannot be read: No such file or directory"
+
+
+def test_a_model_of_info_is_an_argument_or_an_option() -> None:
+    assert printed("info", "--model", "shakespeare-llama") == printed("info", "shakespeare-llama")
+    assert printed("info") == printed("info", "--model", "shakespeare")
+    assert gpt2block("info", "x", "--model", "x").error.startswith("--model: expected the model as")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ("generate J --speculate --max-new-tokens 1", "--speculate"),
+        ("block --model shakespeare --seq-len 4 --kernels skeleton", "--kernels skeleton"),
+    ],
+)
+def test_an_option_without_effect_on_the_cpu_says_so(arguments: str, option: str) -> None:
+    ended = gpt2block(*arguments.split(), "--device", "cpu")
+    assert ended.code == 0
+    assert ended.err.startswith(f"note: {option} has no effect on the CPU: ")
+    plain = gpt2block(*arguments.replace(option, "").split(), "--device", "cpu")
+    assert "note" not in plain.err

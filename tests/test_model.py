@@ -349,7 +349,7 @@ def test_bad_ids_and_caches(device: str) -> None:
         ([10**400], "ids"),
         (None, "ids: expected integers"),
         ("ab", r"ids: expected token ids, got text: use model.tokenizer.encode_ordinary\(text\)"),
-        (["a", b"bc"], "generate, score, embed, explain and logit_lens take text"),
+        (["a", b"bc"], "generate, score, embed, explain, compare and logit_lens take text"),
     ):
         with pytest.raises(InputError, match=message):
             m(ids)  # type: ignore[arg-type]

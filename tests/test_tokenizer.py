@@ -275,6 +275,9 @@ def test_merges_decide_and_not_ids(tmp_path: Path, changed: dict[str, Any], ids:
     assert encoding.n_vocab == 258
     with pytest.raises(KeyError):
         encoding.decode_single_token_bytes(258)
+    for wrong in ([-1], [258], [2**40], ["a"], [1.5], [[1], [2, 3]], 5, None):
+        with pytest.raises(InputError, match=r"^tokens: "):
+            encoding.decode(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +427,7 @@ def test_texts_of_byte_fallback_are_those_of_tokenizers(
         if not any(3 <= token < 259 for token in ids):  # no bytes
             inside = known.decode([262, *ids, 262], skip_special_tokens=False)
             assert bytes_of_ids(encoding, [262, *ids, 262]).decode().endswith(inside)
-    with pytest.raises(KeyError):
+    with pytest.raises(InputError, match="id 266 at 1: the tokenizer has no such token"):
         encoding.decode([259, 266])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpt2block import bench
-from gpt2block.bench import BenchRow, Report, tasks
+from gpt2block.bench import BenchRow, Report, measure, tasks
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
+from gpt2block.bench.peers import check_peer
 from gpt2block.bench.plots import check_file, draw, draw_decoding
 from gpt2block.bench.token_works import SAMPLED
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cuda.timing import REPLAYS
+from gpt2block.errors import check_all
 
 TITLES = {  # with sizes of the work
     "block": "GPT-2 small's block, B x T",
@@ -42,8 +45,8 @@ def race(
     as_json: bool,
 ) -> bool:
     """Time our kernels and their peers, print and plot the results; False if ours are wrong."""
-    if plot is not None:
-        check_file(plot)
+    checks = [] if plot is None else [partial(check_file, plot)]
+    check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
     report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
     if as_json:
         print_json(report.as_dict())

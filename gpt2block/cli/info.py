@@ -13,13 +13,17 @@ from typing import Any
 from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
-from gpt2block.cli.model import json_option, revision_option
+from gpt2block.cli.model import json_option, model_option, revision_option
 from gpt2block.cli.options import argument, option_of
 from gpt2block.config.formats import CACHE_WITH_FP8, FILE, FormatOptions, itemsize, with_cache
+from gpt2block.errors import InputError
 
 
 def info(
-    model: str = argument("As in generate --model.", BUNDLED, complete=complete.models),
+    model: str | None = argument(
+        f"As in generate --model; by default {BUNDLED}.", complete=complete.models
+    ),
+    named: str | None = model_option(None, "--model"),
     revision: str | None = revision_option(),
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
     as_json: bool = json_option(),
@@ -28,7 +32,10 @@ def info(
     from gpt2block.run.model import weight_bytes  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
-    checkpoint = Checkpoint.open(model, revision)
+    given = [each for each in (model, named) if each is not None]
+    if len(given) > 1:
+        raise InputError("--model: expected the model as the argument or as this option, not both")
+    checkpoint = Checkpoint.open(given[0] if given else BUNDLED, revision)
     c = checkpoint.config
     per_token = 2 * c.n_layer * c.kv_width
     memory = {

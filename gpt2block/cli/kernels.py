@@ -22,17 +22,26 @@ from gpt2block.ops.registry import OPERATIONS, Operation
 
 
 def list_operations(out: Console) -> None:
-    """Print every operation with its variants, their kernels and what each variant changes."""
+    """Print a line for every operation: its name, the number of its variants and its formula."""
+    table = new_table(("operation",), ("variants",))
+    table.add_column("", overflow="fold")
     for operation in OPERATIONS.values():
-        out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
-        table = Table(box=None, padding=(0, 1), show_header=False)
-        for variant in operation.table:
-            table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
-        out.print(table)
+        table.add_row(operation.name, str(len(operation.table)), escape(operation.idea))
+    print_table(out, table)
+    out.print("gpt2block kernels OPERATION lists the variants of an operation and checks them.")
+
+
+def list_variants(out: Console, operation: Operation) -> None:
+    """Print the variants of an operation, their kernels and what each variant changes."""
+    out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    for variant in operation.table:
+        table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
+    out.print(table)
 
 
 def operations_report() -> list[dict[str, Any]]:
-    """The content of `list_operations` for JSON."""
+    """Every operation with its variants for JSON."""
     return [
         {
             "operation": operation.name,

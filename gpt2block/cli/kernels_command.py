@@ -10,7 +10,7 @@ from gpt2block.errors import InputError
 
 
 def kernels(options: KernelsOptions, own: OwnOptions) -> None:
-    """List the kernels; compare the variants of an operation with float64 and time them.
+    """List the operations; list the variants of one, compare them with float64 and time them.
 
     Without a GPU, or with --device cpu, an emulator runs the kernels on the CPU and checks them.
     The exit code is 1 if a result is wrong or no kernel could run.
@@ -35,6 +35,11 @@ def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
         raise InputError(f"{given[0]} and {given[1]}: choose one of them")
     if given and options.operation is None:
         raise InputError(f"{given[0]} needs an operation: gpt2block kernels layernorm {given[0]}")
+    needing = {**vars(options), "as_json": None, "operation": None}
+    needing = {name: value for name, value in needing.items() if value not in (None, False)}
+    if needing and options.operation is None:
+        name = f"--{next(iter(needing))}"
+        raise InputError(f"{name} needs an operation: gpt2block kernels layernorm {name}")
     for name in ("kernel", "grid", "block", "shared", "args"):
         if getattr(own, name) is not None and own.mine is None:
             raise InputError(f"--{name} is an option of --mine: add it")

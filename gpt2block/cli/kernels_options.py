@@ -15,7 +15,8 @@ OWN = "Your own kernel"
 @dataclass(frozen=True)
 class KernelsOptions:
     operation: str | None = argument(
-        "An operation; without it, all operations are listed.", complete=complete.operations
+        "An operation, whose variants are listed and run; without it, all operations are listed.",
+        complete=complete.operations,
     )
     variant: str | None = option(
         "One variant; by default all variants.", complete=complete.variants

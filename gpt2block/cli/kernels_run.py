@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from gpt2block import doctor
@@ -14,6 +16,7 @@ from gpt2block.cli.display import console, print_json, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
     list_operations,
+    list_variants,
     measured_report,
     operations_report,
     print_measurements,
@@ -26,7 +29,7 @@ from gpt2block.cli.mine import (
     print_source,
     rungs_report,
 )
-from gpt2block.errors import DeviceError, InputError
+from gpt2block.errors import DeviceError, InputError, check_all
 from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import Kernel, matched
@@ -55,6 +58,11 @@ class Request(NamedTuple):
         """Whether every block size is timed."""
         return self.options.sweep or self.options.plot is not None
 
+    @property
+    def needed(self) -> str:
+        """The options that need a GPU, or ""."""
+        return "--peer" if self.options.peer else "--sweep and --plot" if self.sweep else ""
+
 
 def run(options: KernelsOptions, own: OwnOptions) -> bool:
     """List, print or run kernels; False if a result is wrong or no kernel could run."""
@@ -77,14 +85,20 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     parse_sizes(found, options.shape)
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = measure.check_storage(found, options.dtype, options.layout)
-    check_peer(options.peer, found.name)
-    if options.plot is not None:
-        check_file(options.plot)
+    _check_installed(found, options)
     user = None
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, found, stored, own.args)
     return _run(Request(found, variants, stored, options), user, options.device)
+
+
+def _check_installed(operation: Operation, options: KernelsOptions) -> None:
+    """Raise InputError for all at once that --peer and --plot lack, also the GPU."""
+    checks: list[Callable[[], object]] = [partial(check_peer, options.peer, operation.name)]
+    if options.plot is not None:
+        checks.append(partial(check_file, options.plot))
+    check_all(*checks, later=partial(doctor.require_cuda, "the GPU"))
 
 
 def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
@@ -94,12 +108,11 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
     problem = None if device == CPU else doctor.cuda_problem()
     if device != CPU and problem is None:
         return _own_on_gpu(request, user) if user else _on_gpu(request)
-    needed = "--peer" if request.options.peer else "--sweep and --plot" if request.sweep else None
-    if device == CUDA or (needed and problem):
+    if device == CUDA or (request.needed and problem):
         _print_not_run(request, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
         return False
-    if needed:
-        raise InputError(f"{needed}: times are measured on a GPU: leave out --device cpu")
+    if request.needed:
+        raise InputError(f"{request.needed}: times are measured on a GPU: leave out --device cpu")
     try:
         on_cpu.require_emulator()
     except DeviceError as error:
@@ -118,7 +131,15 @@ def _print_not_run(request: Request, problem: str) -> None:
     if request.options.as_json:
         print_json({"run": False, "why": why})
     else:
+        _list(request)
         print(f"error: {why}", file=sys.stderr)
+
+
+def _list(request: Request) -> None:
+    """Print the variants, unless one of them or JSON was requested, or what only a GPU measures."""
+    every = request.variants == request.operation.variants
+    if every and not request.needed and not request.options.as_json:
+        list_variants(console(), request.operation)
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
@@ -134,6 +155,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     """Check the built-in variants on the emulator."""
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
+    _list(request)
     rungs, skipped = on_cpu.check_variants(
         operation,
         request.variants,
@@ -154,6 +176,7 @@ def _on_gpu(request: Request) -> bool:
     operation, options = request.operation, request.options
     sizes = parse_sizes(operation, options.shape)
     single = options.shape is not None or request.sweep
+    _list(request)
     ceiling = ceilings.measured(CEILINGS)
     results = [
         measure_variants(

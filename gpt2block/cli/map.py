@@ -17,7 +17,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.cli.codes import FAILED, INTERRUPTED
-from gpt2block.cli.model import ModelOptions, TextOptions, stride_option
+from gpt2block.cli.model import (
+    GUESSES_NOTHING,
+    ModelOptions,
+    TextOptions,
+    note_on_cpu,
+    stride_option,
+)
 from gpt2block.cli.options import add_command, argument, option
 from gpt2block.errors import printable, require
 
@@ -146,13 +152,16 @@ def _map(
     """Run a job, print its results and set the exit code."""
     require("map", "dask", "dask", "distributed")
     from gpt2block.bulk import driver  # noqa: PLC0415
-    from gpt2block.bulk.job import Job  # noqa: PLC0415
+    from gpt2block.bulk.job import Job, engine_of  # noqa: PLC0415
 
     fields = asdict(options) | vars(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
     job = Job(task=name, output=files.output, options=asdict(task), **fields)
+    speculates = job.options.get("speculate") and scheduler is None
+    if speculates and engine_of(job.device) == "cpu":
+        note_on_cpu("--speculate", GUESSES_NOTHING)
     watcher = _Watcher()
     try:
         with watcher.bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
@@ -49,6 +50,7 @@ draft_option = partial(
 )
 peer_option = partial(option, "torch: also time PyTorch, on the same buffers and in turn.")
 json_option = partial(option, "Print JSON.", False, "--json")
+GUESSES_NOTHING = "NumPy guesses no tokens, and the text is the same"
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,23 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
 def load_draft(
     loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
 ) -> None:
-    """Let a model of this name, if there is one, guess for a loaded one, with its options."""
+    """Let a model of this name, if there is one, guess for a loaded one, with its options.
+
+    A note on stderr says if a loaded model on the CPU guesses nothing.
+    """
+    if speculate and loaded.device.startswith("CPU"):
+        note_on_cpu("--speculate", GUESSES_NOTHING)
     if name is None:
         return
     if not speculate:
         raise InputError("--draft-model: expected --speculate with it")
     smaller = replace(options, model=name, revision=None, tokenizer=None)
     loaded.draft_model, _ = load_model(smaller, None)
+
+
+def note_on_cpu(option: str, instead: str) -> None:
+    """Say on stderr that an option has no effect on the CPU. instead: what happens there."""
+    print(f"note: {option} has no effect on the CPU: {instead}", file=sys.stderr)
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:

@@ -9,11 +9,14 @@ machine       what runs steps; others are in `gpt2block.run`
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.passes import forward as _forward
 from gpt2block.passes.blocks import BlockPass, ModelStepPass, Settings, StepPass
-from gpt2block.passes.machine import Outline, Step
+from gpt2block.passes.machine import Outline, Step, two_part_of
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
@@ -36,6 +39,27 @@ def model_steps(config: ModelConfig) -> list[Step]:
         ModelStepPass(do, Settings.of(config), 1), architecture_of(config), config, "logits"
     )
     return do.steps
+
+
+def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
+    """Raise RuntimeError if no step of a pass to logits reads a tensor of the model.
+
+    A two-part matrix stands for the matrix that it was made of. A vector from which the
+    architecture computes a constant counts as read, but the constant itself must be read.
+    """
+    of = architecture_of(config)
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # gets a key for each vector that is read
+    needed = [*model_shapes(config), *of.constants(config, sources)]
+    read = {name for step in steps for name in step.inputs} | {*sources}
+    unread = [n for n in needed if n not in read and two_part_of(n) not in read]
+    if unread:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        functions = (of.attention, of.feed_forward, of.final)
+        named = ", ".join(f"{each.__module__}.{each.__name__}" for each in functions)
+        raise RuntimeError(
+            f"{', '.join(unread[:3])}{more}: no step of a forward pass reads it: expected one of "
+            f"the pass functions ({named}) to use it, or a config without it"
+        )
 
 
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:

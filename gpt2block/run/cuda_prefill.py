@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
+from gpt2block.passes import check_read
 from gpt2block.passes.forward import Want
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill
 from gpt2block.run.cuda_caches import CudaCache, forget_oldest
@@ -69,6 +70,8 @@ class PrefillPrograms:
                 known=self._known,
                 overlapping=self.shape.tensor_cores,
             )
+            if want == "last":
+                check_read(model.config, (each.step for each in made.steps.values()))
             self._recordings[want] = made
             self._known = self._known or made.steps
         return self._recordings[want]

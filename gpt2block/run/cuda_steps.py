@@ -25,6 +25,7 @@ from gpt2block.ops.sample_token import (
     mark_seen,
 )
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
+from gpt2block.passes import check_read
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import (
@@ -215,6 +216,7 @@ class DecodingStep:
             {"logits": logits},
             overlapping=True,
         )
+        check_read(model.config, (each.step for each in self.recording.steps.values()))
         self.recording.after = after
         self.restart()
 

@@ -50,15 +50,15 @@ def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
     return found[0]
 
 
-def tokens(engine: ModelEngine, lookup: Lookup, text: Any) -> Ids:
-    """The ids of one text, or one sequence of ids."""
+def tokens(engine: ModelEngine, lookup: Lookup, text: Any, cached: bool = False) -> Ids:
+    """The ids of one text, or one sequence of ids; cached: as for `one_sequence`."""
     if isinstance(text, str):
         from gpt2block.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
 
         text = tokenizer.token_ids(lookup.encoding, text, engine.config.vocab_size, "text")
         if not len(text):
             raise InputError("text: expected at least one token, got an empty text")
-    return one_sequence(engine, text)
+    return one_sequence(engine, text, cached)
 
 
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
@@ -84,7 +84,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         if row.dtype.kind in "US":
             raise InputError(
                 f"{name}: expected token ids, got text: use model.tokenizer.encode_ordinary(text): "
-                "generate, score, embed, explain and logit_lens take text"
+                "generate, score, embed, explain, compare and logit_lens take text"
             )
         if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
             raise InputError(

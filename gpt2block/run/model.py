@@ -17,6 +17,7 @@ from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FILE, GGUF, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.errors import Argument, InputError
+from gpt2block.passes import check_read, model_steps
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
@@ -71,6 +72,7 @@ class StoredModel(ABC):
     divides_prompts, continues_exactly = True, False
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
+        check_read(config, model_steps(config))  # the same functions make all recordings
         self.config, self.formats = config, formats
         self.cache_kind = cache_kind(config, formats, device)
         self._vectors: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import sha256
@@ -43,7 +43,7 @@ class Encoding(Protocol):
         """Token ids; the names of special tokens are ordinary text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD. KeyError for an id without a token."""
+        """The text; bytes that are not UTF-8 become U+FFFD. InputError for ids without a token."""
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of one token. KeyError for an id without a token."""
@@ -232,9 +232,7 @@ class TokenizersEncoding:
         return tokenizer, {id: (name, new[name]) for name, id in names.items()}, only
 
     def decode(self, tokens: Sequence[int]) -> str:
-        ids = list(map(int, tokens))
-        if not self._tokens.keys() >= set(ids):  # the package omits them
-            raise KeyError(min(set(ids) - self._tokens.keys()))
+        ids = ids_to_decode(tokens, self._tokens)  # the package omits ids without a token
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -396,6 +394,31 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
     if any(issubclass(each, np.ma.MaskedArray) for each in types):
         raise InputError(f"{name}: expected token ids, got a masked array: use .compressed()")
     return as_numpy(name, given)
+
+
+def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
+    """Integers, (T,). Raises InputError for anything else; text: what the message also allows."""
+    try:
+        ids = as_array(given, name)
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
+        raise InputError(f"{name}: expected {text}token ids: {error}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InputError(
+            f"{name}: expected {text}a row of integers, got {type(given).__name__} "
+            f"of {ids.dtype}, shape {ids.shape}"
+        )
+    return ids
+
+
+def ids_to_decode(tokens: Any, known: Container[int]) -> list[int]:
+    """Token ids, (T,), as integers of Python. Raises InputError unless all of them are known."""
+    ids: list[int] = row_of_ids(tokens, "tokens").tolist()
+    for at, token in enumerate(ids):
+        if token not in known:
+            raise InputError(f"tokens: id {token} at {at}: the tokenizer has no such token")
+    return ids
 
 
 def is_rust_failure(error: BaseException) -> bool:

@@ -40,9 +40,9 @@ from gpt2block.tokenizers.encoding import (
     Encoding,
     Spans,
     TokenizersEncoding,
-    as_array,
     is_rust_failure,
     marks_of,
+    row_of_ids,
     special_id,
     tokens_of,
     without_names,
@@ -389,17 +389,7 @@ def token_ids(
         if encoding is None:
             raise InputError(f"{name}: this model has no tokenizer: expected token ids, got text")
         return np.array(_encode(encoding, given, special, name), np.int32)
-    try:
-        ids = as_array(given, name)
-    except InputError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
-        raise InputError(f"{name}: expected text or token ids: {error}") from error
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InputError(
-            f"{name}: expected text or a row of integers, got {type(given).__name__} "
-            f"of {ids.dtype}, shape {ids.shape}"
-        )
+    ids = row_of_ids(given, name, "text or ")
     check_ids(ids, vocab_size, name)
     return ids.astype(np.int32)
 

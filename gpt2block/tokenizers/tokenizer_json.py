@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, repeat
 from operator import add
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from gpt2block.tokenizers.encoding import (
     byte_characters,
     bytes_of,
     bytes_of_all,
+    ids_to_decode,
     is_rust_failure,
     steps_of,
 )
@@ -45,6 +47,14 @@ class TiktokenEncoding(tiktoken.Encoding):
     """An `Encoding` of tiktoken. end_id: as in TokenizersEncoding."""
 
     end_id: int | None = None
+
+    def decode(self, tokens: Sequence[int], errors: str = "replace") -> str:
+        """The text; errors: as for bytes.decode. Raises InputError for ids without a token."""
+        return super().decode(ids_to_decode(tokens, self._ids), errors)
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset((*self._mergeable_ranks.values(), *self._special_tokens.values()))
 
 
 class _Added(NamedTuple):
