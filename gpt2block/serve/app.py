@@ -90,7 +90,7 @@ class ServerSettings:
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
     `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
     origins: of web pages that may ask and read answers; "*": all. speculate: as in
-    `GPT2.generate`, for all requests.
+    `GPT2.generate`, for all requests. chat_template_kwargs: of requests that do not give them.
     """
 
     names: tuple[str, ...]
@@ -102,6 +102,7 @@ class ServerSettings:
     seconds: float | None = None
     origins: tuple[str, ...] = ()
     speculate: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -299,8 +300,8 @@ class Server:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
-        messages = [message.plain() for message in given.messages]
-        text, places = self.model.chat_template.placed(messages)
+        arguments = given.template_arguments(self.settings.chat_template_kwargs)
+        text, places = self.model.chat_template.placed(given.messages, **arguments)
         self._check_length(self._least_tokens(text), "messages", "at least ")
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
@@ -432,8 +433,9 @@ class Server:
 
         def ids() -> list[int]:
             if given.messages is not None:
-                messages = [message.plain() for message in given.messages]
-                return list(self.model.chat_template.ids(encoding, messages))
+                arguments = given.template_arguments(self.settings.chat_template_kwargs)
+                template = self.model.chat_template
+                return list(template.ids(encoding, given.messages, **arguments))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")
