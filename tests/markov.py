@@ -23,8 +23,9 @@ END = "<|endoftext|>"
 # A conversation with a character for each role, and a line for each message. It reads names, calls
 # of functions and a variable, too.
 LINES = ChatTemplate(
-    "{{ style }}{% for m in messages %}{{ m.role[0] }}{{ m.name }}{{ m.content }}"
-    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}\n{% endfor %}"
+    "{{ style }}{% for m in messages %}{{ m.role[0] }}{{ m.name }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+    "{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}",
     {},
 )
