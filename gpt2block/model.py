@@ -512,8 +512,9 @@ class Model(Generic[Weights]):
         Raises as `generate` does; InputError for messages that the template refuses and for
         variables that it does not read, and CheckpointError for a model without a template.
         """
-        arguments = (add_generation_prompt, continue_final_message, chat_template_kwargs)
-        prompt = self._chat_prompt(messages, *arguments)
+        own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
+        arguments = self.chat_template.arguments(*own)
+        prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
         found: Generation = self.generate(prompt, **with_defaults(options, self.chat_sampling))
         return found
 
@@ -527,15 +528,10 @@ class Model(Generic[Weights]):
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
         """Yield the answer of `chat` in pieces, as `stream` does."""
-        arguments = (add_generation_prompt, continue_final_message, chat_template_kwargs)
-        prompt = self._chat_prompt(messages, *arguments)
+        own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
+        arguments = self.chat_template.arguments(*own)
+        prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
         return self.stream(prompt, **with_defaults(options, self.chat_sampling))
-
-    def _chat_prompt(self, messages: Sequence[Message], *arguments: Any) -> list[int]:
-        from gpt2block.chat.template import template_arguments  # noqa: PLC0415
-
-        template, encoding = self.chat_template, self.tokenizer
-        return template.ids(encoding, messages, **template_arguments(*arguments))
 
     def conversation(
         self,

@@ -208,9 +208,7 @@ def test_no_part_of_a_message_is_left_out(name: str, messages: Any, error: str |
             template.render(messages)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 2}', '{"a": NaN}', "[1]", "7", '"x"', "{", "9" * 5000]
-)
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[1]", "7", '"x"', "{", "9" * 5000])
 def test_arguments_that_are_no_object_stay_text(text: str) -> None:
     call = {"function": {"name": "f", "arguments": text}}
     written = template_of("qwen").render([CALLED | {"tool_calls": [call]}])
@@ -220,18 +218,18 @@ def test_arguments_that_are_no_object_stay_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ({"thinking": True}, "expected enable_thinking, tools, got 'thinking'"),
-        ({"bos_token": "x"}, "expected enable_thinking, tools, got 'bos_token'"),
-        ({"ns": 1}, "got 'ns'"),
-        ({"messages": HELLO}, "without messages and other arguments"),
-        ({"add_generation_prompt": True}, "without messages and other arguments"),
-        ([], "expected variables by name"),
+        ({"thinking": True}, "expected enable_thinking, tools, got {'thinking'"),
+        ({"bos_token": "x"}, "expected enable_thinking, tools, got {'bos_token'"),
+        ({"ns": 1}, "got {'ns'"),
+        ({"messages": HELLO}, "got {'messages'"),
+        ({"add_generation_prompt": True}, "got {'add_generation_prompt'"),
+        ("x", "got 'x'"),
     ],
 )
 def test_variables_that_a_template_does_not_read(variables: Any, error: str) -> None:
     template = template_of("qwen")
     with pytest.raises(InputError, match=f"chat_template_kwargs: .*{error}"):
-        template.render(HELLO, **chat.template_arguments(None, False, variables))
+        template.render(HELLO, **template.arguments(None, False, variables))
 
 
 def test_a_message_is_continued_or_another_one_begins(known: list[Any]) -> None:
@@ -249,8 +247,9 @@ def test_a_message_is_continued_or_another_one_begins(known: list[Any]) -> None:
     ):
         with pytest.raises(InputError, match=error):
             template.render(begun, **{"continue_final_message": True, **give})
-    with pytest.raises(InputError, match="does not write the content of the last message as it is"):
-        ChatTemplate("{{ messages[0].content }}", {}).render(begun, continue_final_message=True)
+    for source in ("{{ messages[0].content }}", "{{ messages[1].content * 2 }}"):
+        with pytest.raises(InputError, match="the content of the last message once and as it is"):
+            ChatTemplate(source, {}).render(begun, continue_final_message=True)
 
 
 # --- names of tokens in messages ------------------------------------------------------------------
@@ -396,7 +395,7 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
         if "continue_final_message" in arguments:
             assert talk.messages == [*HELLO, {**begun[-1], "content": f"Hi{expected.text}"}]
     for call in (model.chat, model.chat_stream, model.conversation):
-        with pytest.raises(InputError, match="chat_template_kwargs: expected x, got 'y'"):
+        with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got {'y'"):
             call(HELLO, chat_template_kwargs={"y": 1})
     with pytest.raises(InputError, match="unknown keyword 'temprature'"):
         model.chat(HELLO, temprature=1)  # type: ignore[call-arg]
@@ -472,9 +471,9 @@ def test_damaged_settings(saved: Path, tmp_path: Path, content: Any) -> None:
         ([{"role": "user"}], "expected a text as content, got None at 0"),
         ([{"role": "user", "content": ["x"]}], "got 'x' at 0, part 0 of the content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-         r"expected {'type': 'text', .* got 'image_url' at 0, part 0 of the content"),
+         r"expected {'type': 'text', .* got {.*'image_url'} at 0, part 0 of the content"),
         ([{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {}}]}],
-         "'cache_control' is not supported: .*, at 0, part 0 of the content"),
+         "without other fields, got {'cache_control': .* at 0, part 0 of the content"),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
         ([{"role": "user", "content": "x", "more": {1, 2}}], "expected what JSON has"),
     ],

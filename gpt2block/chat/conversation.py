@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from gpt2block.chat.messages import Message, checked, continued, normalized
-from gpt2block.chat.template import ChatTemplate, template_arguments
+from gpt2block.chat.template import ChatTemplate
 from gpt2block.errors import InputError, shown
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.generate import Run
@@ -52,8 +52,7 @@ class Conversation:
     ) -> None:
         """sampling: options that answers have by default, as keywords of `GPT2.stream`."""
         self.messages: list[Message] = list(messages)
-        if chat_template_kwargs:
-            template.check_variables(chat_template_kwargs)
+        template.arguments(None, False, chat_template_kwargs)  # checks them
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.left_out, self._sampling = 0, dict(sampling or {})
         self.answer: Row | None = None
@@ -99,9 +98,8 @@ class Conversation:
             asked = [text]
         else:
             asked = [] if text is None else [{"role": "user", "content": text}]
-        template = template_arguments(
-            add_generation_prompt, continue_final_message, self.chat_template_kwargs
-        )
+        own = (add_generation_prompt, continue_final_message)
+        template = self._template.arguments(*own, self.chat_template_kwargs)
         run = self._run([*self.messages, *asked], template, options)
         pieces = self._pieces(run, deepcopy(self.messages), asked, template, options)
         self._latest = ref(pieces)

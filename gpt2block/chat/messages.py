@@ -19,7 +19,6 @@ USUAL_ROLES = ("user", "assistant")  # may be the "else" of a template that does
 ABSENT_IF_EMPTY = (
     "tool_calls", "refusal", "audio", "annotations", "function_call", "reasoning_content"
 )  # fmt: skip
-PART = ("type", "text")  # fields of a part of a content
 
 
 class TemplateNames(NamedTuple):
@@ -68,8 +67,12 @@ def normalized(
             if name not in ("role", "content", "tool_call_id", *names.fields):
                 _refuse(f"the chat template reads no field {shown(name)}: leave it out", index)
         if "tool_calls" in fields:
-            fields["tool_calls"] = _calls(fields["tool_calls"], index, arguments_as_objects)
-            calls = [call.get("id") for call in fields["tool_calls"]]
+            given = fields["tool_calls"]
+            if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
+                _refuse(f"tool_calls: expected a list of objects, got {shown(given)}", index)
+            calls = [call.get("id") for call in given]
+            if arguments_as_objects:
+                fields["tool_calls"] = [*map(_with_object, given)]
         if "tool_call_id" in fields and "tool_call_id" not in names.fields:
             # Such a template tells results by their order alone.
             if (id := fields.pop("tool_call_id")) not in calls[:1]:
@@ -97,59 +100,43 @@ def _text(message: Message, index: int) -> str:
     if content is None and message["role"] == "assistant":
         return ""
     if isinstance(content, list):
-        return "".join(_text_of_part(part, index, at) for at, part in enumerate(content))
+        places = (f"at {index}, part {at} of the content" for at in range(len(content)))
+        return "".join(map(_text_of_part, content, places))
     if not isinstance(content, str):
         raise InputError(f"messages: expected a text as content, got {shown(content)} at {index}")
     return content
 
 
-def _text_of_part(part: Any, index: int, at: int) -> str:
-    place = f"at {index}, part {at} of the content"
-    expected = "expected {'type': 'text', 'text': 'Hello'}"
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
-        raise InputError(f"messages: {expected}, got {shown(kind)} {place}")
-    if unread := [name for name, value in part.items() if value is not None and name not in PART]:
-        raise InputError(f"messages: {shown(unread[0])} is not supported: {expected}, {place}")
-    if not isinstance(part.get("text"), str):
-        raise InputError(f"messages: {expected}, got {shown(part.get('text'))} {place}")
-    return str(part["text"])
+def _text_of_part(part: Any, place: str) -> str:
+    given = {n: v for n, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+    text = given.pop("text", None)
+    if given != {"type": "text"} or not isinstance(text, str):
+        expected = "{'type': 'text', 'text': 'Hello'} without other fields"
+        raise InputError(f"messages: expected {expected}, got {shown(part)} {place}")
+    return text
 
 
-def _calls(calls: Any, index: int, as_objects: bool) -> list[dict[str, Any]]:
-    """Calls of tools. as_objects: with arguments as objects instead of their JSON text."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        _refuse(f"tool_calls: expected a list of objects, got {shown(calls)}", index)
-    return [_call(call) if as_objects else dict(call) for call in calls]
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a tool whose arguments are an object instead of the JSON text of one."""
     function = call.get("function")
     if isinstance(function, Mapping):
-        return {**call, "function": _with_object(function)}
-    return _with_object(call)
+        return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
+    return {**call, "arguments": _object(call.get("arguments"))}
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(function)
+def _object(arguments: Any) -> Any:
     try:
-        found = json.loads(arguments or "{}", object_pairs_hook=_object, parse_constant=_no_json)
-    except (ValueError, RecursionError):  # also integers of more than 4,300 digits
-        found = None
-    return {**function, "arguments": found if isinstance(found, dict) else arguments}
+        found = json.loads(arguments or "{}", object_pairs_hook=_unique)
+    except (ValueError, TypeError, RecursionError):  # also integers of more than 4,300 digits
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key that comes twice")  # one of the values would be lost
+        raise ValueError("a key comes twice")  # one of its values would be lost
     return found
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(constant)
 
 
 def continued(message: Message, text: str) -> dict[str, Any]:

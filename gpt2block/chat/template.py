@@ -18,7 +18,8 @@ from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, Spans
 
-ARGUMENTS = ("messages", "add_generation_prompt", "continue_final_message")  # no variables
+# Arguments of `render` and `ids`, which are no variables.
+ARGUMENTS = ("add_generation_prompt", "continue_final_message", "messages", "encoding", "self")
 SECONDS = 10.0  # that a rendering may take
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -63,8 +64,8 @@ class ChatTemplate:
         template does not read or that it refuses, and CheckpointError for a template that fails, or
         takes too long.
         """
-        arguments = (messages, add_generation_prompt, continue_final_message, variables)
-        text: str = self._rendered(*arguments, places=False)["text"]
+        arguments = (messages, add_generation_prompt, continue_final_message)
+        text: str = self._rendered(False, *arguments, **variables)["text"]
         return text
 
     def ids(
@@ -89,16 +90,26 @@ class ChatTemplate:
         return tokenizer.encode_chat(encoding, text, places)
 
     def placed(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        **variables: Any,
+        self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
         """Return the text of `render`, and its parts that do not come from the template."""
-        arguments = (messages, add_generation_prompt, continue_final_message, variables)
-        found = self._rendered(*arguments, places=True)
+        found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
+
+    def arguments(
+        self,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Return keywords of `render`. Raises InputError as `check_variables` does."""
+        if chat_template_kwargs:
+            self.check_variables(chat_template_kwargs)
+        return {
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
 
     @property
     def names(self) -> TemplateNames:
@@ -111,31 +122,26 @@ class ChatTemplate:
         return self._names
 
     def check_variables(self, variables: Any) -> None:
-        """Raise InputError for variables that the template does not read, or that it has already.
+        """Raise InputError unless these are variables that the template reads.
 
         Messages, special tokens and the other arguments of `render` cannot be replaced.
         """
-        if not isinstance(variables, Mapping):
-            raise InputError(
-                f"chat_template_kwargs: expected variables by name, got {shown(variables)}"
-            )
         known = {*self.names.variables}.difference(ARGUMENTS, self.tokens)
-        for name in variables:
-            if name not in known:
-                names = ", ".join(sorted(known)) or "none: this chat template reads no variables"
-                raise InputError(f"chat_template_kwargs: expected {names}, got {shown(name)}")
+        if not isinstance(variables, Mapping) or not variables.keys() <= known:
+            expected = ", ".join(sorted(known)) or "none, as the chat template reads no variables"
+            raise InputError(f"chat_template_kwargs: expected {expected}, got {shown(variables)}")
 
     def _rendered(
         self,
-        messages: Sequence[Message],
-        prompt: bool | None,
-        continues: bool,
-        variables: Mapping[str, Any],
-        *,
         places: bool,
+        messages: Sequence[Message],
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> dict[str, Any]:
         """The text, and ranges of places whose characters do not come from the template."""
         self.check_variables(variables)
+        continues, prompt = continue_final_message, add_generation_prompt
         if check_flag("continue_final_message", continues) and prompt:
             raise InputError(
                 "add_generation_prompt: expected False with continue_final_message: an answer "
@@ -143,24 +149,20 @@ class ChatTemplate:
             )
         prompt = check_flag("add_generation_prompt", not continues if prompt is None else prompt)
         given = {**self.tokens, "tools": None, "documents": None, **variables}
-        given |= {"add_generation_prompt": prompt}
+        given["add_generation_prompt"] = prompt
         names = ["messages", *variables] if places else []
         found = normalized(messages, self.names)
         try:
             return self._answer(found, given, names, continues)
         except InputError:  # some templates join arguments of calls to other text
             texts = normalized(messages, self.names, arguments_as_objects=False)
-            if texts != found:
-                with suppress(InputError):
+            with suppress(InputError):
+                if texts != found:
                     return self._answer(texts, given, names, continues)
             raise
 
     def _answer(
-        self,
-        messages: list[dict[str, Any]],
-        given: dict[str, Any],
-        names: list[str],
-        continues: bool,
+        self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
         """The answer of the worker for normalized messages."""
         content, mark = messages[-1]["content"], token_hex(8)
@@ -244,29 +246,15 @@ class ChatTemplate:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def template_arguments(
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Keywords of `ChatTemplate.ids`. Raises InputError for variables with names of arguments."""
-    found = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(found, Mapping) or not {"self", "encoding", *ARGUMENTS}.isdisjoint(found):
-        wrong = "variables by name, without messages and other arguments"
-        raise InputError(f"chat_template_kwargs: expected {wrong}, got {shown(found)}")
-    own = add_generation_prompt, continue_final_message
-    return {**found, **dict(zip(ARGUMENTS[1:], own, strict=True))}
-
-
 def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
     """A rendering that ends with a content, after which it has a mark. Source: transformers."""
     text = found["text"]
-    at = text.rfind(mark)
-    if at < 0 or content.strip() not in text:
+    if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(
             "continue_final_message: the chat template does not write the content of the last "
-            "message as it is"
+            "message once and as it is"
         )
+    at = text.index(mark)
     kept = text[:at] if text.startswith(f"{mark} ", at) else text[:at].rstrip()
     places = [(a, min(b, len(kept))) for a, b in found.get("places", ()) if a < len(kept)]
     return {"text": kept, "places": places}

@@ -246,41 +246,25 @@ def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> 
 def names_of(source: str) -> dict[str, Any]:
     """The fields of a `TemplateNames` for a template."""
     tree = environment().parse(source)
+    found = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
+    roles = [n for n in found if "role" in (getattr(n, "attr", None), key_of(n))]
+    compares = tree.find_all((nodes.Compare, nodes.Operand, nodes.Test))
+    compared = [n for each in compares for n in each.iter_child_nodes() if n in roles]
     fields = {each.attr for each in tree.find_all(nodes.Getattr)}
     fields |= {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
-    outside = (nodes.Compare, nodes.Operand, nodes.Test)
-    uses = (
-        each
-        for parent in tree.find_all(nodes.Node)
-        if not isinstance(parent, outside)
-        for each in parent.iter_child_nodes()
-    )
+    own = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+    tests = tree.find_all((nodes.Test, nodes.Filter))  # such as "x is defined", before x is set
+    tested = {name.name for each in tests for name in each.find_all(nodes.Name)}
     return {
         "fields": sorted(fields),
-        "any_role": "role" not in fields or any(map(is_role, uses)),
-        "variables": sorted(variables_of(tree)),
+        "any_role": not roles or len(roles) > len(compared),
+        "variables": sorted(meta.find_undeclared_variables(tree) - (own - tested)),
     }
 
 
-def variables_of(tree: nodes.Template) -> set[str]:
-    """Names that a template reads; of names that it sets itself, only those that may be defined."""
-    tested = {
-        each.node.name
-        for each in tree.find_all((nodes.Test, nodes.Filter))
-        if each.name in ("defined", "undefined", "none", "default", "d")
-        and isinstance(each.node, nodes.Name)
-    }
-    own = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-    return meta.find_undeclared_variables(tree) - (own - tested)
-
-
-def is_role(node: nodes.Node) -> bool:
-    """Whether an expression is a role, as in message.role, message['role'], message.get('role')."""
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "role"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
-    return isinstance(node, nodes.Call) and nodes.Const("role") in node.args
+def key_of(node: nodes.Node) -> Any:
+    """The key of x['key'], if it is written in the template."""
+    return getattr(getattr(node, "arg", None), "value", None)
 
 
 def main() -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from gpt2block.chat.messages import Message
 
 MOST_FILE = 2**24  # bytes: 16 MiB
-CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 QUOTES = '"""'  # before and after a message of several lines
 HELP = f"""\
 /reset               begin anew; the system message stays
@@ -90,9 +89,6 @@ def chat(
     file: Path | None = path_option(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
-    continue_final_message: bool = option(
-        "First continue the last message of --file.", False, "--continue-final-message"
-    ),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
@@ -113,8 +109,6 @@ def chat(
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # such a message is refused, and no more
     messages = [] if file is None else _read(file, read_messages)
-    if continue_final_message and not messages:
-        raise InputError("continue_final_message: expected --file with messages")
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
     loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
@@ -124,19 +118,13 @@ def chat(
     given = {name: value for name, value in asdict(options).items() if value is not None}
     options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)
     conversation = Conversation(
-        loaded.engine,
-        encoding,
-        loaded.chat_template,
-        messages,
-        chat_template_kwargs=chat_template_kwargs,
+        loaded.engine, encoding, loaded.chat_template, messages, None, chat_template_kwargs
     )
     if as_json:
-        if continue_final_message:
-            print_json(_answered(conversation, None, options, **CONTINUE))
         _answer_lines(conversation, options)
     else:
         name = f"{loaded.name}, {loaded.dtypes}, {loaded.device}"
-        Session(conversation, options, file).run(name, continue_final_message)
+        Session(conversation, options, file).run(name)
 
 
 def _system(text: str) -> dict[str, str]:
@@ -170,11 +158,9 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         sys.stdout.flush()
 
 
-def _answered(
-    conversation: Conversation, message: Message | None, options: ChatOptions, **more: Any
-) -> dict[str, Any]:
+def _answered(conversation: Conversation, message: Message, options: ChatOptions) -> dict[str, Any]:
     begun = perf_counter()
-    for _ in conversation.stream(message, **{**asdict(options), **more}):
+    for _ in conversation.stream(message, **asdict(options)):
         pass
     row = conversation.answer
     assert row is not None
@@ -211,17 +197,12 @@ class Session:
             "help": lambda _: self._say(HELP),
         }
 
-    def run(self, name: str, continues: bool = False) -> None:
-        """Answer until the end of stdin or /quit. name: of the model.
-
-        continues: whether the last message is continued first.
-        """
+    def run(self, name: str) -> None:
+        """Answer until the end of stdin or /quit. name: of the model."""
         if self._typed:
             with suppress(ImportError):  # there is none on Windows
                 import readline  # noqa: F401, PLC0415  (input() then edits, and has a history)
             self._say(f"{name}: /help lists commands")
-        if continues:
-            self._answer(None, **CONTINUE)
         while (text := self._message()) is not None:
             if text.startswith("/"):
                 name, _, argument = text[1:].partition(" ")
@@ -328,7 +309,7 @@ class Session:
     def _continue(self, _: str) -> None:
         if [each["role"] for each in self.conversation.messages[-1:]] != ["assistant"]:
             raise InputError("there is no answer to continue")
-        self._answer(None, **CONTINUE)
+        self._answer(None, continue_final_message=True, add_generation_prompt=False)
 
     def _system(self, text: str) -> None:
         if not text:

@@ -59,6 +59,7 @@ from gpt2block.serve.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     SampledRequest,
+    TemplateFields,
     TokenizeRequest,
     check_length,
     check_only,
@@ -300,7 +301,7 @@ class Server:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
-        arguments = given.template_arguments(self.settings.chat_template_kwargs)
+        arguments = self._template_arguments(given)
         text, places = self.model.chat_template.placed(given.messages, **arguments)
         self._check_length(self._least_tokens(text), "messages", "at least ")
         found = tokenizer.encode_chat(self.encoding, text, places)
@@ -310,6 +311,13 @@ class Server:
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
+
+    def _template_arguments(self, given: TemplateFields) -> dict[str, Any]:
+        """Keywords of `ChatTemplate.ids` for a request."""
+        own = (given.add_generation_prompt, bool(given.continue_final_message))
+        variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
+        found: dict[str, Any] = self.model.chat_template.arguments(*own, variables)
+        return found
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
@@ -433,9 +441,8 @@ class Server:
 
         def ids() -> list[int]:
             if given.messages is not None:
-                arguments = given.template_arguments(self.settings.chat_template_kwargs)
-                template = self.model.chat_template
-                return list(template.ids(encoding, given.messages, **arguments))
+                arguments = self._template_arguments(given)
+                return list(self.model.chat_template.ids(encoding, given.messages, **arguments))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")

@@ -22,7 +22,6 @@ from pydantic import (
     create_model,
 )
 
-from gpt2block.chat.template import template_arguments
 from gpt2block.config.options import meaning_of
 from gpt2block.errors import shown
 from gpt2block.generation.options import KEYWORDS, Options
@@ -284,12 +283,6 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: Variables | None = None
-
-    def template_arguments(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keywords of `ChatTemplate.ids`. defaults: variables that are not given."""
-        variables = {**defaults, **(self.chat_template_kwargs or {})}
-        continues = bool(self.continue_final_message)
-        return template_arguments(self.add_generation_prompt, continues, variables)
 
 
 class ChatRequest(SampledRequest, TemplateFields):
