@@ -12,7 +12,8 @@ import signal
 import threading
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ ROLES = ("deepseek", "zephyr", "mistral")
 LEFT_OUT = dict.fromkeys(ROLES, "reads no messages with the role 'tool', at 0")
 
 
+@cache
 def template_of(name: str) -> ChatTemplate:
     source = (HERE / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, TOKENS)
@@ -177,6 +179,7 @@ def test_arguments_that_are_joined_to_text() -> None:
     assert call["function"]["arguments"] == text
 
 
+EMPTY: list[Any] = [None, "", [], {}]
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
 
 
@@ -184,7 +187,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
     ("name", "messages", "error"),
     [
         *(("chatml", [{"role": "assistant", "content": "x", field: value}], None)
-          for field in ABSENT_IF_EMPTY for value in (None, "", [], {})),
+          for field, value in product(ABSENT_IF_EMPTY, EMPTY)),
         ("chatml", [HELLO[0] | {"name": None}], None),
         ("chatml", [HELLO[0] | {"name": ""}], "reads no field 'name': leave it out, at 0"),
         ("chatml", [HELLO[0] | {"name": "me"}], "reads no field 'name': leave it out, at 0"),
@@ -241,12 +244,13 @@ def test_a_message_is_continued_or_another_one_begins(known: list[Any]) -> None:
         before = template.ids(encoding, begun[:1], add_generation_prompt=True)
         assert ids[: len(before)] == before
         assert max(ids[len(before) :]) < 258  # no names of tokens
-    for give, error in (
-        ({"add_generation_prompt": True}, "add_generation_prompt: expected False with continue_fi"),
-        ({"continue_final_message": "content"}, "continue_final_message: expected True or False"),
-    ):
+    wrong: list[tuple[Any, Any, str]] = [
+        (True, True, "add_generation_prompt: expected False with continue_final_message"),
+        (None, "content", "continue_final_message: expected True or False, got 'content'"),
+    ]
+    for prompt, continues, error in wrong:
         with pytest.raises(InputError, match=error):
-            template.render(begun, **{"continue_final_message": True, **give})
+            template.render(begun, prompt, continues)
     for source in ("{{ messages[0].content }}", "{{ messages[1].content * 2 }}"):
         with pytest.raises(InputError, match="the content of the last message once and as it is"):
             ChatTemplate(source, {}).render(begun, continue_final_message=True)
@@ -379,21 +383,21 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
     hot = gpt2block.Sampling(temperature=5.0, seed=1)
     expected = model.generate("HELLO:", max_new_tokens=8, sampling=hot)
     assert model.chat(HELLO, max_new_tokens=8, sampling=hot).tokens == expected.tokens
-    write(folder, "chat_template.jinja", "{% if x %}{{ x }}{% endif %}" + LINE)
-    model = gpt2block.from_pretrained(str(folder), device="cpu")
+    model.chat_template = ChatTemplate("{{ x }}" + LINE, {})
     begun = [*HELLO, {"role": "assistant", "content": "Hi"}]
-    for arguments, prompt in (
-        ({"chat_template_kwargs": {"x": "X"}}, "XHello\nHi\n:"),
-        ({"add_generation_prompt": False}, "Hello\nHi\n"),
-        ({"continue_final_message": True}, "Hello\nHi"),
-    ):
-        expected = model.generate(prompt, **options, **model.chat_sampling)
-        assert model.chat(begun, **arguments, **options).tokens == expected.tokens
-        assert "".join(model.chat_stream(begun, **arguments, **options)) == expected.text
+    options["max_new_tokens"] = 2
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("XHello\nHi\n:", {"chat_template_kwargs": {"x": "X"}}),
+        ("Hello\nHi\n", {"add_generation_prompt": False}),
+        ("Hello\nHi", {"continue_final_message": True}),
+    ]
+    for prompt, arguments in cases:
+        text = model.generate(prompt, temperature=0.2, top_p=0.9, **options).text
+        assert model.chat(begun, **arguments, **options).text == text
+        assert "".join(model.chat_stream(begun, **arguments, **options)) == text
         talk = model.conversation(begun, arguments.pop("chat_template_kwargs", None))
-        assert "".join(talk.stream(**arguments, **options)) == expected.text
-        if "continue_final_message" in arguments:
-            assert talk.messages == [*HELLO, {**begun[-1], "content": f"Hi{expected.text}"}]
+        assert "".join(talk.stream(**arguments, **options)) == text
+    assert talk.messages == [*HELLO, {"role": "assistant", "content": f"Hi{text}"}]
     for call in (model.chat, model.chat_stream, model.conversation):
         with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got {'y'"):
             call(HELLO, chat_template_kwargs={"y": 1})
