@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, overload
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from gpt2block.chat.conversation import Conversation
-    from gpt2block.chat.template import ChatTemplate, Message
+    from gpt2block.chat.messages import Message
+    from gpt2block.chat.template import ChatTemplate
     from gpt2block.explain import Page
     from gpt2block.generation.generate import Prompt, Prompts
     from gpt2block.generation.options import GenerateOptions, Overflow, StreamOptions
@@ -494,37 +495,71 @@ class Model(Generic[Weights]):
 
         return generate.stream(self.engine, self.lookup, prompt, Options.of(options))
 
-    def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
-        """The answer to a conversation.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Generate the answer to a conversation.
 
         messages: {"role": "user", "content": "…"} and so on, with the roles that the model's
-        template knows. The keywords are those of `generate`; options of sampling that are not given
-        are those of `chat_sampling`. The template writes the messages and the beginning of the
-        answer; names of special tokens in a message are ordinary text.
+        template knows, also as OpenAI's clients send them. The template writes the messages and the
+        beginning of the answer; names of special tokens in a message are ordinary text.
 
-        Raises as `generate` does; InputError for messages that the template refuses, and
-        CheckpointError for a model without a template.
+        add_generation_prompt: whether the template writes the beginning of an answer; by default
+        True, unless the last message is continued. continue_final_message: the answer continues the
+        last message. chat_template_kwargs: variables that the template reads, such as
+        {"enable_thinking": False}. The other keywords are those of `generate`; options of sampling
+        that are not given are those of `chat_sampling`.
+
+        Raises as `generate` does; InputError for messages that the template refuses and for
+        variables that it does not read, and CheckpointError for a model without a template.
         """
-        prompt = self.chat_template.ids(self.tokenizer, messages)
+        own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
+        arguments = self.chat_template.arguments(*own)
+        prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
         found: Generation = self.generate(prompt, **with_defaults(options, self.chat_sampling))
         return found
 
     def chat_stream(
-        self, messages: Sequence[Message], **options: Unpack[StreamOptions]
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
         """Yield the answer of `chat` in pieces, as `stream` does."""
-        prompt = self.chat_template.ids(self.tokenizer, messages)
+        own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
+        arguments = self.chat_template.arguments(*own)
+        prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
         return self.stream(prompt, **with_defaults(options, self.chat_sampling))
 
-    def conversation(self, messages: Iterable[Message] = ()) -> Conversation:
-        """A conversation that begins with these messages, and whose kv_cache stays.
+    def conversation(
+        self,
+        messages: Iterable[Message] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Begin a conversation with these messages, whose kv_cache stays.
 
-        Raises InputError for messages of another form, and CheckpointError as `chat` does.
+        chat_template_kwargs: as in `chat`, for all answers. Raises InputError for messages of
+        another form and variables that the template does not read, and CheckpointError as `chat`
+        does.
         """
         from gpt2block.chat.conversation import Conversation  # noqa: PLC0415
 
         return Conversation(
-            self.engine, self.tokenizer, self.chat_template, messages, self.chat_sampling
+            self.engine,
+            self.tokenizer,
+            self.chat_template,
+            messages,
+            self.chat_sampling,
+            chat_template_kwargs,
         )
 
     @overload

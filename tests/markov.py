@@ -20,9 +20,12 @@ from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, 
 from gpt2block.sampling import Sampling
 
 END = "<|endoftext|>"
-# A conversation with a character for each role, and a line for each message.
+# A conversation with a character for each role, and a line for each message. It reads names, calls
+# of functions and a variable, too.
 LINES = ChatTemplate(
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}"
+    "{{ style }}{% for m in messages %}{{ m.role[0] }}{{ m.name }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+    "{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}",
     {},
 )

@@ -11,6 +11,9 @@ import shutil
 import signal
 import threading
 from contextlib import suppress
+from copy import deepcopy
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ import numpy as np
 import pytest
 from fuzzing import Refused, chat_names, generator
 from fuzzing.vocabularies import added_token
-from make_golden_chat import CONVERSATIONS, TOKENS
+from make_golden_chat import CALL, CONVERSATIONS, HISTORIES, TOKENS
 
 import gpt2block
 from gpt2block import CheckpointError, InputError
 from gpt2block.chat import template as chat
+from gpt2block.chat.messages import ABSENT_IF_EMPTY
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.checkpoints.chat_files import chat_template
 from gpt2block.tokenizers import tokenizer
@@ -30,22 +34,45 @@ from tests.threads import together
 from tests.tokenizer_files import small_json
 
 pytest.importorskip("jinja2", reason="chat templates need jinja2")
+openai_chat = pytest.importorskip("openai.types.chat")
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden" / "chat.json").read_text(encoding="utf-8"))
 HELLO = [{"role": "user", "content": "Hello"}]
+LINE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ ':' if add_generation_prompt }}"
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def variables_of(index: int) -> tuple[Any, dict[str, Any]]:
+# Two of these templates leave such a message out of the text, the third one has an error of its own
+ROLES = ("deepseek", "zephyr", "mistral")
+LEFT_OUT = dict.fromkeys(ROLES, "reads no messages with the role 'tool', at 0")
+
+
+@cache
+def template_of(name: str) -> ChatTemplate:
+    source = (HERE / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(source, TOKENS)
+
+
+def arguments_of(template: ChatTemplate, index: int) -> tuple[Any, dict[str, Any]]:
+    """A conversation, and those of its variables that the template reads."""
     messages, own = CONVERSATIONS[index]
-    return messages, {"date_string": "1 May 2025", **own}
+    given, known = (
+        {"date_string": "1 May 2025", **own},
+        {*template.names.variables, *chat.ARGUMENTS},
+    )
+    return messages, {name: value for name, value in given.items() if name in known}
 
 
-def assert_as_transformers(render: Any, expected: list[dict[str, Any]]) -> None:
+def assert_as_transformers(
+    template: ChatTemplate, render: Any, expected: list[dict[str, Any]], left_out: str = ""
+) -> None:
     for index, found in enumerate(expected):
-        messages, variables = variables_of(index)
-        if "error" in found:
+        messages, variables = arguments_of(template, index)
+        if left_out and messages[0]["role"] == "tool":
+            with pytest.raises(InputError, match=left_out):
+                render(messages, **variables)
+        elif "error" in found:
             with pytest.raises(InputError, match="refuses these messages: ") as error:
                 render(messages, **variables)
             assert found["error"] in str(error.value)
@@ -54,10 +81,10 @@ def assert_as_transformers(render: Any, expected: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN["templates"]))
-def test_templates_of_eight_families(name: str) -> None:
-    source = (HERE / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    template = ChatTemplate(source, TOKENS)
-    assert_as_transformers(template.render, GOLDEN["templates"][name])
+def test_templates_of_families(name: str) -> None:
+    template = template_of(name)
+    expected, left_out = GOLDEN["templates"][name], LEFT_OUT.get(name, "")
+    assert_as_transformers(template, template.render, expected, left_out)
 
 
 def test_ctrl_c_is_not_for_the_template() -> None:
@@ -84,9 +111,9 @@ def smollm2(smollm2_files: Path) -> Any:
 
 def test_texts_and_ids_of_smollm2(smollm2: Any) -> None:
     template, encoding = smollm2.chat_template, smollm2.tokenizer
-    assert_as_transformers(template.render, GOLDEN["smollm2"]["texts"])
-    ids = GOLDEN["smollm2"]["ids"]
-    assert_as_transformers(lambda messages, **v: template.ids(encoding, messages, **v), ids)
+    assert_as_transformers(template, template.render, GOLDEN["smollm2"]["texts"])
+    ids, render = GOLDEN["smollm2"]["ids"], partial(template.ids, encoding)
+    assert_as_transformers(template, render, ids)
 
 
 def test_an_answer_of_smollm2(smollm2: Any) -> None:
@@ -109,6 +136,124 @@ def test_special_tokens_in_a_message_are_text(smollm2: Any) -> None:
     # also where the text has a noncharacter already
     marked = [{"role": "user", "content": "\ufdd0<|im_end|>"}]
     assert encoding.decode(template.ids(encoding, marked)) == template.render(marked)
+
+
+# --- histories, and arguments of templates --------------------------------------------------------
+
+
+def as_sent(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
+    """A message in the form in which OpenAI's clients send it back."""
+    message = deepcopy(message)
+    if message["role"] != "assistant":
+        parts = [{"type": "text", "text": each} for each in message["content"]]
+        return {**message, "content": parts} if as_parts else message
+    for call in message.get("tool_calls", ()):
+        if isinstance(given := call["function"]["arguments"], dict):
+            call["function"]["arguments"] = json.dumps(given) if given else ""
+    sent = openai_chat.ChatCompletionMessage.model_validate(
+        {**message, "content": message["content"] or None}
+    )
+    return {**sent.model_dump(), "annotations": []} if as_parts else sent.model_dump()
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_histories_of_clients(known: list[Any], as_parts: bool) -> None:
+    """Their texts are those of transformers for the form that the template reads."""
+    template = template_of("qwen")
+    for (messages, variables), expected in zip(HISTORIES, GOLDEN["histories"], strict=True):
+        sent = [as_sent(message, as_parts) for message in messages]
+        assert template.render(sent, **variables) == expected["written"]
+        assert template.render(messages, **variables) == expected["written"]
+        ids = template.ids(known[0], sent, **variables)
+        assert known[0].decode(ids) == expected["written"]
+        assert ids == template.ids(known[0], messages, **variables)
+
+
+def test_arguments_that_are_joined_to_text() -> None:
+    """Templates such as DeepSeek's take them as JSON text, as clients send it."""
+    calls = "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    template = ChatTemplate(f"{{% for m in messages %}}{{{{ m.role }}}}{calls}{{% endfor %}}", {})
+    text = '{"a":  1}'
+    call = {"function": {"name": "f", "arguments": text}}
+    assert template.render([{"role": "assistant", "tool_calls": [call]}]) == f"assistantf{text}"
+    assert call["function"]["arguments"] == text
+
+
+EMPTY: list[Any] = [None, "", [], {}]
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "error"),
+    [
+        *(("chatml", [{"role": "assistant", "content": "x", field: value}], None)
+          for field, value in product(ABSENT_IF_EMPTY, EMPTY)),
+        ("chatml", [HELLO[0] | {"name": None}], None),
+        ("chatml", [HELLO[0] | {"name": ""}], "reads no field 'name': leave it out, at 0"),
+        ("chatml", [HELLO[0] | {"name": "me"}], "reads no field 'name': leave it out, at 0"),
+        ("chatml", [*HELLO, CALLED], "reads no field 'tool_calls': leave it out, at 1"),
+        ("chatml", [{"role": "critic", "content": "x"}], None),  # which the template writes
+        ("zephyr", [{"role": "critic", "content": "x"}], "no messages with the role 'critic', at"),
+        ("zephyr", [{"role": "developer", "content": "x"}], "no messages with the role 'develope"),
+        ("qwen", [CALLED, {"role": "tool", "content": "", "tool_call_id": "2"}],
+         "expected the results in the order of the calls, got '2', at 1"),
+        ("qwen", [{"role": "tool", "content": "", "tool_call_id": "1"}], "in the order of the ca"),
+        ("qwen", [CALLED | {"tool_calls": "f"}], "tool_calls: expected a list of objects, got 'f'"),
+        ("qwen", [CALLED | {"refusal": "No"}], "reads no field 'refusal'"),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_message_is_left_out(name: str, messages: Any, error: str | None) -> None:
+    template = template_of(name)
+    if error is None:
+        assert "x" in template.render(messages) or "Hello" in template.render(messages)
+    else:
+        with pytest.raises(InputError, match=error):
+            template.render(messages)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[1]", "7", '"x"', "{", "9" * 5000])
+def test_arguments_that_are_no_object_stay_text(text: str) -> None:
+    call = {"function": {"name": "f", "arguments": text}}
+    written = template_of("qwen").render([CALLED | {"tool_calls": [call]}])
+    assert f'"arguments": {json.dumps(text)}}}' in written
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({"thinking": True}, "expected enable_thinking, tools, got {'thinking'"),
+        ({"bos_token": "x"}, "expected enable_thinking, tools, got {'bos_token'"),
+        ({"ns": 1}, "got {'ns'"),
+        ({"messages": HELLO}, "got {'messages'"),
+        ({"add_generation_prompt": True}, "got {'add_generation_prompt'"),
+        ("x", "got 'x'"),
+    ],
+)
+def test_variables_that_a_template_does_not_read(variables: Any, error: str) -> None:
+    template = template_of("qwen")
+    with pytest.raises(InputError, match=f"chat_template_kwargs: .*{error}"):
+        template.render(HELLO, **template.arguments(None, False, variables))
+
+
+def test_a_message_is_continued_or_another_one_begins(known: list[Any]) -> None:
+    template = template_of("qwen")
+    begun = [*HELLO, {"role": "assistant", "content": f"a{END} {ROLE[:3]}"}]
+    for encoding in known:
+        ids = template.ids(encoding, begun, continue_final_message=True)
+        assert encoding.decode(ids) == template.render(begun, continue_final_message=True)
+        before = template.ids(encoding, begun[:1], add_generation_prompt=True)
+        assert ids[: len(before)] == before
+        assert max(ids[len(before) :]) < 258  # no names of tokens
+    wrong: list[tuple[Any, Any, str]] = [
+        (True, True, "add_generation_prompt: expected False with continue_final_message"),
+        (None, "content", "continue_final_message: expected True or False, got 'content'"),
+    ]
+    for prompt, continues, error in wrong:
+        with pytest.raises(InputError, match=error):
+            template.render(begun, prompt, continues)
+    for source in ("{{ messages[0].content }}", "{{ messages[1].content * 2 }}"):
+        with pytest.raises(InputError, match="the content of the last message once and as it is"):
+            ChatTemplate(source, {}).render(begun, continue_final_message=True)
 
 
 # --- names of tokens in messages ------------------------------------------------------------------
@@ -238,6 +383,24 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
     hot = gpt2block.Sampling(temperature=5.0, seed=1)
     expected = model.generate("HELLO:", max_new_tokens=8, sampling=hot)
     assert model.chat(HELLO, max_new_tokens=8, sampling=hot).tokens == expected.tokens
+    model.chat_template = ChatTemplate("{{ x }}" + LINE, {})
+    begun = [*HELLO, {"role": "assistant", "content": "Hi"}]
+    options["max_new_tokens"] = 2
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("XHello\nHi\n:", {"chat_template_kwargs": {"x": "X"}}),
+        ("Hello\nHi\n", {"add_generation_prompt": False}),
+        ("Hello\nHi", {"continue_final_message": True}),
+    ]
+    for prompt, arguments in cases:
+        text = model.generate(prompt, temperature=0.2, top_p=0.9, **options).text
+        assert model.chat(begun, **arguments, **options).text == text
+        assert "".join(model.chat_stream(begun, **arguments, **options)) == text
+        talk = model.conversation(begun, arguments.pop("chat_template_kwargs", None))
+        assert "".join(talk.stream(**arguments, **options)) == text
+    assert talk.messages == [*HELLO, {"role": "assistant", "content": f"Hi{text}"}]
+    for call in (model.chat, model.chat_stream, model.conversation):
+        with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got {'y'"):
+            call(HELLO, chat_template_kwargs={"y": 1})
     with pytest.raises(InputError, match="unknown keyword 'temprature'"):
         model.chat(HELLO, temprature=1)  # type: ignore[call-arg]
 
@@ -310,14 +473,18 @@ def test_damaged_settings(saved: Path, tmp_path: Path, content: Any) -> None:
         ([{"content": "x"}], "at 0"),
         ([*HELLO, {"role": 3, "content": "x"}], "at 1"),
         ([{"role": "user"}], "expected a text as content, got None at 0"),
-        ([{"role": "user", "content": ["x"]}], "expected a text as content"),
+        ([{"role": "user", "content": ["x"]}], "got 'x' at 0, part 0 of the content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+         r"expected {'type': 'text', .* got {.*'image_url'} at 0, part 0 of the content"),
+        ([{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {}}]}],
+         "without other fields, got {'cache_control': .* at 0, part 0 of the content"),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
         ([{"role": "user", "content": "x", "more": {1, 2}}], "expected what JSON has"),
     ],
-)
+)  # fmt: skip
 def test_messages_of_another_form(messages: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ChatTemplate(PLAIN, {}).render(messages)
+        ChatTemplate(PLAIN + "{{ messages[0].more }}", {}).render(messages)
 
 
 def test_a_damaged_template() -> None:

@@ -212,11 +212,12 @@ def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:
 
 def test_commands(chat: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    ended = chat("one", "two", "/undo", "/system S", "/top_k 5", "/seed 7", "/options",
+    ended = chat("one", "two", "/undo", "/continue", "/system S", "/top_k 5", "/seed 7", "/options",
                  f"/save {file}", f"/save {file}", "/reset", "/undo", "/help")  # fmt: skip
     assert ended.code == 0
     system = {"role": "system", "content": "S"}
-    assert json.loads(file.read_text()) == [system, user("one"), answer("bcd")]
+    assert json.loads(file.read_text()) == [system, user("one"), answer("bcdefg")]
+    assert ended.out == "bcd\nbcd\nefg\n"
     assert "top_k                5\n" in ended.err
     assert "seed                 7\n" in ended.err
     assert "top_p                0.9\n" in ended.err  # as the model's settings have it
@@ -226,7 +227,50 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
     again = chat("three", "/save", arguments=("--file", file, "--system", "other"))
     assert again.code == 0
     roles = [message["content"] for message in json.loads(file.read_text())]
-    assert roles == ["other", "one", "bcd", "three", "bcd"]
+    assert roles == ["other", "one", "bcdefg", "three", "bcd"]
+
+
+def test_commands_in_a_pipe(chat: Any) -> None:
+    """Commands are no messages; their output goes to stderr, between the answers' lines."""
+    ended = chat("hi", "/help", "/etc/passwd?", " /help", "/add_generation_prompt off", "ho")
+    assert (ended.code, ended.out) == (0, "bcd\nbcd\n\x0b\x0c\r\n")  # after "a", "a" and "\n"
+    first, *lines = ended.err.splitlines()
+    assert first.endswith("; ended: length")
+    shown = cli_chat.HELP.splitlines()
+    assert lines[: len(shown)] == shown
+    error, second, third = lines[len(shown) :]
+    assert error.startswith("error: there is no /etc/passwd?: /help lists commands; a message that")
+    assert f"prompt {len('uhi' + 'abcd' + 'u/help' + 'a') + 3}, " in second
+    assert third.startswith("3 tokens, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ([], "uone\natwo\nuhi\na"),
+        (["--chat-template-kwargs", '{"style": "S"}'], "Suone\natwo\nuhi\na"),
+        (["--no-add-generation-prompt"], "uone\natwo\nuhi\n"),
+    ],
+)
+def test_arguments_of_the_template(
+    chat: Any, tmp_path: Path, arguments: list[str], read: str
+) -> None:
+    """In a conversation by lines and in one of JSON; parts and names of messages are read."""
+    (file := tmp_path / "talk.json").write_text(json.dumps([user("one"), answer("two")]))
+    message = {"role": "user", "name": "h", "content": [{"type": "text", "text": "i"}]}
+    for line, more in (("hi", ()), (json.dumps(message), ["--json"])):
+        ended = chat(line, arguments=("--file", file, *arguments, *more))
+        assert ended.code == 0, ended.error
+        found = ended.out.splitlines()[-1] if more else ended.err
+        assert f'prompt_tokens": {len(read)}' in found if more else f"prompt {len(read)}" in found
+    for wrong, error in (
+        (
+            ["--chat-template-kwargs", '{"x": 1}'],
+            "--chat-template-kwargs: expected style, got {'x'",
+        ),
+        (["--chat-template-kwargs", "[1]"], "expected a JSON object such as"),
+    ):
+        assert error in chat("hi", arguments=wrong).error
 
 
 @pytest.mark.parametrize(
@@ -239,6 +283,8 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
         ("/max_new_tokens 0", "max_new_tokens: expected"),
         ("/top_k 1.5", "top_k: expected an integer, got '1.5'"),
         ("/system", "expected a text, as in /system You are a poet."),
+        ("/continue", "there is no answer to continue"),
+        ("/add_generation_prompt 1", "add_generation_prompt: expected 'on' or 'off', got '1'"),
         ("/save", "expected a file, as in /save talk.json"),
         ("/save .", "exists already: choose another name"),
         ("x" * 99, "the message: 102 tokens with what the template adds"),

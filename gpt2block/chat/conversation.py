@@ -7,7 +7,8 @@ from copy import deepcopy
 from typing import Any
 from weakref import ref
 
-from gpt2block.chat.template import ChatTemplate, Message, checked
+from gpt2block.chat.messages import Message, checked, continued, normalized
+from gpt2block.chat.template import ChatTemplate
 from gpt2block.errors import InputError, shown
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.generate import Run
@@ -24,8 +25,9 @@ SYSTEM = "system"  # the role of messages at the beginning that are never left o
 class Conversation:
     """Messages, and the model's answers to them; `GPT2.conversation` makes one.
 
-    messages: a list of {"role": …, "content": …}, which may be changed between answers. The keys
-    and values of what the model has read stay in a kv_cache: an answer computes only what follows
+    messages: a list of {"role": …, "content": …}, which may be changed between answers.
+    chat_template_kwargs: variables that the template reads, which may be changed too. The keys and
+    values of what the model has read stay in a kv_cache: an answer computes only what follows
     the beginning that the messages share with those of the last answer. So its last bits, and where
     two tokens are about as likely its text, can differ from those of `chat`; the same messages in
     the same order give the same bits again.
@@ -46,16 +48,19 @@ class Conversation:
         template: ChatTemplate,
         messages: Iterable[Message] = (),
         sampling: Mapping[str, float] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """sampling: options that answers have by default, as keywords of `GPT2.stream`."""
         self.messages: list[Message] = list(messages)
-        if self.messages:
-            checked(self.messages)
+        template.arguments(None, False, chat_template_kwargs)  # checks them
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.left_out, self._sampling = 0, dict(sampling or {})
         self.answer: Row | None = None
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
         self._latest: ref[Generator[str, None, Generation | None]] | None = None
+        if self.messages:
+            normalized(self.messages, template.names)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "answer": None, "_batch": None, "_latest": None}
@@ -69,23 +74,41 @@ class Conversation:
         return self._engine.config.n_ctx
 
     def stream(
-        self, text: str | None = None, **options: Any
+        self,
+        text: str | Message | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> Generator[str, None, Generation | None]:
-        """Add a user's message and yield the model's answer in pieces, as `GPT2.stream` does.
+        """Add a message and yield the model's answer in pieces, as `GPT2.stream` does.
 
-        text: None to answer the messages as they are. options: the keywords of `GPT2.stream`. The
-        message is added with the first piece, the answer when it ends, also when the caller closes
-        the generator before, as the next `stream`, `undo` and `clear` do. Where the messages are
-        changed meanwhile, it ends without being added, and the generator returns None. An error
-        takes the user's message back. Raises as `GPT2.chat` does; wrong arguments raise at the
+        text: the content of a user's message, or a message; None to answer the messages as they
+        are. add_generation_prompt, continue_final_message: as in `GPT2.chat`; an answer that
+        continues the last message is added to its content. options: the keywords of `GPT2.stream`.
+
+        The message is added with the first piece, the answer when it ends, also when the caller
+        closes the generator before, as the next `stream`, `undo` and `clear` do. Where the messages
+        are changed meanwhile, the answer ends without being added, and the generator returns None.
+        An error takes the message back. Raises as `GPT2.chat` does; wrong arguments raise at the
         call.
         """
         self._close()
-        asked: list[Message] = [] if text is None else [{"role": "user", "content": text}]
-        run = self._run([*self.messages, *asked], options)
-        pieces = self._pieces(run, deepcopy(self.messages), asked, options)
+        if isinstance(text, Mapping):
+            asked = [text]
+        else:
+            asked = [] if text is None else [{"role": "user", "content": text}]
+        own = (add_generation_prompt, continue_final_message)
+        template = self._template.arguments(*own, self.chat_template_kwargs)
+        run = self._run([*self.messages, *asked], template, options)
+        pieces = self._pieces(run, deepcopy(self.messages), asked, template, options)
         self._latest = ref(pieces)
         return pieces
+
+    def append(self, message: Message) -> None:
+        """Add a message. Raises InputError unless the template reads it after the others."""
+        normalized([*self.messages, message], self._template.names)
+        self.messages.append(message)
 
     def clear(self) -> None:
         """Remove all messages except for the system's at the beginning."""
@@ -106,10 +129,15 @@ class Conversation:
             pieces.close()
 
     def _pieces(
-        self, run: Run, before: list[Message], asked: list[Message], options: dict[str, Any]
+        self,
+        run: Run,
+        before: list[Message],
+        asked: list[Message],
+        template: dict[str, Any],
+        options: dict[str, Any],
     ) -> Generator[str, None, Generation | None]:
         if self.messages != before:  # since the call
-            run = self._run([*self.messages, *asked], options)
+            run = self._run([*self.messages, *asked], template, options)
         self.messages += asked
         read = deepcopy(self.messages)
         self.answer = row = run.rows[0]
@@ -131,16 +159,24 @@ class Conversation:
         finally:
             steps.close()  # which cancels the row: all of its text is known then
             if self._batch is not None and self.messages == read:
-                self.messages.append({"role": "assistant", "content": row.text})
+                if template["continue_final_message"]:
+                    self.messages[-1] = continued(self.messages[-1], row.text)
+                else:
+                    self.messages.append({"role": "assistant", "content": row.text})
         return row.result()
 
-    def _run(self, messages: Sequence[Message], options: dict[str, Any]) -> Run:
-        """The run of an answer to messages, in the batch of the last one where that has room."""
+    def _run(
+        self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
+    ) -> Run:
+        """Return the run of an answer, in the batch of the last answer where that has room.
+
+        template: arguments of `ChatTemplate.ids`.
+        """
         chosen = Options.of(with_defaults(options, self._sampling), "Conversation.stream")
         if chosen.samples != 1:
             raise InputError(f"samples: expected one answer, got {chosen.samples}: use chat")
         new = chosen.max_new_tokens
-        ids = self._fitting(messages, new)
+        ids = self._fitting(messages, template, new)
         run = Run(self._engine, self._encoding, ids, chosen)
         needed = min(self.n_ctx, len(ids) + new - 1)
         speculate, batch = chosen.speculate, self._batch
@@ -151,14 +187,20 @@ class Conversation:
         run.batch = self._batch
         return run
 
-    def _fitting(self, messages: Sequence[Message], new: int) -> list[int]:
-        """Token ids of the messages that the model reads, before an answer of `new` tokens."""
+    def _fitting(
+        self, messages: Sequence[Message], template: dict[str, Any], new: int
+    ) -> list[int]:
+        """Return token ids of the messages that the model reads before an answer of `new` tokens.
+
+        template: arguments of `ChatTemplate.ids`.
+        """
         checked(messages)
         n_ctx = self.n_ctx
         most, turns = n_ctx + 1 - min(new, max(1, n_ctx // 4)), _turns(messages)
         begins = [at for at in turns if at >= turns[0] + self.left_out] or turns
         for at in begins:
-            ids = self._template.ids(self._encoding, [*messages[: turns[0]], *messages[at:]])
+            kept = [*messages[: turns[0]], *messages[at:]]
+            ids = self._template.ids(self._encoding, kept, **template)
             if len(ids) <= most:
                 self.left_out = at - turns[0]
                 return ids

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
-from gpt2block.checks import check_encodable
+from gpt2block.chat.messages import Message, TemplateNames, normalized
+from gpt2block.checks import check_flag
 from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, Spans
 
-Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
+# Arguments of `render` and `ids`, which are no variables.
+ARGUMENTS = ("add_generation_prompt", "continue_final_message", "messages", "encoding", "self")
 SECONDS = 10.0  # that a rendering may take
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -34,35 +38,45 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
         self._worker: subprocess.Popen[str] | None = None
+        self._names: TemplateNames | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"ChatTemplate({len(self.source):,} characters, {self.tokens})"
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
-        messages: "role" and "content" of each. add_generation_prompt: whether the text ends with
-        what begins an answer. variables: further ones that the template knows, such as `tools`;
-        they and the messages consist of what JSON has.
+        messages: "role" and "content" of each; docs/chat.md has the forms that are read.
+        add_generation_prompt: whether the text ends with the beginning of an answer; by default, if
+        the last message is not continued. continue_final_message: end with the content of the last
+        message, which the answer continues, as in transformers. variables: others that the
+        template reads, such as `tools` and `enable_thinking`. They and the messages consist of what
+        JSON has.
 
-        Raises InputError for messages of another form, or that the template refuses, and
-        CheckpointError for a template that fails, or takes too long.
+        Raises InputError for messages of another form, for roles, fields and variables that the
+        template does not read or that it refuses, and CheckpointError for a template that fails, or
+        takes too long.
         """
-        checked(messages)
-        text: str = self._rendered(messages, add_generation_prompt, variables, False)["text"]
+        arguments = (messages, add_generation_prompt, continue_final_message)
+        text: str = self._rendered(False, *arguments, **variables)["text"]
         return text
 
     def ids(
         self,
         encoding: Encoding,
         messages: Sequence[Message],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of `render`'s text.
+        """Return the token ids of `render`'s text.
 
         Names of special tokens, and of other added tokens that are not white space, are tokens only
         where the template writes all of their characters. Where a character of a name comes from
@@ -71,32 +85,98 @@ class ChatTemplate:
         the name's place. Raises as `render` does; InputError for a name that the tokenizer cannot
         write with other tokens.
         """
-        text, places = self.placed(messages, add_generation_prompt, **variables)
+        arguments = (messages, add_generation_prompt, continue_final_message)
+        text, places = self.placed(*arguments, **variables)
         return tokenizer.encode_chat(encoding, text, places)
 
     def placed(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
-        """The text of `render`, and the parts of it that do not come from the template."""
-        checked(messages)
-        found = self._rendered(messages, add_generation_prompt, variables, True)
+        """Return the text of `render`, and its parts that do not come from the template."""
+        found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
 
+    def arguments(
+        self,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Return keywords of `render`. Raises InputError as `check_variables` does."""
+        if chat_template_kwargs:
+            self.check_variables(chat_template_kwargs)
+        return {
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+
+    @property
+    def names(self) -> TemplateNames:
+        """The names that the template reads. Raises CheckpointError for a damaged template."""
+        if self._names is None:
+            with self._lock:
+                if self._names is None:
+                    self._start()
+        assert self._names is not None
+        return self._names
+
+    def check_variables(self, variables: Any) -> None:
+        """Raise InputError unless these are variables that the template reads.
+
+        Messages, special tokens and the other arguments of `render` cannot be replaced.
+        """
+        known = {*self.names.variables}.difference(ARGUMENTS, self.tokens)
+        if not isinstance(variables, Mapping) or not variables.keys() <= known:
+            expected = ", ".join(sorted(known)) or "none, as the chat template reads no variables"
+            raise InputError(f"chat_template_kwargs: expected {expected}, got {shown(variables)}")
+
     def _rendered(
-        self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], places: bool
+        self,
+        places: bool,
+        messages: Sequence[Message],
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> dict[str, Any]:
         """The text, and ranges of places whose characters do not come from the template."""
+        self.check_variables(variables)
+        continues, prompt = continue_final_message, add_generation_prompt
+        if check_flag("continue_final_message", continues) and prompt:
+            raise InputError(
+                "add_generation_prompt: expected False with continue_final_message: an answer "
+                "continues the last message, or begins a message of its own"
+            )
+        prompt = check_flag("add_generation_prompt", not continues if prompt is None else prompt)
         given = {**self.tokens, "tools": None, "documents": None, **variables}
-        given |= {"messages": list(messages), "add_generation_prompt": prompt}
-        names = ["messages", *(n for n in variables if not n.endswith("_token"))] if places else []
+        given["add_generation_prompt"] = prompt
+        names = ["messages", *variables] if places else []
+        found = normalized(messages, self.names)
         try:
-            line = json.dumps([given, names])
+            return self._answer(found, given, names, continues)
+        except InputError:  # some templates join arguments of calls to other text
+            texts = normalized(messages, self.names, arguments_as_objects=False)
+            with suppress(InputError):
+                if texts != found:
+                    return self._answer(texts, given, names, continues)
+            raise
+
+    def _answer(
+        self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
+    ) -> dict[str, Any]:
+        """The answer of the worker for normalized messages."""
+        content, mark = messages[-1]["content"], token_hex(8)
+        if continues:  # with a space, which shows whether the template strips the content
+            messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
+        try:
+            line = json.dumps([{**given, "messages": messages}, names])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
             if self._worker is None:
                 self._start()
-            return self._ask(line, "the chat template refuses these messages: ")
+            found = self._ask(line, "the chat template refuses these messages: ")
+        return _ended_at(found, content, mark) if continues else found
 
     def _start(self) -> None:
         require("a chat template", "serve", "jinja2")
@@ -108,11 +188,15 @@ class ChatTemplate:
             text=True,
             encoding="utf-8",
         )
+        about = "the chat template is damaged: "
         try:
-            self._ask(json.dumps(self.source), "the chat template is damaged: ", CheckpointError)
+            found = self._ask(json.dumps(self.source), about, CheckpointError)
         except CheckpointError:
             self._end()
             raise
+        self._names = TemplateNames(
+            frozenset(found["fields"]), found["any_role"], frozenset(found["variables"])
+        )
 
     def _ask(self, line: str, about: str, kind: type[Exception] = InputError) -> dict[str, Any]:
         """The worker's answer to a line."""
@@ -162,17 +246,15 @@ class ChatTemplate:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def checked(messages: Any) -> None:
-    """Raise InputError unless these are messages of a conversation."""
-    expected = "expected a list of messages such as {'role': 'user', 'content': 'Hello'}"
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise InputError(f"messages: {expected}, got {shown(messages)}")
-    if not messages:
-        raise InputError(f"messages: {expected}, got none")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f"messages: {expected}, got {shown(message)} at {index}")
-        if not isinstance(message.get("content"), str):
-            problem = f"expected a text as content, got {shown(message.get('content'))}"
-            raise InputError(f"messages: {problem} at {index}")
-        check_encodable(f"messages: content at {index}", message["content"])
+def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
+    """A rendering that ends with a content, after which it has a mark. Source: transformers."""
+    text = found["text"]
+    if text.count(mark) != 1 or content.strip() not in text:
+        raise InputError(
+            "continue_final_message: the chat template does not write the content of the last "
+            "message once and as it is"
+        )
+    at = text.index(mark)
+    kept = text[:at] if text.startswith(f"{mark} ", at) else text[:at].rstrip()
+    places = [(a, min(b, len(kept))) for a, b in found.get("places", ()) if a < len(kept)]
+    return {"text": kept, "places": places}

@@ -3,7 +3,8 @@
 A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox), and this
 process has limits of memory and output; its parent ends it after a time. It reads and writes lines
 of JSON: first the source of the template, then the variables of each rendering, and which of them
-to follow: the answer has the text, and what places in it come from their strings.
+to follow: the answer has the text, and what places in it come from their strings. The answer to the
+source has the names that it reads.
 
 To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
 them as `MarkedText`, which compares, searches and splits as the string without marks would, so that
@@ -28,7 +29,7 @@ from functools import wraps  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
-from jinja2 import nodes  # noqa: E402
+from jinja2 import meta, nodes  # noqa: E402
 from jinja2.compiler import CodeGenerator, Frame  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.parser import Parser  # noqa: E402
@@ -242,6 +243,30 @@ def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> 
     return {"text": text, "places": [each.span() for each in found]}
 
 
+def names_of(source: str) -> dict[str, Any]:
+    """The fields of a `TemplateNames` for a template."""
+    tree = environment().parse(source)
+    found = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
+    roles = [n for n in found if "role" in (getattr(n, "attr", None), key_of(n))]
+    compares = tree.find_all((nodes.Compare, nodes.Operand, nodes.Test))
+    compared = [n for each in compares for n in each.iter_child_nodes() if n in roles]
+    fields = {each.attr for each in tree.find_all(nodes.Getattr)}
+    fields |= {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
+    own = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+    tests = tree.find_all((nodes.Test, nodes.Filter))  # such as "x is defined", before x is set
+    tested = {name.name for each in tests for name in each.find_all(nodes.Name)}
+    return {
+        "fields": sorted(fields),
+        "any_role": not roles or len(roles) > len(compared),
+        "variables": sorted(meta.find_undeclared_variables(tree) - (own - tested)),
+    }
+
+
+def key_of(node: nodes.Node) -> Any:
+    """The key of x['key'], if it is written in the template."""
+    return getattr(getattr(node, "arg", None), "value", None)
+
+
 def main() -> None:
     with suppress(ImportError, ValueError):  # Windows has no such limits
         import resource  # noqa: PLC0415
@@ -254,7 +279,7 @@ def main() -> None:
             given = json.loads(line)
             if not templates:
                 templates = [environment(each).from_string(given) for each in (False, True)]
-                answer: dict[str, Any] = {"text": ""}
+                answer = names_of(given)
             else:
                 answer = answered(templates, *given)
         except MemoryError:

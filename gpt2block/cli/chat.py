@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from io import TextIOWrapper
@@ -24,6 +24,7 @@ from gpt2block.cli.display import compiling, print_json, printable_lines, shown
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
+    chat_template_option,
     draft_option,
     keyword,
     load_draft,
@@ -38,17 +39,20 @@ from gpt2block.generation.options import KEYWORDS, Options
 
 if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
+    from gpt2block.chat.messages import Message
 
 MOST_FILE = 2**24  # bytes: 16 MiB
 QUOTES = '"""'  # before and after a message of several lines
 HELP = f"""\
 /reset               begin anew; the system message stays
 /undo                take back the last message and its answer
+/continue            continue the last answer, such as one that was stopped
 /system TEXT         change the system message
 /save [FILE]         write the conversation as JSON, which --file reads
 /options             show the options of the answers
 /temperature X       change one of them; so too /top_k, /top_p, /min_p, /repetition_penalty,
-                     /max_new_tokens and /seed (- for a new one each time)
+                     /max_new_tokens, /seed (- for a new one each time), and with on or off
+                     /speculate and /add_generation_prompt
 /help                show this
 /quit                end, as Ctrl-D does
 
@@ -69,6 +73,11 @@ class ChatOptions(SamplingOptions):
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
     speculate: bool = keyword("speculate", names=("--speculate",))
+    add_generation_prompt: bool = option(
+        "Whether the chat template writes the beginning of an answer.",
+        True,
+        "--add-generation-prompt/--no-add-generation-prompt",
+    )
 
 
 def chat(
@@ -80,6 +89,7 @@ def chat(
     file: Path | None = path_option(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
+    chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
         "a line of JSON.",
@@ -89,8 +99,9 @@ def chat(
 ) -> None:
     """Talk to a model that was trained on conversations.
 
-    Each line is a message; /help lists commands. The answers go to stdout, everything else to
-    stderr. What the model has read stays in the kv_cache: only new tokens are computed.
+    Each line is a message; /help lists commands, which also work in a pipe. The answers go to
+    stdout, everything else to stderr. The keys and values of what the model has read stay in the
+    kv_cache: only new tokens are computed.
     """
     require("chat", "serve", "jinja2")
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
@@ -106,7 +117,9 @@ def chat(
     usual = asdict(SamplingOptions()) | loaded.chat_sampling
     given = {name: value for name, value in asdict(options).items() if value is not None}
     options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)
-    conversation = Conversation(loaded.engine, encoding, loaded.chat_template, messages)
+    conversation = Conversation(
+        loaded.engine, encoding, loaded.chat_template, messages, None, chat_template_kwargs
+    )
     if as_json:
         _answer_lines(conversation, options)
     else:
@@ -137,17 +150,17 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         try:
             for message in read_messages(json.loads(line)):
                 if message["role"] == "user":
-                    print_json(_answered(conversation, message["content"], options))
+                    print_json(_answered(conversation, message, options))
                 else:
-                    conversation.messages.append(message)
+                    conversation.append(message)
         except (ValueError, RecursionError) as error:  # also InputError
             print_json({"error": str(error)})
         sys.stdout.flush()
 
 
-def _answered(conversation: Conversation, text: str, options: ChatOptions) -> dict[str, Any]:
+def _answered(conversation: Conversation, message: Message, options: ChatOptions) -> dict[str, Any]:
     begun = perf_counter()
-    for _ in conversation.stream(text, **asdict(options)):
+    for _ in conversation.stream(message, **asdict(options)):
         pass
     row = conversation.answer
     assert row is not None
@@ -177,6 +190,7 @@ class Session:
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": self._reset,
             "undo": self._undo,
+            "continue": self._continue,
             "system": self._system,
             "save": self._save,
             "options": self._show_options,
@@ -238,10 +252,10 @@ class Session:
         for line in text.split("\n"):
             self._stderr.print(shown(line), style="dim", soft_wrap=True)
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, text: str | None, **more: Any) -> None:
         conversation, before = self.conversation, self.conversation.left_out
         begun, ended = perf_counter(), False
-        pieces = conversation.stream(text, **asdict(self.options))
+        pieces = conversation.stream(text, **{**asdict(self.options), **more})
         if conversation.left_out > before:
             n_ctx = conversation.n_ctx
             self._say(
@@ -279,7 +293,10 @@ class Session:
         elif name in {each.name for each in fields(self.options)}:
             self._set(name, argument)
         else:
-            raise InputError(f"there is no /{name}: /help lists commands")
+            raise InputError(
+                f"there is no /{name}: /help lists commands; a message that begins with / is "
+                "written with a space before it"
+            )
 
     def _reset(self, _: str) -> None:
         self.conversation.clear()
@@ -288,6 +305,11 @@ class Session:
         if not any(message["role"] == "user" for message in self.conversation.messages):
             raise InputError("there is no message to take back")
         self.conversation.undo()
+
+    def _continue(self, _: str) -> None:
+        if [each["role"] for each in self.conversation.messages[-1:]] != ["assistant"]:
+            raise InputError("there is no answer to continue")
+        self._answer(None, continue_final_message=True, add_generation_prompt=False)
 
     def _system(self, text: str) -> None:
         if not text:
@@ -315,17 +337,18 @@ class Session:
 
     def _set(self, name: str, text: str) -> None:
         """Change an option; it is checked at once, as an answer would check it."""
-        whole = "int" in str(KEYWORDS[name].type)
+        kind = str(KEYWORDS[name].type) if name in KEYWORDS else "bool"
+        whole = "int" in kind
         value: Any = None
-        if KEYWORDS[name].type == "bool":
+        if kind == "bool":
             check_choice(name, text, ("on", "off"))
             value = text == "on"
         elif (name, text) != ("seed", "-"):
             try:
                 value = int(text) if whole else float(text)
             except ValueError:
-                kind = "an integer" if whole else "a number"
-                raise InputError(f"{name}: expected {kind}, got {text!r}") from None
+                number = "an integer" if whole else "a number"
+                raise InputError(f"{name}: expected {number}, got {text!r}") from None
             Options.of({name: value})
         self.options = replace(self.options, **{name: value})
 

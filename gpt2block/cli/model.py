@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
-from gpt2block.cli.options import option, path_option
+from gpt2block.cli.options import json_object, option, path_option
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.errors import CheckpointError, InputError
@@ -51,6 +51,12 @@ draft_option = partial(
 peer_option = partial(option, "torch: also time PyTorch, on the same buffers and in turn.")
 json_option = partial(option, "Print JSON.", False, "--json")
 GUESSES_NOTHING = "NumPy guesses no tokens, and the text is the same"
+chat_template_option = partial(
+    option,
+    'Variables that the chat template reads, as a JSON object such as {"enable_thinking": false}.',
+    parser=json_object,
+    metavar="JSON",
+)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ this order. Fields of dataclasses of the library, as of Formats, are options whe
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
@@ -51,6 +52,17 @@ def argument(text: str, default: Any = None, complete: Any = None, **settings: A
 def path_option(text: str, default: Any = None, *names: str, **settings: Any) -> Any:
     """A field or parameter that is an option with a path, in which `~` is the home directory."""
     return option(text, default, *names, **{"parser": path_of, "metavar": "PATH"} | settings)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse an option that takes a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f'expected a JSON object such as {{"name": true}}, got {text!r}')
+    return found
 
 
 def path_of(text: str) -> Path:

@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,6 +24,7 @@ from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
 from gpt2block.cli.model import (
     ModelOptions,
+    chat_template_option,
     draft_option,
     keyword,
     load_draft,
@@ -79,6 +81,7 @@ def serve(
     ),
     speculate: bool = keyword("speculate", names=("--speculate",)),
     draft_model: str | None = draft_option(),
+    chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     log_level: Literal["error", "warning", "info"] = option(
         "What standard error shows; info: also a line for each request.", "warning"
     ),
@@ -118,11 +121,14 @@ def serve(
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     load_draft(loaded, model, draft_model, speculate)
+    if chat_template_kwargs:
+        loaded.chat_template.check_variables(chat_template_kwargs)
     hosts = (*LOOPBACK, host, f"[{host}]")
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(
-        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, speculate
-    )
+        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, speculate,
+        chat_template_kwargs or {},
+    )  # fmt: skip
     server = Server(loaded, encoding, settings)
     address = f"[{host}]" if ":" in host else host
     address = f"http://{address}:{listening.getsockname()[1]}"

@@ -59,6 +59,7 @@ from gpt2block.serve.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     SampledRequest,
+    TemplateFields,
     TokenizeRequest,
     check_length,
     check_only,
@@ -90,7 +91,7 @@ class ServerSettings:
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
     `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
     origins: of web pages that may ask and read answers; "*": all. speculate: as in
-    `GPT2.generate`, for all requests.
+    `GPT2.generate`, for all requests. chat_template_kwargs: of requests that do not give them.
     """
 
     names: tuple[str, ...]
@@ -102,6 +103,7 @@ class ServerSettings:
     seconds: float | None = None
     origins: tuple[str, ...] = ()
     speculate: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -299,8 +301,8 @@ class Server:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
-        messages = [message.plain() for message in given.messages]
-        text, places = self.model.chat_template.placed(messages)
+        arguments = self._template_arguments(given)
+        text, places = self.model.chat_template.placed(given.messages, **arguments)
         self._check_length(self._least_tokens(text), "messages", "at least ")
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
@@ -309,6 +311,13 @@ class Server:
         rows = self._rows([ids], given, most, top)
         form = ChatForm(self.settings.name, self.encoding)
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
+
+    def _template_arguments(self, given: TemplateFields) -> dict[str, Any]:
+        """Keywords of `ChatTemplate.ids` for a request."""
+        own = (given.add_generation_prompt, bool(given.continue_final_message))
+        variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
+        found: dict[str, Any] = self.model.chat_template.arguments(*own, variables)
+        return found
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """A prompt's token ids: at least one."""
@@ -432,8 +441,8 @@ class Server:
 
         def ids() -> list[int]:
             if given.messages is not None:
-                messages = [message.plain() for message in given.messages]
-                return list(self.model.chat_template.ids(encoding, messages))
+                arguments = self._template_arguments(given)
+                return list(self.model.chat_template.ids(encoding, given.messages, **arguments))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")

@@ -20,7 +20,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     create_model,
-    model_validator,
 )
 
 from gpt2block.config.options import meaning_of
@@ -69,7 +68,7 @@ def _token_ids(given: Any) -> Any:
 
 
 def _values(given: Any, info: ValidationInfo) -> Any:
-    """Messages as they are, if they are not so many that to read them takes long."""
+    """Values as they are, if they are not so many that to read them takes long."""
     count, waiting = 0, [given]
     while waiting:
         each = waiting.pop()
@@ -77,7 +76,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
         if isinstance(inner, list):
             count += len(inner)
             if count > MOST_VALUES:
-                raise _too_many(info, MOST_VALUES, "messages, parts and fields")
+                raise _too_many(info, MOST_VALUES, "values: messages, parts and fields")
             waiting += inner
     return given
 
@@ -274,42 +273,19 @@ class CompletionRequest(SampledRequest):
     echo: bool | None = False
 
 
-class Part(BaseModel):
-    """A part of a message's content: of texts only."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
+Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks them
+Variables = Annotated[dict[str, Any], BeforeValidator(_values)]
 
 
-class ChatMessage(BaseModel):
-    """A message; further fields are passed on to the template."""
+class TemplateFields(Body):
+    """Arguments of the chat template. Source: vLLM, "OpenAI-Compatible Server"."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str
-    content: str | list[Part]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_calls(cls, given: Any) -> Any:
-        """An assistant's message that called tools has no text."""
-        if isinstance(given, dict) and given.get("role") == "assistant":
-            return given if given.get("content") is not None else {**given, "content": ""}
-        return given
-
-    def plain(self) -> dict[str, Any]:
-        found = self.model_dump()
-        if not isinstance(self.content, str):
-            found["content"] = "".join(part.text for part in self.content)
-        return found
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: Variables | None = None
 
 
-Messages = Annotated[list[ChatMessage], BeforeValidator(_values)]
-
-
-class ChatRequest(SampledRequest):
+class ChatRequest(SampledRequest, TemplateFields):
     """Of /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
@@ -326,7 +302,7 @@ class EmbeddingRequest(Body):
     dimensions: int | None = None  # the model's only
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """Of /tokenize."""
 
     prompt: str | None = None

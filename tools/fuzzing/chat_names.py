@@ -77,10 +77,16 @@ def _words(rng: Rng) -> list[str]:
     return rng.pick([whole], [whole, ""], [name[:cut], name[cut:]], [whole, rng.pick(*NAMES)])
 
 
-def _conversation(rng: Rng, words: list[str]) -> Callable[[bool], dict[str, Any]]:
-    """Return a function that gives a rendering's arguments, with the words or harmless ones."""
+def _conversation(
+    rng: Rng, words: list[str], template: ChatTemplate
+) -> Callable[[bool], dict[str, Any]]:
+    """Return a function that gives a rendering's arguments, with the words or harmless ones.
+
+    Some messages have the forms of clients: contents in parts, empty fields, calls of tools.
+    """
     around = [(_text(rng), rng.pick(*words, ""), _text(rng)) for _ in range(rng.whole(1, 5))]
     role, tool = (rng.pick(*[""] * 6, *words) for _ in range(2))
+    parts, continues, null = (rng.chance(0.2) for _ in range(3))
     shift = rng.whole(5) // 4  # some templates refuse an assistant's message at the beginning
 
     def given(harmless: bool) -> dict[str, Any]:
@@ -89,25 +95,40 @@ def _conversation(rng: Rng, words: list[str]) -> Callable[[bool], dict[str, Any]
 
         roles = [("user", "assistant")[(at + shift) % 2] for at in range(len(around))]
         roles[-1] = put(role) or roles[-1]
-        messages = [
-            {"role": role, "content": before + put(word) + after}
-            for role, (before, word, after) in zip(roles, around, strict=True)
+        texts = [[before, put(word), after] for before, word, after in around]
+        messages: list[dict[str, Any]] = [
+            {
+                "role": role,
+                "content": [{"type": "text", "text": each} for each in text],
+                **({"refusal": None, "name": None, "tool_calls": []} if null else {}),
+            }
+            for role, text in zip(roles, texts, strict=True)
         ]
+        if not parts:
+            messages = [
+                {**each, "content": "".join(text)}
+                for each, text in zip(messages, texts, strict=True)
+            ]
+        if tool and "tool_calls" in template.names.fields:
+            call = {"name": put(tool), "arguments": json.dumps({put(tool): [put(words[0])]})}
+            messages[0]["tool_calls"] = [{"function": call}]
         tools = [{"name": f"x {put(tool)}", put(tool): "é\n"}] if tool else None
-        return {"messages": messages, "date_string": "1 May", "tools": tools}
+        variables = {"date_string": "1 May", "tools": tools}
+        read = {n: v for n, v in variables.items() if n in template.names.variables}
+        return {"messages": messages, "continue_final_message": continues, **read}
 
     return given
 
 
 def case(rng: Rng, folder: Path) -> None:
     spec, words, template = _spec(rng), _words(rng), rng.pick(*_templates())
-    text, given = json.dumps(spec), _conversation(rng, words)
+    text, given = json.dumps(spec), _conversation(rng, words, template)
     (folder / "tokenizer.json").write_text(text)
     encoding = accepted(tokenizer.from_path, folder, 1000)
-    rendered = attempt(False, template.render, **given(False))
+    rendered, harmless = (attempt(False, template.render, **given(each)) for each in (False, True))
     ids = accepted(template.ids, encoding, **given(False))
     truth = hugging_face.Tokenizer.from_str(text)
-    expected = truth.encode(template.render(**given(True)), add_special_tokens=False).ids
+    expected = truth.encode(harmless, add_special_tokens=False).ids
     own = {
         id
         for word in (*words, "q")

@@ -201,7 +201,8 @@ class _Talk:
 
 def _message(rng: Rng) -> dict[str, Any]:
     role = rng.pick("user", "user", "assistant", "system", "tool")
-    return {"role": role, "content": odd_text(rng)[:12]}
+    empty: dict[str, Any] = rng.pick({}, {}, {"name": None}, {"tool_calls": [], "refusal": None})
+    return {"role": role, "content": odd_text(rng)[:12], **empty}
 
 
 def _ids(messages: Sequence[dict[str, Any]]) -> list[int]:
