@@ -8,7 +8,6 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +65,7 @@ from gpt2block.serve.protocol import (
     refused,
 )
 from gpt2block.serve.service import Service, batch_of
+from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
@@ -177,16 +177,16 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads, self._passes = (ThreadPoolExecutor(AT_ONCE) for _ in range(2))
-        self._caches = anyio.CapacityLimiter(AT_ONCE)  # of prompts that are scored
+        self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
+        self._caches = Places(AT_ONCE)  # of prompts that are scored
         loop = asyncio.get_running_loop()
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
         try:
             yield
         finally:
-            for threads in (self._threads, self._passes):
-                threads.shutdown(wait=False, cancel_futures=True)
+            for workers in (self._threads, self._passes):
+                workers.close()
             service, self.service = self.service, None
             await to_thread.run_sync(service.close)
 
@@ -252,18 +252,20 @@ class Server:
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
     async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call makes of a request: at once if that is small, else in a thread."""
+        """Return call(*arguments): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
             return call(*arguments)
-        return await self._in_thread(call, *arguments)
+        return await self._in_thread(request, call, *arguments)
 
-    async def _in_thread(self, call: Callable[..., Value], *arguments: Any) -> Value:
-        """What a call returns. A request that is cancelled does not wait for a call that runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+    async def _in_thread(
+        self, request: Request, call: Callable[..., Value], *arguments: Any
+    ) -> Value:
+        """Return call(*arguments), computed in a thread at the turn of the request's client."""
+        return await self._threads.run(request.state.client, call, *arguments)
 
-    async def _in_pass(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """As _in_thread, for what computes a pass: no request waits for it to be read."""
-        return await asyncio.get_running_loop().run_in_executor(self._passes, call, *arguments)
+    async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Compute a pass as `_in_thread` does, in other threads: no text waits for a pass."""
+        return await self._passes.run(request.state.client, call, *arguments)
 
     # --- completions ------------------------------------------------------------------------------
 
@@ -271,14 +273,14 @@ class Server:
         asked = await self._prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
-                async with self._caches:
+                async with self._caches.taken(request.state.client):
                     parts = scored_prompt(self.model.engine, ids, given.logprobs)
-                    while part := await self._in_pass(next, parts, None):
+                    while part := await self._in_pass(request, next, parts, None):
                         echo.scored.add(part)
         return await self._answer(request, asked)
 
     async def chat(self, request: Request, given: ChatRequest) -> Response:
-        return await self._answer(request, await self._in_thread(self._chat, given))
+        return await self._answer(request, await self._in_thread(request, self._chat, given))
 
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
@@ -376,7 +378,9 @@ class Server:
             answer.close()
         new = sum(len(row.tokens) for row in asked.rows)
         if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
-            return await self._in_thread(self._whole, asked, choices, new, _PatientResponse)
+            return await self._in_thread(
+                request, self._whole, asked, choices, new, _PatientResponse
+            )
         return self._whole(asked, choices, new, JSONResponse)
 
     def _whole(
@@ -409,9 +413,10 @@ class Server:
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
-        ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
+        ids = [await self._in_thread(request, self._ids, each, "input") for each in given.input]
         groups = in_groups(ids, EMBEDDED)
-        vectors = np.concatenate([await self._in_pass(self.model.embed, each) for each in groups])
+        parts = [await self._in_pass(request, self.model.embed, each) for each in groups]
+        vectors = np.concatenate(parts)
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         shown: list[Any] = vectors.tolist()
         if given.encoding_format == "base64":
@@ -423,7 +428,7 @@ class Server:
         count = sum(map(len, ids))
         told = {"prompt_tokens": count, "total_tokens": count}
         found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
-        return await self._in_thread(_PatientResponse, found)
+        return await self._in_thread(request, _PatientResponse, found)
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
@@ -438,9 +443,9 @@ class Server:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")
 
-        tokens = await self._in_thread(ids)
+        tokens = await self._in_thread(request, ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
-        return await self._in_thread(_PatientResponse, told)
+        return await self._in_thread(request, _PatientResponse, told)
 
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
         encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
@@ -452,7 +457,7 @@ class Server:
                 found.extend(bytes_of_ids(encoding, part))
             return JSONResponse({"prompt": found.decode(errors="replace")})
 
-        return await self._in_thread(text)
+        return await self._in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
         names, wanted = self.settings.names, request.path_params.get("name")

@@ -14,7 +14,6 @@ import secrets
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -33,6 +32,7 @@ from gpt2block.run.model import Floats, Ids
 from gpt2block.sampling import Sampling, probabilities
 from gpt2block.serve.answers import TextForm
 from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
+from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers.encoding import Encoding
 
 SHOWN = 40  # tokens of a distribution
@@ -70,9 +70,9 @@ class ExplainRequest(Body):
 class Play:
     """The page of a server, and its addresses.
 
-    encoding, name: the server's. ids_of: raises ApiError for what is no prompt. in_thread: runs a
-    function in a worker thread, as the steps of the running rows go on; in_pass: one that computes
-    a pass.
+    encoding, name: the server's. ids_of: raises ApiError for anything else than a prompt.
+    in_thread(request, function, ...): runs a function in a worker thread while the steps of the
+    running rows go on. in_pass: runs a function that computes a pass.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Play:
     async def about(self, request: Request) -> Response:
         """What the page has to know of the model."""
         config, engine = self._model.config, self._model.engine
-        chat = await self._in_thread(self._has_template)
+        chat = await self._in_thread(request, self._has_template)
         found = {
             "model": self._name,
             "device": engine.describe(),
@@ -129,15 +129,15 @@ class Play:
         def found() -> list[dict[str, Any]]:
             return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
 
-        return JSONResponse({"tokens": await self._in_thread(found)})
+        return JSONResponse({"tokens": await self._in_thread(request, found)})
 
     async def next(self, request: Request, given: NextRequest) -> Response:
         """The distribution of the token after these ids, before and after the sampling options."""
         token, V = given.token, self._model.config.vocab_size
         if token is not None and token >= V:
             raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
-        logits = await self._kept_logits(self._ids_of(given.ids, "ids"))
-        return JSONResponse(await self._in_thread(self._distribution, logits, given))
+        logits = await self._kept_logits(request, self._ids_of(given.ids, "ids"))
+        return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
         """Make the page of `explain` for a forward pass, one at a time. Tells its address."""
