@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from gpt2block.checks import check_encodable
@@ -20,19 +21,29 @@ SECONDS = 10.0  # that a rendering may take
 WORKER = Path(__file__).with_name("worker.py")
 
 
+class RenderingTimeoutError(CheckpointError):
+    """A rendering that took too long."""
+
+
 class ChatTemplate:
     """The Jinja template of a model.
 
     source: of the template. tokens: strings of special tokens by their names, such as "bos_token",
     which it may use. Source: Hugging Face, "Chat templates".
 
-    The template runs in a process of its own, in jinja2's sandbox, for at most SECONDS at a time
+    The template runs in a process of its own, in jinja2's sandbox, for at most `seconds` at a time
     and in 1 GiB of memory: it cannot reach files, the network or Python's objects. The process is
-    started for the first rendering, and ends with this object. Thread-safe.
+    started for the first rendering, and ends with this object. Thread-safe. A copy has a process of
+    its own.
+
+    check: called with each text before the characters of messages are followed in it, which takes
+    several times as long as the rendering. Its exceptions are raised.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
+        self.seconds = SECONDS
+        self.check: Callable[[str], None] = lambda text: None
         self._worker: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
@@ -90,13 +101,16 @@ class ChatTemplate:
         given |= {"messages": list(messages), "add_generation_prompt": prompt}
         names = ["messages", *(n for n in variables if not n.endswith("_token"))] if places else []
         try:
-            line = json.dumps([given, names])
+            line = json.dumps(given)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
             if self._worker is None:
                 self._start()
-            return self._ask(line, "the chat template refuses these messages: ")
+            until, about = monotonic() + self.seconds, "the chat template refuses these messages: "
+            found = self._ask(line, about, until)
+            self.check(found["text"])
+            return {**found, **self._ask(json.dumps(names), about, until)} if places else found
 
     def _start(self) -> None:
         require("a chat template", "serve", "jinja2")
@@ -108,14 +122,17 @@ class ChatTemplate:
             text=True,
             encoding="utf-8",
         )
+        about, until = "the chat template is damaged: ", monotonic() + SECONDS
         try:
-            self._ask(json.dumps(self.source), "the chat template is damaged: ", CheckpointError)
+            self._ask(json.dumps(self.source), about, until, CheckpointError)
         except CheckpointError:
             self._end()
             raise
 
-    def _ask(self, line: str, about: str, kind: type[Exception] = InputError) -> dict[str, Any]:
-        """The worker's answer to a line."""
+    def _ask(
+        self, line: str, about: str, until: float, kind: type[Exception] = InputError
+    ) -> dict[str, Any]:
+        """The worker's answer to a line. until: the time, as of `monotonic`, when it is ended."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -126,7 +143,7 @@ class ChatTemplate:
             late.set()
             worker.kill()
 
-        timer = threading.Timer(SECONDS, stop)
+        timer = threading.Timer(until - monotonic(), stop)
         timer.start()
         try:
             worker.stdin.write(line + "\n")
@@ -138,8 +155,10 @@ class ChatTemplate:
             timer.cancel()
         if not answer:
             self._end()
-            why = f"takes more than {SECONDS:g} s" if late.is_set() else "ends its process"
-            raise CheckpointError(f"the chat template {why}: choose another model")
+            if late.is_set():
+                problem = f"the chat template takes more than {self.seconds:g} s"
+                raise RenderingTimeoutError(f"{problem}: choose another model")
+            raise CheckpointError("the chat template ends its process: choose another model")
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise kind(about + found["error"])

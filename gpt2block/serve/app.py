@@ -7,8 +7,9 @@ import base64
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -29,6 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
@@ -76,7 +78,8 @@ BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
+AT_ONCE = 4  # texts that are encoded at a time, and passes next to the batch
+TEMPLATE_SECONDS = 2.0  # for which the chat template may render a conversation
 MANY_TOKENS = 1024  # of an answer that takes long to write
 EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
@@ -138,6 +141,7 @@ class Server:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
+        self._templates: list[ChatTemplate] = []  # that no thread uses
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
@@ -302,8 +306,8 @@ class Server:
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         messages = [message.plain() for message in given.messages]
-        text, places = self.model.chat_template.placed(messages)
-        self._check_length(self._least_tokens(text), "messages", "at least ")
+        with self._template(partial(self._check_text, "messages")) as template:
+            text, places = template.placed(messages)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
@@ -316,7 +320,7 @@ class Server:
         """A prompt's token ids: at least one."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
-            self._check_length(self._least_tokens(prompt), field, "at least ")
+            self._check_text(field, prompt)
             prompt = tokenizer.encode(encoding, prompt, name=field)
         self._check_length(len(prompt), field)
         ids = tokenizer.token_ids(encoding, prompt, V, field)
@@ -326,6 +330,28 @@ class Server:
                 raise ApiError(400, f"{field}: expected at least one token", field)
             ids = np.array([end], np.int32)
         return ids
+
+    @contextmanager
+    def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
+        """A copy of the model's chat template for one thread. check: as for ChatTemplate."""
+        try:
+            template = self._templates.pop()
+        except IndexError:
+            template = copy(self.model.chat_template)
+            template.seconds = TEMPLATE_SECONDS
+        template.check = check
+        try:
+            yield template
+        except RenderingTimeoutError:
+            limit = f"{1000 * TEMPLATE_SECONDS:,.0f} ms"
+            problem = f"messages: the chat template takes more than {limit}: expected fewer or shorter"
+            raise ApiError(413, problem, "messages") from None
+        finally:
+            self._templates.append(template)
+
+    def _check_text(self, field: str, text: str) -> None:
+        """Refuse a text that has more tokens than the context, without encoding it."""
+        self._check_length(self._least_tokens(text), field, "at least ")
 
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
@@ -438,7 +464,8 @@ class Server:
         def ids() -> list[int]:
             if given.messages is not None:
                 messages = [message.plain() for message in given.messages]
-                return list(self.model.chat_template.ids(encoding, messages))
+                with self._template(lambda text: None) as template:
+                    return list(template.ids(encoding, messages))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")

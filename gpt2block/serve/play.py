@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 from base64 import b64encode
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.resources import files
@@ -36,14 +36,15 @@ from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers.encoding import Encoding
 
 SHOWN = 40  # tokens of a distribution
-KEPT_LOGITS = 16  # texts whose next token's logits are kept, for the sliders
+KEPT_LOGITS = 16  # texts per client whose next token's logits are kept, for the sliders
 MOST_EXPLAINED = 256  # tokens of a forward pass that is explained
 MOST_PARAMETERS = 2**29  # of a model that is explained, which needs its weights in float64: 4 GiB
-MOST_EXPLAINING = 8  # forward passes that are explained or wait for it; one is at a time
-KEPT_PAGES = 8  # of `explain`, each of a few MB
+MOST_EXPLAINING = 8  # forward passes per client that are explained, one at a time, or wait
+KEPT_PAGES = 8  # pages of `explain` per client, each of a few MB
+KEPT_CLIENTS = 16  # latest clients for which logits and pages are kept
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
+Kept = OrderedDict[Any, Value]  # the latest last
 IdsOf = Callable[[Any, str], Ids]  # of a text or of token ids, and the name of its field
 MakeRoute = Callable[..., Route]
 
@@ -89,9 +90,11 @@ class Play:
         self._form = TextForm(name, encoding)
         self._html = files("gpt2block.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._headers = _headers(_policy(self._html))
-        self._logits: OrderedDict[bytes, asyncio.Future[Floats]] = OrderedDict()
-        self._pages: OrderedDict[str, str] = OrderedDict()
-        self._explaining, self._one = 0, ThreadPoolExecutor(1, "explain")
+        # By client, so that no client learns by time what another one has asked for.
+        self._logits: Kept[Kept[asyncio.Future[Floats]]] = OrderedDict()
+        self._pages: Kept[Kept[str]] = OrderedDict()
+        self._explaining: Counter[str] = Counter()
+        self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
         """The page itself needs no key; a page of `explain` has an address that none can guess."""
@@ -148,22 +151,23 @@ class Play:
         if len(ids) > most:
             problem = f"ids: expected at most {most} tokens to explain, got {len(ids)}"
             raise ApiError(400, problem, "ids")
-        if self._explaining == MOST_EXPLAINING:
-            problem = "the server explains as many forward passes as it takes: try again later"
+        client = request.state.client
+        if self._explaining[client] == MOST_EXPLAINING:
+            problem = f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
             raise ApiError(503, problem, code="overloaded")
-        self._explaining += 1
+        self._explaining[client] += 1
         try:
-            loop = asyncio.get_running_loop()
-            html = await loop.run_in_executor(self._one, self._explanation, ids)
+            html = await self._one.run(client, self._explanation, ids)
         finally:
-            self._explaining -= 1
+            self._explaining -= Counter([client])
         ticket = secrets.token_urlsafe(16)
-        _keep(self._pages, ticket, html, KEPT_PAGES)
+        _keep(_of_client(self._pages, client), ticket, html, KEPT_PAGES)
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
         """A page that was made; a frame and a new tab cannot send a key."""
-        html = self._pages.get(request.path_params["ticket"])
+        ticket = request.path_params["ticket"]
+        html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
             problem = "The server no longer has this page: explain the position again."
             return PlainTextResponse(problem, 404, _headers("default-src 'none'"))
@@ -186,17 +190,17 @@ class Play:
     def _token(self, id: int) -> dict[str, Any]:
         return {"id": id, "token": self._form.token(id)}
 
-    async def _kept_logits(self, ids: Ids) -> Floats:
-        """The logits after ids, (V,). Requests for the same ids wait for the same pass."""
-        key = ids.tobytes()
-        if key not in self._logits:
-            computed = asyncio.ensure_future(self._in_pass(self._last_logits, ids))
-            _keep(self._logits, key, computed, KEPT_LOGITS)
-        self._logits.move_to_end(key)
+    async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
+        """The logits after ids, (V,). A client's requests for the same ids wait for one pass."""
+        kept, key = _of_client(self._logits, request.state.client), ids.tobytes()
+        if key not in kept:
+            computed = asyncio.ensure_future(self._in_pass(request, self._last_logits, ids))
+            _keep(kept, key, computed, KEPT_LOGITS)
+        kept.move_to_end(key)
         try:
-            return await asyncio.shield(self._logits[key])
+            return await asyncio.shield(kept[key])
         except Exception:
-            self._logits.pop(key, None)
+            kept.pop(key, None)
             raise
 
     def _last_logits(self, ids: Ids) -> Floats:
@@ -258,7 +262,15 @@ def _headers(policy: str) -> dict[str, str]:
     }
 
 
-def _keep(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
+    """The values that are kept for a client, which is the latest one from now on."""
+    if client not in kept:
+        _keep(kept, client, OrderedDict(), KEPT_CLIENTS)
+    kept.move_to_end(client)
+    return kept[client]
+
+
+def _keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
     """Add a value, and forget the oldest one beyond `most`."""
     kept[key] = value
     if len(kept) > most:
