@@ -240,7 +240,7 @@ def places(
 
 
 def main() -> None:
-    global now  # noqa: PLW0603  (of this process)
+    global now
     with suppress(ImportError, ValueError):  # Windows has no such limits
         import resource  # noqa: PLC0415
 

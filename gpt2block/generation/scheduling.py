@@ -18,7 +18,7 @@ MOST_REMOVED = 64  # rows that are kept after they were removed, where fewer wai
 
 
 class Turns(Generic[Item]):
-    """Items that wait, taken one by one: clients take turns, and each has its own items in order."""
+    """Items that wait. Clients take turns; the items of each are taken in order."""
 
     def __init__(self) -> None:
         self._of: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns

@@ -24,20 +24,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids, in_groups
-from gpt2block.serve.access import Access
+from gpt2block.serve.access import Access, error_response
 from gpt2block.serve.answers import (
-    RETRY_AFTER,
     Answer,
     AnswerChoice,
     ChatForm,
@@ -63,6 +62,7 @@ from gpt2block.serve.protocol import (
     TokenizeRequest,
     check_length,
     check_only,
+    named,
     parsed,
     refused,
 )
@@ -76,7 +76,7 @@ MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its s
 SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
 BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
 AT_ONCE = 4  # texts that are encoded at a time, and passes next to the batch
 TEMPLATE_SECONDS = 2.0  # for which the chat template may render a conversation
@@ -89,6 +89,9 @@ class ServerSettings:
     """names: of the model, for clients; answers have the first. keys: of which clients must give
     one, by their names; none: clients are on this machine, or those of a proxy there, and told
     apart by their addresses.
+
+    hosts: names of this server, of which a request must have one as its host where there are no
+    keys; allowed_hosts: further names. With keys and without these, any host is accepted.
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
     `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
@@ -104,6 +107,7 @@ class ServerSettings:
     reuse_prefixes: bool = False
     seconds: float | None = None
     origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     speculate: bool = False
 
     @property
@@ -139,6 +143,7 @@ class Server:
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
+        self.keys = settings.keys  # may be replaced, but not by none
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
         self._templates: list[ChatTemplate] = []  # that no thread uses
@@ -160,24 +165,27 @@ class Server:
             Route("/health", self.health),
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
+            self._route("/version", self.version),
             self._route("/v1/models", self.models),
             self._route("/v1/models/{name:path}", self.models),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
             self._route("/tokenize", self.tokenize, TokenizeRequest),
             self._route("/detokenize", self.detokenize, DetokenizeRequest),
         ]
-        hosts = list(self.settings.hosts) if not self.settings.keys else ["*"]
-        trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-        middleware = [Middleware(Access), trusted]
+        allowed = self.settings.allowed_hosts
+        hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
+        middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
         if self.settings.origins:  # within: a page whose name was changed to this address is none
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
-                allow_methods=("GET", "POST"), expose_headers=("Retry-After",),
+                allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
             )]  # fmt: skip
         handlers: dict[Any, Any] = {HTTPException: _http_error}
-        return Starlette(
+        made = Starlette(
             routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
         )
+        made.router.redirect_slashes = False
+        return made
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -216,30 +224,30 @@ class Server:
                         given = await self._parsed(request, kind)
                         response = await _while_there(request, handler(request, given))
             except TimeoutError:
-                response = _error(late())
+                response = error_response(late())
             except ApiError as error:
-                response = _error(error)
+                response = error_response(error)
             except (InputError, CheckpointError) as error:
-                response = _error(refused(error, kind.model_fields if kind else ()))
+                response = error_response(refused(error, kind.model_fields if kind else ()))
             except Exception as error:
-                response = _error(self._fault(path, error))
+                response = error_response(self._fault(request, path, error))
             counted(response.status_code)
             return response
 
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
 
-    def _fault(self, path: str, error: Exception) -> ApiError:
+    def _fault(self, request: Request, path: str, error: Exception) -> ApiError:
         """The answer to a request that found a mistake in the server, which goes to the log."""
-        log.error("%s: %s", path, traceback_of(error))
+        log.error("%s, %s: %s", path, request.state.id, traceback_of(error))
         self.metrics.fault(path)
         return ApiError(500, "the server has made an error")
 
     def _client_of(self, request: Request) -> str:
         """The name of the key that a request has, or where it comes from if none is needed."""
-        if not self.settings.keys:
+        if not self.keys:
             return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        data, keys = given.strip().encode(), self.settings.keys.items()
+        data, keys = given.strip().encode(), self.keys.items()
         names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]  # all keys
         if scheme.lower() != "bearer" or not names:
             problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
@@ -290,7 +298,7 @@ class Server:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
         if new == 0 and (given.stream or not given.echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
-        prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
+        prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
         echoes = [AnswerChoice() for _ in prompts]
         if given.echo:
@@ -327,7 +335,8 @@ class Server:
         if not len(ids):
             end = tokenizer.end_of_text(encoding, V)
             if end is None:
-                raise ApiError(400, f"{field}: expected at least one token", field)
+                problem = f"{field}: expected at least one token"
+                raise ApiError(400, problem, field.partition(".")[0])
             ids = np.array([end], np.int32)
         return ids
 
@@ -344,7 +353,9 @@ class Server:
             yield template
         except RenderingTimeoutError:
             limit = f"{1000 * TEMPLATE_SECONDS:,.0f} ms"
-            problem = f"messages: the chat template takes more than {limit}: expected fewer or shorter"
+            problem = (
+                f"messages: the chat template takes more than {limit}: expected fewer or shorter"
+            )
             raise ApiError(413, problem, "messages") from None
         finally:
             self._templates.append(template)
@@ -391,7 +402,7 @@ class Server:
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.settings.speculate, self.metrics.between_pieces,
-                partial(self._fault, request.url.path),
+                partial(self._fault, request, request.url.path),
             )  # fmt: skip
             return _Streamed(events, answer)
         choices = [AnswerChoice(echo.text) for echo in asked.echoes]
@@ -439,7 +450,8 @@ class Server:
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
-        ids = [await self._in_thread(request, self._ids, each, "input") for each in given.input]
+        inputs = named("input", given.input)
+        ids = [await self._in_thread(request, self._ids, *each) for each in inputs]
         groups = in_groups(ids, EMBEDDED)
         parts = [await self._in_pass(request, self.model.embed, each) for each in groups]
         vectors = np.concatenate(parts)
@@ -496,6 +508,9 @@ class Server:
         if wanted not in names:
             raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
         return JSONResponse({"id": wanted, **found})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": gpt2block.__version__})
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
@@ -574,11 +589,6 @@ async def _while_there(request: Request, work: Awaitable[Response]) -> Response:
         finally:
             watching.cancel()
     raise ApiError(499, "the client is gone")
-
-
-def _error(error: ApiError) -> Response:
-    headers = {"retry-after": RETRY_AFTER} if error.status == 503 else None
-    return JSONResponse(error.body, error.status, headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -153,7 +153,9 @@ class Play:
             raise ApiError(400, problem, "ids")
         client = request.state.client
         if self._explaining[client] == MOST_EXPLAINING:
-            problem = f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
+            problem = (
+                f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
+            )
             raise ApiError(503, problem, code="overloaded")
         self._explaining[client] += 1
         try:

@@ -395,6 +395,8 @@ def token_ids(
         raise
     except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
         raise InputError(f"{name}: expected text or token ids: {error}") from error
+    if ids.dtype.kind in "fO" and isinstance(given, list) and {*map(type, given)} == {int}:
+        check_ids(np.array(given, object), vocab_size, name)  # some have more than 63 bits
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
             f"{name}: expected text or a row of integers, got {type(given).__name__} "
