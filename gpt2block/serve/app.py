@@ -80,7 +80,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
 AT_ONCE = 4  # texts that are encoded at a time, and passes next to the batch
 TEMPLATE_SECONDS = 2.0  # for which the chat template may render a conversation
-MANY_TOKENS = 1024  # of an answer that takes long to write
+MANY_TOKENS = 1024  # tokens, or other values, of an answer that takes long to write
 EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
 
@@ -446,12 +446,18 @@ class Server:
             cached = sum(map(min, groups))
         return usage(sum(map(len, asked.prompts)), new, cached)
 
+    async def _written(self, request: Request, found: Any, values: int) -> Response:
+        """An answer as JSON, which is written in a thread if it has many values."""
+        if values > MANY_TOKENS:
+            return await self._in_thread(request, _PatientResponse, found)
+        return JSONResponse(found)
+
     # --- everything else --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
         inputs = named("input", given.input)
-        ids = [await self._in_thread(request, self._ids, *each) for each in inputs]
+        ids = [await self._prepared(request, self._ids, *each) for each in inputs]
         groups = in_groups(ids, EMBEDDED)
         parts = [await self._in_pass(request, self.model.embed, each) for each in groups]
         vectors = np.concatenate(parts)
@@ -466,7 +472,7 @@ class Server:
         count = sum(map(len, ids))
         told = {"prompt_tokens": count, "total_tokens": count}
         found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
-        return await self._in_thread(request, _PatientResponse, found)
+        return await self._written(request, found, vectors.size)
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
@@ -482,9 +488,10 @@ class Server:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")
 
-        tokens = await self._in_thread(request, ids)
+        run = self._prepared if given.messages is None else self._in_thread
+        tokens = await run(request, ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
-        return await self._in_thread(request, _PatientResponse, told)
+        return await self._written(request, told, len(tokens))
 
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
         encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()

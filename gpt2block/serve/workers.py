@@ -17,8 +17,9 @@ Value = TypeVar("Value")
 class Places:
     """A number of places, which requests take in an event loop and give back.
 
-    Clients take turns. The last free place is kept for a client that has none, so that a small
-    request does not wait for the large ones of another client.
+    Clients take turns, and a client takes a place only while more places are free than it has.
+    One client therefore leaves half of them to others, whose small requests do not wait for its
+    large ones.
     """
 
     def __init__(self, places: int) -> None:
@@ -57,7 +58,7 @@ class Places:
             pass
 
     def _may(self, client: str) -> bool:
-        return self._free > 1 or client not in self._taken
+        return self._free > self._taken[client]
 
     def _begin(self, waiting: tuple[str, asyncio.Future[None]]) -> bool:
         """Give a place to a request; False if it was cancelled."""
