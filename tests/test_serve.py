@@ -474,6 +474,7 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENS, NEXT = "/play/tokens", "/play/next"
 CALL = {"type": "function", "function": {"name": "f"}}
 LONG = "x" * 13 * 129  # the longest token has 13 bytes
+TEXT = {"type": "text", "text": "a"}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without content
 
 
@@ -482,7 +483,9 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
     [
         (COMPLETION, b"{", 400, None, "the body: expected JSON"),
         (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
-        (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON"),
+        (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON in UTF-8"),
+        (COMPLETION, '{"prompt": "x"}'.encode("utf-16"), 400, None, "expected JSON in UTF-8"),
+        (COMPLETION, '{"prompt": "x"}'.encode("utf-32-le"), 400, None, "expected JSON in UTF-8"),
         (COMPLETION, [1], 400, None, "expected a JSON object, got [1]"),
         (COMPLETION, b'{"n": 1, "stop": "a", "n": 1}', 400, None, "each key once, got 'n' 2 times"),
         (CHAT, b'{"messages": [{"role": "user", "role": "a"}]}', 400, None, "got 'role' 2 times"),
@@ -494,15 +497,23 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"prompt": ["a", 3]}, 400, "prompt", "expected a text, token ids"),
         (COMPLETION, {"prompt": [257]}, 400, "prompt", "257"),
         (COMPLETION, {"prompt": [-1]}, 400, "prompt", "-1"),
+        (COMPLETION, {"prompt": [[1], [1, 257]]}, 400, "prompt", "prompt.1: token 1 is 257: exp"),
+        (COMPLETION, {"prompt": [1, 2**63]}, 400, "prompt", f"token 1 is {2**63}: expected ids"),
+        ("/v1/embeddings", {"input": [[1], [2**31]]}, 400, "input", f"input.1: token 0 is {2**31}"),
+        ("/detokenize", {"tokens": [2**64]}, 400, "tokens", f"token 0 is {2**64}: expected ids"),
+        (COMPLETION, {"stop_token_ids": [2**64]}, 400, "stop_token_ids", f"token 0 is {2**64}"),
+        (NEXT, {"ids": [2**64]}, 400, "ids", f"token 0 is {2**64}: expected ids from 0 to 256"),
         (COMPLETION, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's"),
         (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "UTF-8"),
         (COMPLETION, {"prompt": [1] * 20_000}, 400, "prompt", "20000 tokens, the model's"),
         (COMPLETION, {"prompt": [[1], [1] * 129]}, 400, "prompt", "129 tokens, the model's"),
         (COMPLETION, {"logit_bias": {str(i): 0 for i in range(20_000)}}, 400, "logit_bias",
          "expected at most 16,384 token ids"),
-        (CHAT, {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 values"),
-        (CHAT, {"messages": [HELLO[0] | {"name": [[]] * 17_000}]}, 400, "messages", "at most"),
-        ("/tokenize", {"messages": HELLO * 6000}, 400, "messages", "at most 16,384 values"),
+        (CHAT, {"messages": HELLO * 4097}, 413, "messages", "at most 4,096 messages"),
+        (CHAT, {"messages": [HELLO[0] | {"name": [[]] * 17_000}]}, 413, "messages", "at most"),
+        (CHAT, {"messages": [{"role": "user", "content": "é" * 2**19 + "x"}]}, 413, "messages",
+         "at most 1,048,576 bytes of text"),
+        ("/tokenize", {"messages": HELLO * 4097}, 413, "messages", "at most 4,096 messages"),
         ("/detokenize", {"tokens": [1] * 9000 + [-1]}, 400, "tokens", "expected token ids"),
         ("/detokenize", {"tokens": [1] * 9000 + [True]}, 400, "tokens", "expected token ids"),
         ("/detokenize", {"tokens": [1] * 9000 + [257]}, 400, "tokens", "token 9000 is 257"),
@@ -511,6 +522,10 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"temperature": True}, 400, "temperature", "expected a valid number"),
         (COMPLETION, {"top_p": 1.5}, 400, "top_p", "less than or equal to 1"),
         (COMPLETION, {"max_tokens": 0}, 400, "max_tokens", "expected at least 1, or echo"),
+        (COMPLETION, {"max_tokens": 2**31}, 400, "max_tokens", "less than or equal to 2147483647"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 2**31}, 400, "max_completion_tokens",
+         "less than or equal to 2147483647"),
+        (COMPLETION, {"max_tokens": -2}, 400, "max_tokens", "greater than or equal to 0, got -2"),
         (COMPLETION, {"max_tokens": 1.5}, 400, "max_tokens", "expected a valid integer"),
         (COMPLETION, {"n": 129}, 400, "n", "less than or equal to 128"),
         (COMPLETION, {"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
@@ -520,6 +535,8 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"seed": 2**63}, 400, "seed", "less than"),
         (COMPLETION, {"model": "gpt-5"}, 404, "model", "there is no 'gpt-5': expected small"),
         (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
+        (COMPLETION, {"x" * 5000: 1}, 400, f"{'x' * 64} … {'x' * 33}", f"{'x' * 33}: there is no"),
+        (COMPLETION, {"repeat_penalty": 1.1}, 400, "repeat_penalty", "expected 1, or none"),
         (COMPLETION, {"best_of": 3}, 400, "best_of", "3 is not supported: expected 1, as n, or"),
         (COMPLETION, {"best_of": 1, "n": 2}, 400, "best_of", "1 is not supported: expected 2, as"),
         (COMPLETION, {"presence_penalty": 2.5}, 400, "presence_penalty", "less than or equal to 2"),
@@ -536,8 +553,10 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, {"logit_bias": {"1": 1, "01": 2}}, 400, "logit_bias", "token ids, got '01'"),
         (CHAT, {"messages": HELLO, "logit_bias": [5]}, 400, "logit_bias", "valid dictionary"),
         (COMPLETION, {"stream_options": {"x": 1}}, 400, "stream_options", "no such field"),
+        (COMPLETION, {"stream_options": {"include_usage": False}}, 400, "stream_options",
+         "expected stream: true with it"),
         (CHAT, {}, 400, "messages", "expected, but missing"),
-        (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
+        (CHAT, {"messages": []}, 400, "messages", "messages: expected at least 1 item, got []"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "a text as content, got None at"),
         (CHAT, {"messages": [HELLO[0] | {"content": None}]}, 400, "messages", "got None"),
         (CHAT, {"messages": [{"role": ["assistant"]}]}, 400, "messages", "got {'role': ['assista"),
@@ -559,8 +578,10 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "expected logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, 400, "messages",
          "203 tokens, the model's context is 128"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
-         "messages", "'image_url'} at 0, part 0 of the content"),
+        (CHAT, {"messages": [{"role": "user", "content": [TEXT, {"type": "image_url"}]}]}, 400,
+         "messages", "'image_url'} at 0, part 1 of the content"),
+        (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": {}}]}]}, 400,
+         "messages", "cache_control"),
         ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
         ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions",
          "8 is not supported: expected 32, the model's, or none"),
@@ -579,6 +600,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         ("/play/explain", {"ids": [257]}, 400, "ids", "expected ids from 0 to 256"),
         ("/v1/audio", {}, 404, None, "there is no such address"),
         ("/v1/models", {}, 405, None, "another method is expected"),
+        ("/v1/completions/", {"prompt": "x"}, 404, None, "there is no such address"),
     ],
 )  # fmt: skip
 def test_a_wrong_request(
@@ -635,6 +657,10 @@ def test_deep_messages(server: Running) -> None:
         assert post(server, "/tokenize", body)[0] in (200, 400)
 
 
+ONLY = {name: values for name, values in protocol.NEUTRAL.items()
+        if values not in (protocol.ANYTHING, ())}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("path", "body", "plain"),
     [
@@ -646,6 +672,12 @@ def test_deep_messages(server: Running) -> None:
         (CHAT, {"messages": [*HELLO, CALLED, {**CALLED, "content": None}]},
          {"messages": [*HELLO, {**CALLED, "content": ""}, {**CALLED, "content": [] }]}),
         ("/v1/embeddings", {"input": "a", "dimensions": 32}, {"input": "a"}),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": -1, "max_tokens": None},
+         {"messages": HELLO, "max_tokens": 999}),
+        (COMPLETION, {"prompt": "a", "max_tokens": -1}, {"prompt": "a", "max_tokens": 999}),
+        (COMPLETION, {"prompt": "a", **dict.fromkeys(protocol.NEUTRAL)}, {"prompt": "a"}),
+        *((CHAT, {"messages": HELLO, **{name: values[at] for name, values in ONLY.items()}},
+           {"messages": HELLO}) for at in (0, -1)),
         (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "store": True,
                 "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {},
                 "parallel_tool_calls": True, "presence_penalty": 0, "frequency_penalty": 0.0,
@@ -654,8 +686,8 @@ def test_deep_messages(server: Running) -> None:
     ],
 )  # fmt: skip
 def test_what_clients_send_for_nothing(server: Running, path: str, body: Any, plain: Any) -> None:
-    more = {} if "input" in body else {"seed": 1, "max_tokens": 9}
-    (status, found), (_, expected) = (post(server, path, {**b, **more}) for b in (body, plain))
+    more = {} if "input" in body else {"max_tokens": 9, "seed": 1}
+    (status, found), (_, expected) = (post(server, path, {**more, **b}) for b in (body, plain))
     same = "data" if "input" in body else "choices"
     assert (status, found.get(same)) == (200, expected[same])
 

@@ -6,7 +6,10 @@ Requests arrive at random (a Poisson process), or as fast as `--at-once` of them
 is a completion of ids drawn at random: a stream or, with `--whole`, an answer in one piece. Several
 processes ask, so that they do not limit the server. With `--large-every`, one more process sends
 the largest requests that gpt2block's server reads, so that the gaps of streams with and without
-these can be compared. Any server of the protocol can be loaded, as a peer, over HTTP without TLS.
+these can be compared. With `--chats`, one more keeps so many conversations of `--messages` messages
+waiting, with `--chats-key`; with `--probe-every`, one more sends a small request of /tokenize and
+one of /v1/embeddings each time. Any server of the protocol can be loaded, as a peer, over HTTP
+without TLS.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import multiprocessing
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -29,7 +32,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 PERCENTILES = (50, 95, 99)
-TIMES = ("first", "between", "answer")
+TIMES = ("first", "between", "answer", "tokenize", "embeddings")
 COUNTS = ("pieces", "tokens", "answered", "closed", "refused", "cut")
 MOST_BODY, MOST_VALUES = 2**22, 2**14  # bytes; entries of lists: what gpt2block's server reads
 LINE = 2**20  # bytes that a line of an answer has at most
@@ -40,13 +43,16 @@ class Seen:
     """What clients saw.
 
     first, between: seconds to the first piece of a stream, and between pieces. answer: seconds to
-    the end of an answer. tokens: of whole answers. cut: answers that began and did not come to
-    their end. large: of the largest requests, how many had each status.
+    the end of an answer. tokenize, embeddings: seconds to the answers of small requests. tokens: of
+    whole answers. cut: answers that began and did not come to their end. large: of the largest
+    requests and the long chats, how many had each status.
     """
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     answer: list[float] = field(default_factory=list)
+    tokenize: list[float] = field(default_factory=list)
+    embeddings: list[float] = field(default_factory=list)
     pieces: int = 0
     tokens: int = 0
     answered: int = 0
@@ -68,8 +74,10 @@ class Load:
     """What is asked for. lengths: of prompts, the fewest and the most tokens.
 
     requests: that are sent in all; None: as many as `seconds` have room for. large_every: seconds
-    from one of the largest requests to the next; 0: there are none. numbers: of the requests of
-    this process, the first and the step.
+    from one of the largest requests to the next; 0: there are none. chats: long ones that wait at a
+    time, of so many messages and characters of text, with a key of their own; 0: there are none.
+    probe_every: seconds from one small request to the next; 0: there are none. numbers: of the
+    requests of this process, the first and the step.
     """
 
     url: str
@@ -87,6 +95,11 @@ class Load:
     closing: float
     seed: int
     large_every: float = 0
+    chats: int = 0
+    messages: int = 5000
+    characters: int = 700
+    chats_key: str = "any"
+    probe_every: float = 0
     numbers: tuple[int, int] = (0, 1)
 
     def prompt(self, number: int) -> list[int]:
@@ -125,6 +138,13 @@ class Load:
                                      "logit_bias": dict.fromkeys(map(str, range(MOST_VALUES)), 1)}),
         ]  # fmt: skip
         return [(at, json.dumps({"model": self.model, **body}).encode()) for at, body in bodies]
+
+    def chat(self) -> bytes:
+        """A long conversation."""
+        roles = cycle(("user", "assistant"))
+        text = ("All work and no play. " * self.characters)[: self.characters]
+        messages = [{"role": next(roles), "content": text} for _ in range(self.messages)]
+        return json.dumps({"model": self.model, "messages": messages, "max_tokens": 1}).encode()
 
     def of_process(self, index: int, processes: int) -> Load:
         """The part of one of several processes."""
@@ -253,16 +273,58 @@ async def ask_large(load: Load) -> Seen:
         await asyncio.sleep(max(0.0, seen.begun + turn * load.large_every - perf_counter()))
         if perf_counter() - seen.begun >= load.seconds:
             break
-        status = "200"
-        try:
-            async with aclosing(client.post(body, address)) as parts:
-                async for _ in parts:
-                    pass
-        except Refused as error:
-            status = str(error)
-        except (Cut, OSError, asyncio.IncompleteReadError):
-            status = "cut"
-        seen.large[f"{address} {status}"] += 1
+        seen.large[f"{address} {await _status(client, address, body)}"] += 1
+    client.close()
+    seen.ended = perf_counter()
+    return seen
+
+
+async def _status(client: Client, address: str, body: bytes) -> str:
+    """Wait for all of an answer, and return its status."""
+    try:
+        async with aclosing(client.post(body, address)) as parts:
+            async for _ in parts:
+                pass
+    except Refused as error:
+        return str(error)
+    except (Cut, OSError, asyncio.IncompleteReadError):
+        return "cut"
+    return "200"
+
+
+async def ask_chats(load: Load) -> Seen:
+    """Keep long conversations waiting until the time is over."""
+    client, seen = Client(load.url, load.chats_key), Seen(begun=perf_counter())
+    address, body = f"{urlsplit(load.url).path}/chat/completions", load.chat()
+
+    async def one_after_another() -> None:
+        while perf_counter() - seen.begun < load.seconds:
+            seen.large[f"long chat {await _status(client, address, body)}"] += 1
+
+    await asyncio.gather(*(one_after_another() for _ in range(load.chats)))
+    client.close()
+    seen.ended = perf_counter()
+    return seen
+
+
+async def ask_small(load: Load) -> Seen:
+    """Send small requests until the time is over."""
+    client, seen = Client(load.url, load.key), Seen(begun=perf_counter())
+    base = urlsplit(load.url).path
+    small = (
+        ("tokenize", base.removesuffix("/v1") + "/tokenize", {"prompt": "Hello"}),
+        ("embeddings", f"{base}/embeddings", {"input": "Hello"}),
+    )
+    for turn in count():
+        await asyncio.sleep(max(0.0, seen.begun + turn * load.probe_every - perf_counter()))
+        if perf_counter() - seen.begun >= load.seconds:
+            break
+        for name, address, given in small:
+            begun, body = perf_counter(), json.dumps({"model": load.model, **given}).encode()
+            if (status := await _status(client, address, body)) == "200":
+                getattr(seen, name).append(perf_counter() - begun)
+            else:
+                seen.large[f"{address} {status}"] += 1
     client.close()
     seen.ended = perf_counter()
     return seen
@@ -305,21 +367,23 @@ def _joined(together: Any) -> None:
     _together = together
 
 
-def _run_together(load: Load, large: bool) -> Seen:
+def _run_together(load: Load, ask: Callable[[Load], Coroutine[Any, Any, Seen]]) -> Seen:
     _together.wait()
-    return asyncio.run(ask_large(load) if large else run(load))
+    return asyncio.run(ask(load))
 
 
 def run_all(load: Load, processes: int = 1) -> Seen:
     """The requests of so many processes, which begin together."""
     spawn = multiprocessing.get_context("spawn")  # clocks of processes agree on Linux and Windows
     parts = [load.of_process(index, processes) for index in range(processes)]
-    parts += [load] * (load.large_every > 0)
-    large = [index == processes for index in range(len(parts))]
+    asks: list[Any] = [run] * processes
+    others = ((load.large_every, ask_large), (load.chats, ask_chats), (load.probe_every, ask_small))
+    asks += [ask for wanted, ask in others if wanted]
+    parts += [load] * (len(asks) - processes)
     joined = (spawn.Barrier(len(parts)),)
     with ProcessPoolExecutor(len(parts), spawn, _joined, joined) as pool:
         seen = Seen()
-        for each in pool.map(_run_together, parts, large):
+        for each in pool.map(_run_together, parts, asks):
             seen.add(each)
     return seen
 
@@ -361,6 +425,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--closing", type=float, default=0, help="share of clients that go")
     parser.add_argument("--large-every", type=float, default=0, metavar="SECONDS",
                         help="send the largest requests too, one each time")  # fmt: skip
+    parser.add_argument("--chats", type=int, default=0, help="long chats that wait at a time")
+    parser.add_argument("--messages", type=int, default=5000, help="of a long chat")
+    parser.add_argument("--characters", type=int, default=700, help="of a message there")
+    parser.add_argument("--chats-key", default="any")
+    parser.add_argument("--probe-every", type=float, default=0, metavar="SECONDS",
+                        help="send small requests too, one of each kind each time")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1, help="that ask, each on a core")
     given = vars(parser.parse_args(arguments))

@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from time import monotonic
 from typing import Any
 
 from gpt2block.chat.messages import Message, TemplateNames, normalized
@@ -24,19 +25,29 @@ SECONDS = 10.0  # that a rendering may take
 WORKER = Path(__file__).with_name("worker.py")
 
 
+class RenderingTimeoutError(CheckpointError):
+    """A rendering that took too long."""
+
+
 class ChatTemplate:
     """The Jinja template of a model.
 
     source: of the template. tokens: strings of special tokens by their names, such as "bos_token",
     which it may use. Source: Hugging Face, "Chat templates".
 
-    The template runs in a process of its own, in jinja2's sandbox, for at most SECONDS at a time
+    The template runs in a process of its own, in jinja2's sandbox, for at most `seconds` at a time
     and in 1 GiB of memory: it cannot reach files, the network or Python's objects. The process is
-    started for the first rendering, and ends with this object. Thread-safe.
+    started for the first rendering, and ends with this object. Thread-safe. A copy has a process of
+    its own.
+
+    check: called with each text before the characters of messages are followed in it, which takes
+    several times as long as the rendering. Its exceptions are raised.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
+        self.seconds = SECONDS
+        self.check: Callable[[str], None] = lambda text: None
         self._worker: subprocess.Popen[str] | None = None
         self._names: TemplateNames | None = None
         self._lock = threading.Lock()
@@ -164,18 +175,22 @@ class ChatTemplate:
     def _answer(
         self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
-        """The answer of the worker for normalized messages."""
+        """Return the worker's answer for normalized messages. names: variables to follow."""
         content, mark = messages[-1]["content"], token_hex(8)
         if continues:  # with a space, which shows whether the template strips the content
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
         try:
-            line = json.dumps([{**given, "messages": messages}, names])
+            line = json.dumps({**given, "messages": messages})
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
             if self._worker is None:
                 self._start()
-            found = self._ask(line, "the chat template refuses these messages: ")
+            until, about = monotonic() + self.seconds, "the chat template refuses these messages: "
+            found = self._ask(line, about, until)
+            self.check(found["text"])
+            if names:
+                found |= self._ask(json.dumps(names), about, until)
         return _ended_at(found, content, mark) if continues else found
 
     def _start(self) -> None:
@@ -188,9 +203,9 @@ class ChatTemplate:
             text=True,
             encoding="utf-8",
         )
-        about = "the chat template is damaged: "
+        about, until = "the chat template is damaged: ", monotonic() + SECONDS
         try:
-            found = self._ask(json.dumps(self.source), about, CheckpointError)
+            found = self._ask(json.dumps(self.source), about, until, CheckpointError)
         except CheckpointError:
             self._end()
             raise
@@ -198,8 +213,10 @@ class ChatTemplate:
             frozenset(found["fields"]), found["any_role"], frozenset(found["variables"])
         )
 
-    def _ask(self, line: str, about: str, kind: type[Exception] = InputError) -> dict[str, Any]:
-        """The worker's answer to a line."""
+    def _ask(
+        self, line: str, about: str, until: float, kind: type[Exception] = InputError
+    ) -> dict[str, Any]:
+        """The worker's answer to a line. until: the time, as of `monotonic`, when it is ended."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -210,7 +227,7 @@ class ChatTemplate:
             late.set()
             worker.kill()
 
-        timer = threading.Timer(SECONDS, stop)
+        timer = threading.Timer(until - monotonic(), stop)
         timer.start()
         try:
             worker.stdin.write(line + "\n")
@@ -222,8 +239,10 @@ class ChatTemplate:
             timer.cancel()
         if not answer:
             self._end()
-            why = f"takes more than {SECONDS:g} s" if late.is_set() else "ends its process"
-            raise CheckpointError(f"the chat template {why}: choose another model")
+            if late.is_set():
+                problem = f"the chat template takes more than {self.seconds:g} s"
+                raise RenderingTimeoutError(f"{problem}: choose another model")
+            raise CheckpointError("the chat template ends its process: choose another model")
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise kind(about + found["error"])

@@ -2,9 +2,10 @@
 
 A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox), and this
 process has limits of memory and output; its parent ends it after a time. It reads and writes lines
-of JSON: first the source of the template, then the variables of each rendering, and which of them
-to follow: the answer has the text, and what places in it come from their strings. The answer to the
-source has the names that it reads.
+of JSON. The first line is the source of the template; the answer has the names that it reads. An
+object has the variables of a rendering, whose text is the answer. A list after it has the names of
+variables to follow in that rendering: the answer has the places in the text that come from their
+strings.
 
 To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
 them as `MarkedText`, which compares, searches and splits as the string without marks would, so that
@@ -226,21 +227,17 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def answered(templates: list[jinja2.Template], given: Any, names: list[str]) -> dict[str, Any]:
-    """The text, and its ranges of characters that come from the variables of these names."""
-    global marks, now  # noqa: PLW0603  (of this process)
-    now = datetime.now()  # the same in both renderings
-    text = rendered(templates[0], given)
-    if not names:
-        return {"text": text}
+def places(
+    template: jinja2.Template, text: str, given: dict[str, Any], names: list[str]
+) -> list[tuple[int, int]]:
+    """The ranges of a text whose characters come from the variables of these names."""
+    global marks  # noqa: PLW0603  (of this process)
     marks = Marks({*json.dumps(given, ensure_ascii=False), *text})
-    given |= {name: followed(given[name]) for name in names}
-    following = rendered(templates[1], given)
+    following = rendered(template, {**given, **{name: followed(given[name]) for name in names}})
     if plain(following) != text:
         raise jinja2.TemplateError("what it does with their characters cannot be followed")
     own = "".join(map(chr, marks.back))
-    found = re.finditer(f"[{own}]+", following) if own else ()
-    return {"text": text, "places": [each.span() for each in found]}
+    return [each.span() for each in re.finditer(f"[{own}]+", following)] if own else []
 
 
 def names_of(source: str) -> dict[str, Any]:
@@ -268,20 +265,25 @@ def key_of(node: nodes.Node) -> Any:
 
 
 def main() -> None:
+    global now
     with suppress(ImportError, ValueError):  # Windows has no such limits
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     templates: list[jinja2.Template] = []
+    text, variables = "", {}
     for line in sys.stdin:
         try:
             given = json.loads(line)
             if not templates:
                 templates = [environment(each).from_string(given) for each in (False, True)]
                 answer = names_of(given)
+            elif isinstance(given, dict):
+                variables, now = given, datetime.now()  # the same time while these are followed
+                answer = {"text": (text := rendered(templates[0], given))}
             else:
-                answer = answered(templates, *given)
+                answer = {"places": places(templates[1], text, variables, given)}
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY >> 20:,} MiB of memory"}
         except RecursionError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
@@ -36,7 +36,11 @@ from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, printable, require
 from gpt2block.serve.log import log, set_up_log
 
+if TYPE_CHECKING:
+    from gpt2block.serve.app import Server
+
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
+HOST, PORT = "127.0.0.1", 8000
 MOST_KEYS = 2**20  # bytes of the file of keys
 LEAST_KEY = 16  # characters
 ONLY_KEY = "default"  # the name of one without a name
@@ -51,16 +55,23 @@ def serve(
     *,
     model: ServedOptions,
     host: str = option(
-        "Address to listen at. Without a key only one of this machine, such as 127.0.0.1.",
-        "127.0.0.1",
+        "Address to listen at. Without a key only one of this machine, such as 127.0.0.1.", HOST
     ),
-    port: int = option("Port to listen at; 0 for any that is free.", 8000),
+    port: int = option("Port to listen at; 0 for any that is free.", PORT),
+    uds: Path | None = path_option(
+        "Unix socket to listen at, in place of --host and --port. Whoever may write to it may ask."
+    ),
     name: list[str] | None = option(
         "Name of the model for clients, by default that of --model; repeat for more. Answers have "
         "the first one."
     ),
     api_key_file: Path | None = path_option(
-        "File with the keys of which clients must give one: lines NAME KEY, or one key alone."
+        "File with the keys of which clients must give one: lines NAME KEY, or one key alone. "
+        "SIGHUP reads it again."
+    ),
+    allowed_host: list[str] | None = option(
+        "Further name of this server that requests may have as their host, such as a proxy's; "
+        "repeat for more. With a key: others are refused then."
     ),
     trusted_proxy: list[str] | None = option(
         "Address or network of a proxy whose X-Forwarded-For tells clients apart; repeat for more."
@@ -89,8 +100,8 @@ def serve(
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
     The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
-    /v1/embeddings, /tokenize, /detokenize, /health and /metrics. On SIGTERM or Ctrl-C the server
-    finishes running requests, for up to 30 s, and exits.
+    /v1/embeddings, /tokenize, /detokenize, /version, /health and /metrics. On SIGTERM or Ctrl-C
+    the server finishes running requests, for up to 30 s, and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
@@ -98,8 +109,13 @@ def serve(
     from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
 
     set_up_log(log_level)
+    if os.name != "nt":
+        problem = "SIGHUP: ignored while the model is loaded"
+        signal.signal(signal.SIGHUP, lambda *_: log.warning(problem))
     keys = {} if api_key_file is None else _keys(api_key_file)
     proxies = [*map(_network, trusted_proxy or ())]
+    if uds and ((host, port) != (HOST, PORT) or proxies):
+        raise InputError("--uds: expected without --host, --port and --trusted-proxy")
     if not keys and not _loopback(host):
         raise InputError(
             f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
@@ -117,27 +133,31 @@ def serve(
     if timeout is not None and not 0 < timeout < math.inf:
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
     allow_files(connections)
-    listening = _bound(host, port)
+    listening = _bound(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     load_draft(loaded, model, draft_model, speculate)
     if chat_template_kwargs:
         loaded.chat_template.check_variables(chat_template_kwargs)
-    hosts = (*LOOPBACK, host, f"[{host}]")
+    address = f"[{host}]" if ":" in host else host
+    hosts, allowed = (*LOOPBACK, address), (*map(_host, allowed_host or ()),)
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(
-        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, speculate,
+        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, allowed, speculate,
         chat_template_kwargs or {},
     )  # fmt: skip
     server = Server(loaded, encoding, settings)
-    address = f"[{host}]" if ":" in host else host
-    address = f"http://{address}:{listening.getsockname()[1]}"
-    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {address}/v1, page {address}/"
+    address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
+    at = f"{address}/v1, page {address}/" if uds is None else address
+    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {at}"
     out = Console(stderr=True, highlight=False)
     started = partial(out.print, shown(line), style="dim", soft_wrap=True)
-    runner = Listening(server, config(server, connections, proxies=proxies), started)
+    reload = partial(_reload, server, api_key_file)
+    runner = Listening(server, config(server, connections, proxies=proxies), started, reload)
     settle()
     runner.run([listening])
+    if uds is not None:
+        uds.unlink(missing_ok=True)
     if runner.failed:
         raise typer.Exit(FAILED)
 
@@ -164,6 +184,47 @@ def _bound(host: str, port: int) -> socket.socket:
         more = ": expected a free port, or 0 for any" if ours else ""
         raise InputError(f"{wrong}: {error.strerror}{more}") from None
     return held
+
+
+def _bound_file(path: Path) -> socket.socket:
+    """A Unix socket at a path, in the place of one at which no server listens."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise InputError("--uds: this system has no Unix sockets: use --port")
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as other, suppress(ConnectionRefusedError):
+                other.connect(str(path))
+                raise InputError(f"--uds {path}: another server listens there")
+            path.unlink()
+        held.bind(str(path))
+    except (OSError, InputError) as error:
+        held.close()
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"--uds {path}: {error.strerror or error}") from None
+    return held
+
+
+def _reload(server: Server, file: Path | None) -> None:
+    """Read the keys again. The keys of before stay if there are none to read."""
+    if file is None or str(file) == "-":
+        log.warning("SIGHUP: ignored, as no --api-key-file can be read again")
+        return
+    try:
+        server.keys = _keys(file)
+    except (InputError, OSError) as error:
+        log.error("SIGHUP: the keys of before stay: %s", printable(str(error)))
+        return
+    log.warning("SIGHUP: %d keys were read", len(server.keys))
+
+
+def _host(given: str) -> str:
+    if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", given.lower()):
+        raise InputError(
+            f"--allowed-host: expected a name without a port, such as example.com, got {given!r}"
+        )
+    return given.lower()
 
 
 def _name(model: str) -> str:

@@ -1,12 +1,13 @@
 """Which rows of a generation are computed in which slots of a decoding, and when they start.
 
-RowScheduler gives rows to slots; PieceScheduler decides how much of their prompts a step computes.
+Turns keeps what waits, by client; RowScheduler gives rows to slots; PieceScheduler decides how much
+of their prompts a step computes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -14,6 +15,40 @@ Item = TypeVar("Item")
 PIECE = 4096  # tokens of a prompt after which a piece ends, counted from its beginning
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
 MOST_REMOVED = 64  # rows that are kept after they were removed, where fewer wait
+
+
+class Turns(Generic[Item]):
+    """Items that wait. Clients take turns; the items of each are taken in order."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns
+
+    def add(self, items: Iterable[Item], client: str) -> None:
+        """Let items wait, after those of the client that do. Each is looked up at its turn."""
+        self._of.setdefault(client, deque()).append(iter(items))
+
+    def take(
+        self, wanted: Callable[[Item], bool], may: Callable[[str], bool] = lambda client: True
+    ) -> Item | None:
+        """Return the next item of the first client that may have a turn; None if there is none.
+
+        wanted: called once for each item that is reached; others are dropped, and are no turn.
+        """
+        for client in list(filter(may, self._of)):
+            waiting = self._of[client]
+            while waiting:
+                if (item := next(filter(wanted, waiting[0]), None)) is not None:
+                    self._of[client] = self._of.pop(client)
+                    return item
+                waiting.popleft()
+            del self._of[client]
+        return None
+
+    def keep(self, wanted: Callable[[Item], bool]) -> None:
+        """Drop all items that are not wanted."""
+        for client, waiting in self._of.items():
+            left = [item for items in waiting for item in items if wanted(item)]
+            self._of[client] = deque([iter(left)])
 
 
 class RowScheduler(Generic[Item]):
@@ -32,7 +67,7 @@ class RowScheduler(Generic[Item]):
     def __init__(
         self, slots: int, choose: Callable[[Item, Sequence[int]], int] | None = None
     ) -> None:
-        self._new: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns
+        self._new: Turns[Item] = Turns()
         self._again: deque[Item] = deque()
         self._removed: dict[int, Item] = {}  # by id
         self.waiting = 0  # rows
@@ -48,7 +83,7 @@ class RowScheduler(Generic[Item]):
 
     def add(self, rows: Sequence[Item], client: str = "") -> None:
         """Let rows wait, after those of the client that do. Each is looked up when it starts."""
-        self._new.setdefault(client, deque()).append(iter(rows))
+        self._new.add(rows, client)
         self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
@@ -60,9 +95,7 @@ class RowScheduler(Generic[Item]):
 
     def _forget_removed(self) -> None:
         """Keep none of the removed rows, which otherwise stay until their turn comes."""
-        for client, waiting in self._new.items():
-            left = [row for rows in waiting for row in rows if id(row) not in self._removed]
-            self._new[client] = deque([iter(left)])
+        self._new.keep(lambda row: id(row) not in self._removed)
         self._again = deque(row for row in self._again if id(row) not in self._removed)
         self._removed.clear()
 
@@ -88,22 +121,16 @@ class RowScheduler(Generic[Item]):
     def _take(self) -> Item:
         """The next row that waits; there is one."""
         self.waiting -= 1
-        while True:
-            row = self._again.popleft() if self._again else self._next()
-            if self._removed.pop(id(row), None) is None:
+        while self._again:
+            if self._wanted(row := self._again.popleft()):
                 return row
+        found = self._new.take(self._wanted)
+        assert found is not None
+        return found
 
-    def _next(self) -> Item:
-        """The next one, which has not started yet, of the client whose turn it is."""
-        while True:
-            client, waiting = next(iter(self._new.items()))
-            for row in waiting[0]:
-                if id(row) not in self._removed:  # one that was removed is no turn
-                    self._new[client] = self._new.pop(client)
-                return row
-            waiting.popleft()
-            if not waiting:
-                del self._new[client]
+    def _wanted(self, row: Item) -> bool:
+        """Whether a row was not removed. One that was is forgotten."""
+        return self._removed.pop(id(row), None) is None
 
     def slot_of(self, row: Item) -> int | None:
         """The slot in which a row runs, or None."""

@@ -1,56 +1,99 @@
-"""What all requests pass first: a check of their framing, and a line in the log for each."""
+"""What all requests pass first: checks of their head, an id, and a line in the log for each."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Collection
+from secrets import token_hex
 from time import perf_counter
+from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpt2block.errors import printable
+from gpt2block.errors import printable, shown
 from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
 FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
+OVERLOADED = ApiError(
+    503, "the server has as many connections as it takes: try again later", code="overloaded"
+)
+REQUEST_ID = re.compile("[!-~]{1,128}")
+HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
+HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    503: {"retry-after": "1"},  # seconds
+}
+
+
+def error_response(error: ApiError, **headers: str) -> JSONResponse:
+    """The answer for an error."""
+    return JSONResponse(error.body, error.status, {**HEADERS.get(error.status, {}), **headers})
+
+
+def request_id(given: str = "") -> str:
+    """The id that a client gave its request if this is short and printable, else a new one."""
+    return given if REQUEST_ID.fullmatch(given) else f"req-{token_hex(16)}"
 
 
 class Access:
-    """Logs requests at the level INFO, once they are answered, and refuses ambiguous ones.
+    """Gives requests an id, refuses ambiguous and foreign ones, and logs all at the level INFO.
+
+    hosts: names of the server in lower case, of which requests must have one; none: any.
 
     A proxy may take the end of a request with both Content-Length and Transfer-Encoding for
     another one than this server does. Its connection is closed (RFC 9112, section 6.1).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app, begun, status = self._app, perf_counter(), 500
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status, headers = perf_counter(), 500, Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        state["id"] = request_id(headers.get("x-request-id", ""))
 
         async def noted(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status, named = message["status"], (b"x-request-id", state["id"].encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
-        if {b"content-length", b"transfer-encoding"} <= {*dict(scope.get("headers", ()))}:
-            app = JSONResponse(FRAMED_TWICE.body, 400, {"connection": "close"})
-        logs = scope["type"] == "http" and log.isEnabledFor(logging.INFO)
         try:
-            await app(scope, receive, noted if logs else send)
+            app = self._refusal(headers, state) or self._app
+            await app(scope, receive, noted)
         finally:
-            if logs:
+            if log.isEnabledFor(logging.INFO):
                 seconds = perf_counter() - begun
                 log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
+
+    def _refusal(self, headers: Headers, state: dict[str, Any]) -> ASGIApp | None:
+        if state.get("overloaded"):
+            return error_response(OVERLOADED)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return error_response(FRAMED_TWICE, connection="close")
+        given = headers.get("host", "")
+        name = HOST.fullmatch(given.lower())
+        if self._hosts and not (name and name[1] in self._hosts):
+            names = f"{', '.join(self._hosts)} or another one by --allowed-host"
+            return error_response(ApiError(400, f"Host: expected {names}, got {shown(given)}"))
+        return None
 
 
 def _line(scope: Scope, ended: str) -> str:
     """A request in the log. Parts of its path that are parameters may be secret."""
-    path, state = scope["path"], scope.get("state", {})
+    path, state = scope["path"], scope["state"]
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")
     facts = [f"{scope['method']} {path} {ended}"]
     if asked := state.get("asked"):
         new = sum(len(row.tokens) for row in asked.rows)
         facts.append(f"{sum(map(len, asked.prompts))} + {new} tokens")
-    return ", ".join([*facts, *filter(None, [state.get("client")])])
+    return ", ".join([*facts, *filter(None, [state.get("client")]), state["id"]])

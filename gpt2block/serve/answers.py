@@ -27,7 +27,6 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # as a log-probability
 MOST_TOGETHER = 3  # tokens of an event; more show that events take longer than tokens
-RETRY_AFTER = "1"  # seconds, of a request that found the queue full
 
 
 @dataclass

@@ -7,9 +7,9 @@ import base64
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -24,19 +24,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+import gpt2block
+from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids, in_groups
-from gpt2block.serve.access import Access
+from gpt2block.serve.access import Access, error_response
 from gpt2block.serve.answers import (
-    RETRY_AFTER,
     Answer,
     AnswerChoice,
     ChatForm,
@@ -63,10 +63,12 @@ from gpt2block.serve.protocol import (
     TokenizeRequest,
     check_length,
     check_only,
+    named,
     parsed,
     refused,
 )
 from gpt2block.serve.service import Service, batch_of
+from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
@@ -75,10 +77,11 @@ MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its s
 SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
 BODY_SECONDS = 30.0  # in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # texts encoded at the same time, and passes besides the batch
-MANY_TOKENS = 1024  # of an answer that takes long to write
+AT_ONCE = 4  # texts that are encoded at a time, and passes next to the batch
+TEMPLATE_SECONDS = 2.0  # for which the chat template may render a conversation
+MANY_TOKENS = 1024  # tokens, or other values, of an answer that takes long to write
 EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
 
@@ -87,6 +90,9 @@ class ServerSettings:
     """names: of the model, for clients; answers have the first. keys: of which clients must give
     one, by their names; none: clients are on this machine, or those of a proxy there, and told
     apart by their addresses.
+
+    hosts: names of this server, of which a request must have one as its host where there are no
+    keys; allowed_hosts: further names. With keys and without these, any host is accepted.
 
     rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
     `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
@@ -102,6 +108,7 @@ class ServerSettings:
     reuse_prefixes: bool = False
     seconds: float | None = None
     origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     speculate: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -138,8 +145,10 @@ class Server:
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
+        self.keys = settings.keys  # may be replaced, but not by none
         self.metrics = Metrics()
         self._least_tokens = tokenizer.least_tokens(encoding)
+        self._templates: list[ChatTemplate] = []  # that no thread uses
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
@@ -158,37 +167,40 @@ class Server:
             Route("/health", self.health),
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
+            self._route("/version", self.version),
             self._route("/v1/models", self.models),
             self._route("/v1/models/{name:path}", self.models),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
             self._route("/tokenize", self.tokenize, TokenizeRequest),
             self._route("/detokenize", self.detokenize, DetokenizeRequest),
         ]
-        hosts = list(self.settings.hosts) if not self.settings.keys else ["*"]
-        trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-        middleware = [Middleware(Access), trusted]
+        allowed = self.settings.allowed_hosts
+        hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
+        middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
         if self.settings.origins:  # within: a page whose name was changed to this address is none
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
-                allow_methods=("GET", "POST"), expose_headers=("Retry-After",),
+                allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
             )]  # fmt: skip
         handlers: dict[Any, Any] = {HTTPException: _http_error}
-        return Starlette(
+        made = Starlette(
             routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
         )
+        made.router.redirect_slashes = False
+        return made
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads, self._passes = (ThreadPoolExecutor(AT_ONCE) for _ in range(2))
-        self._caches = anyio.CapacityLimiter(AT_ONCE)  # of prompts that are scored
+        self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
+        self._caches = Places(AT_ONCE)  # of prompts that are scored
         loop = asyncio.get_running_loop()
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
         try:
             yield
         finally:
-            for threads in (self._threads, self._passes):
-                threads.shutdown(wait=False, cancel_futures=True)
+            for workers in (self._threads, self._passes):
+                workers.close()
             service, self.service = self.service, None
             await to_thread.run_sync(service.close)
 
@@ -214,30 +226,30 @@ class Server:
                         given = await self._parsed(request, kind)
                         response = await _while_there(request, handler(request, given))
             except TimeoutError:
-                response = _error(late())
+                response = error_response(late())
             except ApiError as error:
-                response = _error(error)
+                response = error_response(error)
             except (InputError, CheckpointError) as error:
-                response = _error(refused(error, kind.model_fields if kind else ()))
+                response = error_response(refused(error, kind.model_fields if kind else ()))
             except Exception as error:
-                response = _error(self._fault(path, error))
+                response = error_response(self._fault(request, path, error))
             counted(response.status_code)
             return response
 
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
 
-    def _fault(self, path: str, error: Exception) -> ApiError:
+    def _fault(self, request: Request, path: str, error: Exception) -> ApiError:
         """The answer to a request that found a mistake in the server, which goes to the log."""
-        log.error("%s: %s", path, traceback_of(error))
+        log.error("%s, %s: %s", path, request.state.id, traceback_of(error))
         self.metrics.fault(path)
         return ApiError(500, "the server has made an error")
 
     def _client_of(self, request: Request) -> str:
         """The name of the key that a request has, or where it comes from if none is needed."""
-        if not self.settings.keys:
+        if not self.keys:
             return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        data, keys = given.strip().encode(), self.settings.keys.items()
+        data, keys = given.strip().encode(), self.keys.items()
         names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]  # all keys
         if scheme.lower() != "bearer" or not names:
             problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
@@ -254,18 +266,20 @@ class Server:
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
     async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call makes of a request: at once if that is small, else in a thread."""
+        """Return call(*arguments): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
             return call(*arguments)
-        return await self._in_thread(call, *arguments)
+        return await self._in_thread(request, call, *arguments)
 
-    async def _in_thread(self, call: Callable[..., Value], *arguments: Any) -> Value:
-        """What a call returns. A request that is cancelled does not wait for a call that runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+    async def _in_thread(
+        self, request: Request, call: Callable[..., Value], *arguments: Any
+    ) -> Value:
+        """Return call(*arguments), computed in a thread at the turn of the request's client."""
+        return await self._threads.run(request.state.client, call, *arguments)
 
-    async def _in_pass(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """As _in_thread, for what computes a pass: no request waits for it to be read."""
-        return await asyncio.get_running_loop().run_in_executor(self._passes, call, *arguments)
+    async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Compute a pass as `_in_thread` does, in other threads: no text waits for a pass."""
+        return await self._passes.run(request.state.client, call, *arguments)
 
     # --- completions ------------------------------------------------------------------------------
 
@@ -273,20 +287,20 @@ class Server:
         asked = await self._prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
-                async with self._caches:
+                async with self._caches.taken(request.state.client):
                     parts = scored_prompt(self.model.engine, ids, given.logprobs)
-                    while part := await self._in_pass(next, parts, None):
+                    while part := await self._in_pass(request, next, parts, None):
                         echo.scored.add(part)
         return await self._answer(request, asked)
 
     async def chat(self, request: Request, given: ChatRequest) -> Response:
-        return await self._answer(request, await self._in_thread(self._chat, given))
+        return await self._answer(request, await self._in_thread(request, self._chat, given))
 
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
         if new == 0 and (given.stream or not given.echo):
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
-        prompts = [self._ids(prompt, "prompt") for prompt in given.prompt]
+        prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
         echoes = [AnswerChoice() for _ in prompts]
         if given.echo:
@@ -302,8 +316,8 @@ class Server:
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         arguments = self._template_arguments(given)
-        text, places = self.model.chat_template.placed(given.messages, **arguments)
-        self._check_length(self._least_tokens(text), "messages", "at least ")
+        with self._template(partial(self._check_text, "messages")) as template:
+            text, places = template.placed(given.messages, **arguments)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
@@ -323,16 +337,41 @@ class Server:
         """A prompt's token ids: at least one."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
-            self._check_length(self._least_tokens(prompt), field, "at least ")
+            self._check_text(field, prompt)
             prompt = tokenizer.encode(encoding, prompt, name=field)
         self._check_length(len(prompt), field)
         ids = tokenizer.token_ids(encoding, prompt, V, field)
         if not len(ids):
             end = tokenizer.end_of_text(encoding, V)
             if end is None:
-                raise ApiError(400, f"{field}: expected at least one token", field)
+                problem = f"{field}: expected at least one token"
+                raise ApiError(400, problem, field.partition(".")[0])
             ids = np.array([end], np.int32)
         return ids
+
+    @contextmanager
+    def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
+        """A copy of the model's chat template for one thread. check: as for ChatTemplate."""
+        try:
+            template = self._templates.pop()
+        except IndexError:
+            template = copy(self.model.chat_template)
+            template.seconds = TEMPLATE_SECONDS
+        template.check = check
+        try:
+            yield template
+        except RenderingTimeoutError:
+            limit = f"{1000 * TEMPLATE_SECONDS:,.0f} ms"
+            problem = (
+                f"messages: the chat template takes more than {limit}: expected fewer or shorter"
+            )
+            raise ApiError(413, problem, "messages") from None
+        finally:
+            self._templates.append(template)
+
+    def _check_text(self, field: str, text: str) -> None:
+        """Refuse a text that has more tokens than the context, without encoding it."""
+        self._check_length(self._least_tokens(text), field, "at least ")
 
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
@@ -372,7 +411,7 @@ class Server:
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.settings.speculate, self.metrics.between_pieces,
-                partial(self._fault, request.url.path),
+                partial(self._fault, request, request.url.path),
             )  # fmt: skip
             return _Streamed(events, answer)
         choices = [AnswerChoice(echo.text) for echo in asked.echoes]
@@ -385,7 +424,9 @@ class Server:
             answer.close()
         new = sum(len(row.tokens) for row in asked.rows)
         if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
-            return await self._in_thread(self._whole, asked, choices, new, _PatientResponse)
+            return await self._in_thread(
+                request, self._whole, asked, choices, new, _PatientResponse
+            )
         return self._whole(asked, choices, new, JSONResponse)
 
     def _whole(
@@ -414,13 +455,21 @@ class Server:
             cached = sum(map(min, groups))
         return usage(sum(map(len, asked.prompts)), new, cached)
 
+    async def _written(self, request: Request, found: Any, values: int) -> Response:
+        """An answer as JSON, which is written in a thread if it has many values."""
+        if values > MANY_TOKENS:
+            return await self._in_thread(request, _PatientResponse, found)
+        return JSONResponse(found)
+
     # --- everything else --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
-        ids = [await self._in_thread(self._ids, each, "input") for each in given.input]
+        inputs = named("input", given.input)
+        ids = [await self._prepared(request, self._ids, *each) for each in inputs]
         groups = in_groups(ids, EMBEDDED)
-        vectors = np.concatenate([await self._in_pass(self.model.embed, each) for each in groups])
+        parts = [await self._in_pass(request, self.model.embed, each) for each in groups]
+        vectors = np.concatenate(parts)
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         shown: list[Any] = vectors.tolist()
         if given.encoding_format == "base64":
@@ -432,7 +481,7 @@ class Server:
         count = sum(map(len, ids))
         told = {"prompt_tokens": count, "total_tokens": count}
         found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
-        return await self._in_thread(_PatientResponse, found)
+        return await self._written(request, found, vectors.size)
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):
@@ -442,14 +491,16 @@ class Server:
         def ids() -> list[int]:
             if given.messages is not None:
                 arguments = self._template_arguments(given)
-                return list(self.model.chat_template.ids(encoding, given.messages, **arguments))
+                with self._template(lambda text: None) as template:
+                    return list(template.ids(encoding, given.messages, **arguments))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, given.prompt, name="prompt")
 
-        tokens = await self._in_thread(ids)
+        run = self._prepared if given.messages is None else self._in_thread
+        tokens = await run(request, ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
-        return await self._in_thread(_PatientResponse, told)
+        return await self._written(request, told, len(tokens))
 
     async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
         encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
@@ -461,7 +512,7 @@ class Server:
                 found.extend(bytes_of_ids(encoding, part))
             return JSONResponse({"prompt": found.decode(errors="replace")})
 
-        return await self._in_thread(text)
+        return await self._in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
         names, wanted = self.settings.names, request.path_params.get("name")
@@ -473,6 +524,9 @@ class Server:
         if wanted not in names:
             raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
         return JSONResponse({"id": wanted, **found})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": gpt2block.__version__})
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
@@ -551,11 +605,6 @@ async def _while_there(request: Request, work: Awaitable[Response]) -> Response:
         finally:
             watching.cancel()
     raise ApiError(499, "the client is gone")
-
-
-def _error(error: ApiError) -> Response:
-    headers = {"retry-after": RETRY_AFTER} if error.status == 503 else None
-    return JSONResponse(error.body, error.status, headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
+import math
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gpt2block.errors import printable
+from gpt2block.serve.access import request_id
 from gpt2block.serve.app import GRACE, Server
 from gpt2block.serve.log import log
+from gpt2block.serve.protocol import ApiError
 
 OTHER_FILES = 64  # that are open besides connections
 MOST_BEHIND = 2**16  # bytes that a client may send behind a request that is being answered
@@ -37,15 +44,19 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         self._behind = b""
         super().connection_made(transport)
+        self._most, self.limit_concurrency = self.limit_concurrency, None  # checked below
         # asyncio sets it for sockets that name their protocol, which accepted ones do not. Without
         # it a piece of a stream waits for the client to acknowledge the one before it, up to 40 ms.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # a Unix socket has no such option
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
+            # Requests get a copy of this state. Access refuses them, in place of uvicorn.
+            self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
 
@@ -54,6 +65,20 @@ class Protocol(H11Protocol):
             self.flow.resume_reading()
             if len(self._behind) > MOST_BEHIND:
                 self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer an error of h11, which is being handled, as an error of the protocol."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        problem = f"the request: expected HTTP/1.1: {printable(str(error or msg))}"
+        body, id = json.dumps(ApiError(status, problem).body).encode(), request_id()
+        names = ("content-type", "content-length", "connection", "x-request-id")
+        values = ("application/json", str(len(body)), "close", id)
+        head = h11.Response(status_code=status, headers=[*zip(names, values, strict=True)])
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+        log.info("%s: %d, %s", problem, status, id)
 
     def on_response_complete(self) -> None:
         behind, self._behind = self._behind, b""
@@ -81,12 +106,18 @@ class Protocol(H11Protocol):
 class Listening(uvicorn.Server):
     """A server that ends on SIGTERM and SIGINT, from now on, and when its engine has failed.
 
-    started: called as soon as connections are accepted.
+    started: called as soon as connections are accepted. reload: called on SIGHUP.
     """
 
-    def __init__(self, server: Server, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        config: uvicorn.Config,
+        started: Callable[[], None],
+        reload: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._told = started
+        self._told, self._reload = started, reload
         self.failed = False  # whether the engine has
         server.on_failure = self._fail
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes the same handler later
@@ -98,6 +129,8 @@ class Listening(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for each in sockets or ():  # the next server has this port while connections linger
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
+        if sys.platform != "win32":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets)
         self._told()
 

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gpt2block.generation.rows import Row
@@ -50,6 +50,16 @@ class Intervals(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
 
 
+class Total(Collector):
+    """A counter whose value is computed when it is read."""
+
+    def __init__(self, name: str, text: str, value: Callable[[], float]) -> None:
+        self._name, self._text, self._value = name, text, value
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._text, self._value())
+
+
 class Metrics:
     """Counters of a server."""
 
@@ -85,11 +95,12 @@ class Metrics:
             "slots": ("Continuations that can run together.", lambda: service.slots),
             "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
             "rows_waiting": ("Continuations that wait for a slot.", lambda: service.waiting),
-            "new_tokens": ("Tokens generated since the start.", lambda: service.tokens),
         }
         for name, (text, value) in gauges.items():
             gauge = Gauge(f"gpt2block_{name}", text, registry=self.registry)
             gauge.set_function(value)
+        tokens = "Tokens generated since the start."
+        self.registry.register(Total("gpt2block_new_tokens", tokens, lambda: service.tokens))
         first = Histogram(
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,

@@ -12,9 +12,8 @@ import math
 import re
 import secrets
 from base64 import b64encode
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -33,17 +32,19 @@ from gpt2block.run.model import Floats, Ids
 from gpt2block.sampling import Sampling, probabilities
 from gpt2block.serve.answers import TextForm
 from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
+from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers.encoding import Encoding
 
 SHOWN = 40  # tokens of a distribution
-KEPT_LOGITS = 16  # texts whose next token's logits are kept, for the sliders
+KEPT_LOGITS = 16  # texts per client whose next token's logits are kept, for the sliders
 MOST_EXPLAINED = 256  # tokens of a forward pass that is explained
 MOST_PARAMETERS = 2**29  # of a model that is explained, which needs its weights in float64: 4 GiB
-MOST_EXPLAINING = 8  # forward passes that are explained or wait for it; one is at a time
-KEPT_PAGES = 8  # of `explain`, each of a few MB
+MOST_EXPLAINING = 8  # forward passes per client that are explained, one at a time, or wait
+KEPT_PAGES = 8  # pages of `explain` per client, each of a few MB
+KEPT_CLIENTS = 16  # latest clients for which logits and pages are kept
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
+Kept = OrderedDict[Any, Value]  # the latest last
 IdsOf = Callable[[Any, str], Ids]  # of a text or of token ids, and the name of its field
 MakeRoute = Callable[..., Route]
 
@@ -70,9 +71,9 @@ class ExplainRequest(Body):
 class Play:
     """The page of a server, and its addresses.
 
-    encoding, name: the server's. ids_of: raises ApiError for what is no prompt. in_thread: runs a
-    function in a worker thread, as the steps of the running rows go on; in_pass: one that computes
-    a pass.
+    encoding, name: the server's. ids_of: raises ApiError for anything else than a prompt.
+    in_thread(request, function, ...): runs a function in a worker thread while the steps of the
+    running rows go on. in_pass: runs a function that computes a pass.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class Play:
         self._form = TextForm(name, encoding)
         self._html = files("gpt2block.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._headers = _headers(_policy(self._html))
-        self._logits: OrderedDict[bytes, asyncio.Future[Floats]] = OrderedDict()
-        self._pages: OrderedDict[str, str] = OrderedDict()
-        self._explaining, self._one = 0, ThreadPoolExecutor(1, "explain")
+        # By client, so that no client learns by time what another one has asked for.
+        self._logits: Kept[Kept[asyncio.Future[Floats]]] = OrderedDict()
+        self._pages: Kept[Kept[str]] = OrderedDict()
+        self._explaining: Counter[str] = Counter()
+        self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
         """The page itself needs no key; a page of `explain` has an address that none can guess."""
@@ -110,7 +113,7 @@ class Play:
     async def about(self, request: Request) -> Response:
         """What the page has to know of the model."""
         config, engine = self._model.config, self._model.engine
-        chat = await self._in_thread(self._has_template)
+        chat = await self._in_thread(request, self._has_template)
         found = {
             "model": self._name,
             "device": engine.describe(),
@@ -129,15 +132,15 @@ class Play:
         def found() -> list[dict[str, Any]]:
             return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
 
-        return JSONResponse({"tokens": await self._in_thread(found)})
+        return JSONResponse({"tokens": await self._in_thread(request, found)})
 
     async def next(self, request: Request, given: NextRequest) -> Response:
         """The distribution of the token after these ids, before and after the sampling options."""
         token, V = given.token, self._model.config.vocab_size
         if token is not None and token >= V:
             raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
-        logits = await self._kept_logits(self._ids_of(given.ids, "ids"))
-        return JSONResponse(await self._in_thread(self._distribution, logits, given))
+        logits = await self._kept_logits(request, self._ids_of(given.ids, "ids"))
+        return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
         """Make the page of `explain` for a forward pass, one at a time. Tells its address."""
@@ -148,22 +151,25 @@ class Play:
         if len(ids) > most:
             problem = f"ids: expected at most {most} tokens to explain, got {len(ids)}"
             raise ApiError(400, problem, "ids")
-        if self._explaining == MOST_EXPLAINING:
-            problem = "the server explains as many forward passes as it takes: try again later"
+        client = request.state.client
+        if self._explaining[client] == MOST_EXPLAINING:
+            problem = (
+                f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
+            )
             raise ApiError(503, problem, code="overloaded")
-        self._explaining += 1
+        self._explaining[client] += 1
         try:
-            loop = asyncio.get_running_loop()
-            html = await loop.run_in_executor(self._one, self._explanation, ids)
+            html = await self._one.run(client, self._explanation, ids)
         finally:
-            self._explaining -= 1
+            self._explaining -= Counter([client])
         ticket = secrets.token_urlsafe(16)
-        _keep(self._pages, ticket, html, KEPT_PAGES)
+        _keep(_of_client(self._pages, client), ticket, html, KEPT_PAGES)
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
         """A page that was made; a frame and a new tab cannot send a key."""
-        html = self._pages.get(request.path_params["ticket"])
+        ticket = request.path_params["ticket"]
+        html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
             problem = "The server no longer has this page: explain the position again."
             return PlainTextResponse(problem, 404, _headers("default-src 'none'"))
@@ -186,17 +192,17 @@ class Play:
     def _token(self, id: int) -> dict[str, Any]:
         return {"id": id, "token": self._form.token(id)}
 
-    async def _kept_logits(self, ids: Ids) -> Floats:
-        """The logits after ids, (V,). Requests for the same ids wait for the same pass."""
-        key = ids.tobytes()
-        if key not in self._logits:
-            computed = asyncio.ensure_future(self._in_pass(self._last_logits, ids))
-            _keep(self._logits, key, computed, KEPT_LOGITS)
-        self._logits.move_to_end(key)
+    async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
+        """The logits after ids, (V,). A client's requests for the same ids wait for one pass."""
+        kept, key = _of_client(self._logits, request.state.client), ids.tobytes()
+        if key not in kept:
+            computed = asyncio.ensure_future(self._in_pass(request, self._last_logits, ids))
+            _keep(kept, key, computed, KEPT_LOGITS)
+        kept.move_to_end(key)
         try:
-            return await asyncio.shield(self._logits[key])
+            return await asyncio.shield(kept[key])
         except Exception:
-            self._logits.pop(key, None)
+            kept.pop(key, None)
             raise
 
     def _last_logits(self, ids: Ids) -> Floats:
@@ -258,7 +264,15 @@ def _headers(policy: str) -> dict[str, str]:
     }
 
 
-def _keep(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
+    """The values that are kept for a client, which is the latest one from now on."""
+    if client not in kept:
+        _keep(kept, client, OrderedDict(), KEPT_CLIENTS)
+    kept.move_to_end(client)
+    return kept[client]
+
+
+def _keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
     """Add a value, and forget the oldest one beyond `most`."""
     kept[key] = value
     if len(kept) > most:

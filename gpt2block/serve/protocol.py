@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from gpt2block.config.options import meaning_of
-from gpt2block.errors import shown
+from gpt2block.errors import printable, shown
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 
@@ -32,12 +32,18 @@ MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # characters of each
 MOST_VALUES = 2**14  # biases; messages, parts and fields; values of a body that is read in C
+MOST_MESSAGES = 2**12
+MOST_TEXT = 2**20  # bytes of the texts of messages
+MOST_NEW = 2**31 - 1  # tokens of an answer
 PART = 2**13  # entries of a list that are looked at, or written, at a time
+LONGEST_KEY = 100  # characters of a key in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a text
 KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # of `generate`, whose name is not that of the field
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
-# Fields that are not supported, with the values at which they would not change the result.
+# Fields that are not supported, with the values at which they would not change the result. Null is
+# one of these for each field. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible Server";
+# llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
@@ -49,9 +55,39 @@ NEUTRAL: Mapping[str, Any] = {
     "parallel_tool_calls": ANYTHING,
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    **dict.fromkeys(("reasoning_effort", "verbosity", "prediction", "audio"), ()),
-    "web_search_options": (),
-    "add_special_tokens": (True,),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
+    # vLLM
+    **dict.fromkeys(
+        ("add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)
+    ),
+    **dict.fromkeys(
+        ("continue_final_message", "echo", "early_stopping", "use_beam_search"), (False,)
+    ),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning"), (True, False)),
+    **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("chat_template", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_grammar", "structured_outputs", "allowed_token_ids"), ()),
+    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
+    "truncate_prompt_tokens": (-1,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "request_id": ANYTHING,
+    # llama.cpp
+    **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("n_keep", "n_probs", "min_keep", "n_indent"), (0,)),
+    **dict.fromkeys(("top_n_sigma", "id_slot"), (-1,)),
+    **dict.fromkeys(("repeat_last_n", "mirostat_tau", "mirostat_eta", "cache_prompt"), ANYTHING),
+    **dict.fromkeys(("dynatemp_exponent", "xtc_threshold", "dry_base"), ANYTHING),
+    **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n"), ANYTHING),
+    **dict.fromkeys(("dry_sequence_breakers",), ANYTHING),
+    **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs"), (False,)),
+    "lora": ([],),
+    "grammar": ("",),
+    "json_schema": ({},),
 }
 TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" there: not called
 
@@ -68,22 +104,32 @@ def _token_ids(given: Any) -> Any:
 
 
 def _values(given: Any, info: ValidationInfo) -> Any:
-    """Values as they are, if they are not so many that to read them takes long."""
-    count, waiting = 0, [given]
+    """Return messages unchanged, if they are few and short enough to be read and rendered.
+
+    The length of the text is not known before: a template may leave messages out.
+    """
+    if isinstance(given, list) and len(given) > MOST_MESSAGES:
+        raise _too_many(info, MOST_MESSAGES, "messages", 413)
+    count, size, waiting = 0, 0, [given]
     while waiting:
         each = waiting.pop()
-        inner = [*each.values()] if isinstance(each, dict) else each
+        if isinstance(each, str):
+            size += len(each.encode(errors="replace"))
+            if size > MOST_TEXT:
+                raise _too_many(info, MOST_TEXT, "bytes of text", 413)
+        inner = [*each, *each.values()] if isinstance(each, dict) else each
         if isinstance(inner, list):
-            count += len(inner)
+            count += len(each)
             if count > MOST_VALUES:
-                raise _too_many(info, MOST_VALUES, "values: messages, parts and fields")
+                raise _too_many(info, MOST_VALUES, "values: messages, parts and fields", 413)
             waiting += inner
     return given
 
 
-def _too_many(info: ValidationInfo, most: int, what: str) -> ApiError:
-    """An error that does not show them: even to sort them takes long."""
-    return ApiError(400, f"{info.field_name}: expected at most {most:,} {what}", info.field_name)
+def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
+    """An error that does not show the values: even to sort them takes long."""
+    problem = f"{info.field_name}: expected at most {most:,} {what}"
+    return ApiError(status, problem, info.field_name)
 
 
 def _at_most(most: int, what: str) -> BeforeValidator:
@@ -136,11 +182,25 @@ class ApiError(Exception):
         return {"error": found}
 
 
+def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
+    """Entries of a field, each with its name in errors: that of the field for a single one."""
+    names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
+    return [*zip(given, names, strict=True)]
+
+
 def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
     """Refuse more tokens than the model's context."""
     if count > n_ctx:
         problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
-        raise ApiError(400, problem, field, "context_length_exceeded")
+        raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
+
+
+def _or_all(given: Any, info: ValidationInfo) -> Any:
+    """A number of new tokens; -1 stands for as many as the context has room for."""
+    return info.context if type(given) is int and given == -1 else given
+
+
+NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
 def check_only(field: str, given: int | None, only: int, whose: str) -> None:
@@ -160,6 +220,12 @@ class Body(BaseModel):
 
 def _as_n(given: int | None, info: ValidationInfo) -> int | None:
     check_only("best_of", given, info.data.get("n") or 1, "as n")
+    return given
+
+
+def _with_stream(given: Any, info: ValidationInfo) -> Any:
+    if given is not None and not info.data.get("stream"):
+        raise ValueError("expected stream: true with it")
     return given
 
 
@@ -211,13 +277,13 @@ class SampledRequest(Drawn):
     first: vLLM, "OpenAI-Compatible Server".
     """
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
     best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # all are returned
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
-    stream_options: StreamFields | None = None
+    stream_options: Annotated[StreamFields | None, AfterValidator(_with_stream)] = None
     repetition_penalty: float | None = Field(1.0, gt=0)
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
@@ -268,7 +334,7 @@ class CompletionRequest(SampledRequest):
     """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
 
     prompt: Texts = [""]
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: NewTokens = Field(16, ge=0, le=MOST_NEW)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool | None = False
 
@@ -289,7 +355,7 @@ class ChatRequest(SampledRequest, TemplateFields):
     """Of /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
 
@@ -339,9 +405,9 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     """
     try:
         reader = _PatientDecoder if data.count(b",") > MOST_VALUES else None
-        given = json.loads(data, cls=reader, object_pairs_hook=_each_once)
+        given = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body: expected JSON: {shown(str(error))}") from None
+        raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
     for name in [name for name, choice in TOOLS.items() if given.get(choice) == "none"]:
@@ -351,7 +417,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     try:
         found = kind.model_validate(given, context=n_ctx)
     except ValidationError as error:
-        raise _of_field(error) from None
+        raise _of_field(error, given) from None
     if found.model is not None and found.model not in names:
         problem = f"model: there is no {shown(found.model)}: expected {' or '.join(names)}"
         raise ApiError(404, problem, "model", "model_not_found")
@@ -368,20 +434,39 @@ def _check_neutral(name: str, value: Any) -> None:
     raise ApiError(400, problem, name, "unsupported_parameter")
 
 
-def _of_field(error: ValidationError) -> ApiError:
-    """The first problem, by the name of its field."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    field = str(first["loc"][0]) if first["loc"] else "the body"
+def _of_field(error: ValidationError, given: Any) -> ApiError:
+    """The first problem of a body, by the place of the value that is wrong.
+
+    Of a value that may have several types, pydantic tells the problem with each of these. The one
+    that is about the innermost value has come closest.
+    """
+    every = [(_place(each, given), each) for each in error.errors(include_context=False)]
+    about = [each for each in every if each[0][: len(every[0][0])] == every[0][0]]
+    keys, first = max(about, key=lambda each: len(each[0]))
+    place = ".".join(printable(str(key), LONGEST_KEY) for key in keys) or "the body"
+    field = printable(str(keys[0]), LONGEST_KEY) if keys else "the body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{place}: there is no such field", field, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{place}: expected, but missing", field)
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return ApiError(400, f"{field}: {said}, got {shown(first['input'])}", field)
+    said = said.partition(" or instance of ")[0]
+    said = re.sub("List should have (.*) after validation.*", r"expected \1", said)
+    return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
+
+
+def _place(problem: Any, given: Any) -> list[Any]:
+    """The keys that lead to a value in a body, without pydantic's names of types among them."""
+    found = []
+    for key in problem["loc"]:
+        inside = isinstance(given, dict) and key in given
+        if inside or (isinstance(given, list) and isinstance(key, int)):
+            given = given[key]
+            found.append(key)
+    return [*found, problem["loc"][-1]] if problem["type"] == "missing" else found
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:
     """An error of the library, with the field that it names, if it is one of these."""
-    argument = str(error).partition(":")[0].split(" ")[0]
+    argument = re.split("[:. ]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), argument if argument in fields else None)

@@ -404,6 +404,8 @@ def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
         raise
     except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
         raise InputError(f"{name}: expected {text}token ids: {error}") from error
+    if ids.dtype.kind in "fO" and isinstance(given, list) and {*map(type, given)} == {int}:
+        return np.array(given, object)  # integers of more than 63 bits: no vocabulary has them
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
             f"{name}: expected {text}a row of integers, got {type(given).__name__} "

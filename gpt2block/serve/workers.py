@@ -1,0 +1,99 @@
+"""Threads for the work of requests, in which clients take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from gpt2block.generation.scheduling import Turns
+
+Value = TypeVar("Value")
+
+
+class Places:
+    """A number of places, which requests take in an event loop and give back.
+
+    Clients take turns, and a client takes a place only while more places are free than it has.
+    One client therefore leaves half of them to others, whose small requests do not wait for its
+    large ones.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._taken: Counter[str] = Counter()  # places by client
+        self._waiting: Turns[tuple[str, asyncio.Future[None]]] = Turns()
+
+    @asynccontextmanager
+    async def taken(self, client: str) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the context ends."""
+        await self.take(client)
+        try:
+            yield
+        finally:
+            self.give_back(client)
+
+    async def take(self, client: str) -> None:
+        """Wait for a place. A request that is cancelled meanwhile gets none."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.add([(client, turn)], client)
+        self._assign()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came in the same step of the loop
+                self.give_back(client)
+            raise
+
+    def give_back(self, client: str) -> None:
+        self._free += 1
+        self._taken -= Counter([client])  # drops a client without any
+        self._assign()
+
+    def _assign(self) -> None:
+        while self._free and self._waiting.take(self._begin, self._may):
+            pass
+
+    def _may(self, client: str) -> bool:
+        return self._free > self._taken[client]
+
+    def _begin(self, waiting: tuple[str, asyncio.Future[None]]) -> bool:
+        """Give a place to a request; False if it was cancelled."""
+        client, turn = waiting
+        if turn.done():
+            return False
+        self._free -= 1
+        self._taken[client] += 1
+        turn.set_result(None)
+        return True
+
+
+class Workers(Places):
+    """Threads that run calls for requests."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._threads = ThreadPoolExecutor(threads)
+
+    async def run(self, client: str, call: Callable[..., Value], *arguments: object) -> Value:
+        """Return call(*arguments), computed in a thread at the client's turn.
+
+        A request that is cancelled does not wait for its call, which keeps its thread to the end.
+        """
+        loop = asyncio.get_running_loop()
+
+        def ended(future: Future[Value]) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self.give_back, client)
+
+        await self.take(client)
+        future = self._threads.submit(call, *arguments)
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Begin no further calls. Calls that run go on."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

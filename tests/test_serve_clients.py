@@ -1,0 +1,320 @@
+"""What one client of a server does to the others, and how requests and errors are marked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("openai", reason="openai, a client, is not installed")
+
+from gpt2block import __version__
+from gpt2block.chat.template import ChatTemplate
+from gpt2block.cli import serve as cli_serve
+from gpt2block.errors import InputError
+from gpt2block.serve import app, play, protocol
+from gpt2block.serve.workers import Places
+from tests.serving import eventually, exchanged, get, model_of, post, serving, small
+from tests.test_serve import CHAT, COMPLETION, HELLO, KEYS, command, key_of
+
+ANN, BOB = key_of("ann"), key_of("bob")
+TEXT = "a" * 120
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    found = small()
+    return model_of(found.engine, embed=found.embed)
+
+
+class Held:
+    """A chat template that renders when it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]
+
+    def placed(self, messages: Any, **more: Any) -> Any:
+        self.begun.append(messages)
+        assert self.go.wait(20)
+        return "x", []
+
+
+def test_chats_of_a_client_do_not_stop_others(model: Any) -> None:
+    """Whatever the work of a request is: texts, large bodies, embeddings, the page."""
+    held, chat, long = Held(), {"messages": HELLO, "max_tokens": 1}, {"user": "x" * app.SMALL_BODY}
+    with (
+        serving(
+            model.__class__(**{**vars(model), "chat_template": held}), rows=2, keys=KEYS
+        ) as running,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        chats = [pool.submit(post, running, CHAT, chat, **ANN) for _ in range(16)]
+        eventually(lambda: len(held.begun) >= app.AT_ONCE // 2)
+        try:
+            for path, body in (
+                ("/tokenize", {"prompt": TEXT}), ("/tokenize", {"prompt": TEXT, **long}),
+                ("/v1/embeddings", {"input": TEXT, **long}), ("/play/tokens", {"prompt": TEXT}),
+                (COMPLETION, {"prompt": "a", "max_tokens": 1, **long}),
+            ):  # fmt: skip
+                assert post(running, path, body, **BOB)[0] == 200
+            assert len(held.begun) == app.AT_ONCE // 2
+        finally:
+            held.go.set()
+        assert [each.result()[0] for each in chats] == [200] * 16
+
+
+def test_a_rendering_has_a_limit_and_stops_nobody(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is in a process of its own thread."""
+    monkeypatch.setattr(app, "TEMPLATE_SECONDS", 1.0)
+    source = "{% if messages[0].content == 'go' %}" + ENDLESS + "{% endif %}ok"
+    given = {**vars(model), "chat_template": ChatTemplate(source, {})}
+    endless = {"messages": [{"role": "user", "content": "go"}]}
+    with serving(model.__class__(**given), keys=KEYS) as running, ThreadPoolExecutor(1) as pool:
+        post(running, "/tokenize", {"messages": HELLO}, **BOB)
+        slow = pool.submit(post, running, "/tokenize", endless, **ANN)
+        eventually(lambda: not running.server._templates)  # it is in use
+        status, found = post(running, "/tokenize", {"messages": HELLO}, **BOB)
+        assert (status, found["tokens"], slow.done()) == (200, [*b"ok"], False)
+        status, found = slow.result()
+        assert (status, found["error"]["param"]) == (413, "messages")
+        assert "takes more than 1,000 ms" in found["error"]["message"]
+        assert post(running, "/tokenize", {"messages": HELLO}, **ANN)[0] == 200
+
+
+def test_a_conversation_that_is_too_long_is_rendered_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its characters are not followed, which takes longer than the rendering itself."""
+    asked, ask = [], ChatTemplate._ask
+
+    def counted(self: ChatTemplate, line: str, *more: Any) -> Any:
+        asked.append(type(json.loads(line)))
+        return ask(self, line, *more)
+
+    monkeypatch.setattr(ChatTemplate, "_ask", counted)
+    with serving(model, rows=1) as running:
+        status, found = post(running, CHAT, {"messages": HELLO * 4000})
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert asked == [str, dict]
+        post(running, CHAT, {"messages": HELLO, "max_tokens": 1})
+        assert asked == [str, dict, dict, list]
+
+
+def test_places() -> None:
+    """Clients take turns, and leave half of the places; a request that is cancelled has none."""
+    order: list[str] = []
+
+    async def work(places: Places, client: str, name: str, go: asyncio.Event) -> None:
+        async with places.taken(client):
+            order.append(name)
+            await go.wait()
+
+    async def run() -> None:
+        places, go = Places(4), asyncio.Event()
+        begin = partial(asyncio.create_task)
+        tasks = {n: begin(work(places, n[0], n, go)) for n in ("a1", "a2", "a3", "a4", "b1", "b2")}
+        await asyncio.sleep(0)
+        assert order == ["a1", "a2", "b1"]
+        tasks["a3"].cancel()
+        tasks["c1"] = begin(work(places, "c", "c1", go))
+        await asyncio.sleep(0)
+        assert order == ["a1", "a2", "b1", "c1"]
+        tasks["a1"].cancel()
+        tasks["a2"].cancel()
+        go.set()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert sorted(order[4:]) == ["a4", "b2"]
+        assert places._free == 4
+        assert not places._taken
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_a_turn_that_comes_with_a_cancellation_is_passed_on(cancelled: int) -> None:
+    async def run() -> None:
+        places = Places(1)
+        await places.take("a")
+        waiting = [asyncio.ensure_future(places.take(client)) for client in "bc"]
+        await asyncio.sleep(0)
+        places.give_back("a")
+        for each in waiting[:cancelled]:
+            each.cancel()
+        done = await asyncio.wait_for(asyncio.gather(*waiting[:1], return_exceptions=True), 9)
+        if cancelled == 1:
+            await asyncio.wait_for(waiting[1], 9)
+        assert isinstance(done[0], asyncio.CancelledError) == (cancelled > 0)
+        assert places._free == (cancelled == 2)
+        waiting[1].cancel()
+
+    asyncio.run(run())
+
+
+def test_logits_are_kept_for_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a client learns by time what another one asked for."""
+    engine, passes = small().engine, []
+    forward = engine.forward
+    monkeypatch.setattr(
+        engine, "forward", lambda ids, *more: (passes.append(ids), forward(ids, *more))[1]
+    )
+    monkeypatch.setattr(play, "KEPT_CLIENTS", 2)
+    with serving(model_of(engine), rows=1, keys={**KEYS, "eve": "e" * 16}) as running:
+        eve = {"Authorization": f"Bearer {'e' * 16}"}
+        for key, count in ((ANN, 1), (BOB, 2), (ANN, 2), (eve, 3), (ANN, 3), (BOB, 4)):
+            assert post(running, "/play/next", {"ids": [1, 2]}, **key)[0] == 200
+            assert len(passes) == count
+
+
+def test_explained_positions_of_a_client_stop_no_others(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(play, "MOST_EXPLAINING", 1)
+    monkeypatch.setattr(
+        play, "collect", lambda *given: go.wait(20) and {"model": {"name": "m"}, "text": "x"}
+    )
+    with serving(model, rows=1, keys=KEYS) as running, ThreadPoolExecutor(2) as pool:
+        ask = partial(pool.submit, post, running, "/play/explain", {"ids": [1]})
+        first, second = ask(**ANN), ask(**BOB)
+        eventually(lambda: second.running() and first.running())
+        go.set()
+        assert [first.result()[0], second.result()[0]] == [200, 200]
+
+
+# --- heads of requests ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "allowed"),
+    [
+        ({}, "example.com", False), ({}, "Chat.Example.org:80", True), ({}, "localhost", True),
+        (KEYS, "example.com", False), (KEYS, "chat.example.org", True), ({}, "[::1", False),
+    ],
+)  # fmt: skip
+def test_names_of_a_server(model: Any, keys: Any, host: str, allowed: bool) -> None:
+    with serving(model, rows=1, keys=keys, allowed_hosts=("chat.example.org",)) as running:
+        status, found = post(running, "/tokenize", {"prompt": "x"}, Host=host, **ANN)
+        assert status == (200 if allowed else 400)
+        if not allowed:
+            told = r"Host: expected localhost, .*chat\.example\.org or another .*, got "
+            assert re.match(told + re.escape(repr(host)), found["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("abc-1", True), ("x" * 128, True), ("", False), ("x" * 129, False), ("a b", False),
+     ("\xe9", False)],
+)  # fmt: skip
+def test_an_id_for_each_request(
+    model: Any, caplog: pytest.LogCaptureFixture, given: str, kept: bool
+) -> None:
+    with serving(model, rows=1, keys=KEYS) as running, caplog.at_level("INFO", "gpt2block.serve"):
+        for path, key in (("/version", ANN), ("/version", {}), ("/none", {})):
+            headers = {"X-Request-Id": given} if given else {}
+            status, found, text = exchanged(running.url + path, **headers, **key)
+            (id,) = found.get_all("x-request-id")
+            assert (id == given) == kept
+            assert re.fullmatch("[!-~]{1,128}", id)
+            eventually(lambda id=id: id in caplog.messages[-1:][0].split(", "))
+            assert (found["www-authenticate"] == "Bearer") == (status == 401)
+            if status == 200:
+                assert json.loads(text) == {"version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "words"),
+    [
+        (b"hello\r\n\r\n", 400, "illegal request line"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "Host"),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000, 431, "expected HTTP/1.1"),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "chunked"),
+    ],
+)
+def test_errors_of_http_are_those_of_the_protocol(
+    model: Any, head: bytes, status: int, words: str
+) -> None:
+    with serving(model, rows=1) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+            connection.sendall(head)
+            found, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+        assert found.startswith(b"HTTP/1.1 %d" % status)
+        assert b"x-request-id: req-" in found
+        assert words in json.loads(body)["error"]["message"]
+
+
+def test_too_many_connections_are_told_so(model: Any) -> None:
+    with serving(model, rows=1, connections=1) as running:
+        with socket.create_connection(("127.0.0.1", running.port)):
+            eventually(lambda: get(running, "/health")[0] == 503)
+            status, headers, text = exchanged(running.url + "/health")
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert json.loads(text)["error"]["code"] == "overloaded"
+        eventually(lambda: get(running, "/health")[0] == 200)
+
+
+def test_the_table_of_neutral_values_is_that_of_the_documentation() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "serve.md").read_text(encoding="utf-8")
+    found = {}
+    for names, values in re.findall(r"^\| (`.*?) \| (any|only null|`.*`) \|$", page, re.MULTILINE):
+        found |= dict.fromkeys(re.findall("`(.*?)`", names), values)
+    any_value = protocol.NEUTRAL["user"]
+    assert found == {
+        name: "any" if values is any_value
+        else ", ".join(f"`{json.dumps(each)}`" for each in values) or "only null"
+        for name, values in protocol.NEUTRAL.items()
+    }  # fmt: skip
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither")
+def test_a_unix_socket_and_new_keys(tmp_path: Path) -> None:
+    path, keys = tmp_path / "socket", tmp_path / "keys"
+    keys.write_text(f"ann {KEYS['ann']}\n")
+    keys.chmod(0o600)
+
+    def status(key: Any) -> int:
+        connection = HTTPConnection("localhost", timeout=20)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(path))
+        connection.request("GET", "/version", headers=key)
+        return connection.getresponse().status
+
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(path))  # a server that did not end well
+    with command("--uds", str(path), "--api-key-file", str(keys)) as (child, line):
+        assert f"unix:{path}" in line
+        assert [status(ANN), status(BOB)] == [200, 401]
+        with pytest.raises(InputError, match="another server listens there"):
+            cli_serve._bound_file(path)
+        for text, expected in ((f"bob {KEYS['bob']}", [401, 200]), ("", [401, 200])):
+            keys.write_text(text)
+            child.send_signal(signal.SIGHUP)
+            assert "SIGHUP: " in child.stderr.readline()
+            assert [status(ANN), status(BOB)] == expected
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+    assert not path.exists()
+
+
+def test_sighup_without_keys_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    for file in (None, Path("-")):
+        cli_serve._reload(None, file)  # type: ignore[arg-type]
+        assert "SIGHUP: ignored" in caplog.messages[-1]
