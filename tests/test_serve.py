@@ -565,7 +565,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
          "expected style, got {'x'"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, 400,
          "chat_template_kwargs", "expected style, got {'self'"),
-        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"style": [[]] * 17_000}}, 400,
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"style": [[]] * 17_000}}, 413,
          "chat_template_kwargs", "at most 16,384 values"),
         ("/tokenize", {"messages": HELLO, "add_generation_prompt": True,
                        "continue_final_message": True}, 400, "add_generation_prompt", "expected F"),
