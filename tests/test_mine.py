@@ -231,7 +231,7 @@ def test_every_operation_is_known() -> None:
     built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "qk_norm", "sample_token"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
     assert set(SPECIAL) <= set(names())
-    with pytest.raises(InputError, match="sample_token takes no kernel of your own"):
+    with pytest.raises(InputError, match="sample_token supports no user's kernel"):
         check_known(find("sample_token"))
 
 
@@ -761,7 +761,7 @@ def test_a_template_is_raced_on_the_gpu() -> None:
     sizes = {"B": 2, "T": 128, "C": 768}
     *checked, raced = on_gpu.run(on_gpu.ChildJob(kernel, cases(kernel), every, sizes, stored))
     assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
-    assert isinstance(raced, on_gpu.Raced)
+    assert isinstance(raced, on_gpu.BenchmarkResult)
     assert [row.variant for row in raced.rows] == [*every, MINE]
     assert all(row.right and row.gpu_us > 0 for row in raced.rows)
 
