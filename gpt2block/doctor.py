@@ -254,7 +254,7 @@ def check_numpy() -> Check:
 
 
 def check_cupy(installed: Mapping[str, str]) -> tuple[Check, CuPy | None]:
-    """Check that exactly one CuPy is installed: version 14 or newer, for CUDA 12 or 13, importable."""
+    """Check that exactly one CuPy is installed: 14 or newer, for CUDA 12 or 13, importable."""
     if not installed:
         return Check("CuPy", False, "CuPy is not installed", PIP_CUDA12), None
     names = sorted(installed)
@@ -462,6 +462,6 @@ def _major(version: str) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an exception's cause, which CuPy's ImportError wraps, or of itself."""
+    """Return the first line of an exception, or of its cause, which CuPy's ImportError wraps."""
     error = error.__cause__ or error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

@@ -581,7 +581,10 @@ _gelu = gelu  # alias for functions with an argument `gelu`
 
 @takes("x f32 ... -> out~x f32 ...")
 def relu_squared(x: Array) -> Array:
-    """Return max(x, 0)². Source: So et al., "Primer: Searching for Efficient Transformers" (2021)."""
+    """Square ReLU: max(x, 0)².
+
+    Source: So et al., "Primer: Searching for Efficient Transformers" (2021).
+    """
     positive: Array = np.maximum(x, 0)
     return positive * positive
 

@@ -63,7 +63,7 @@ def emulated(
 
 
 def adopted(array: Any) -> Any:
-    """Return an array on the emulated device; it shares the memory of a C-contiguous NumPy array."""
+    """Return an array on the emulated device, which shares memory with a C-contiguous array."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)

@@ -416,7 +416,7 @@ def _execute(
 
 
 def _readable(report: str) -> str:
-    """Return a report's lines about the kernel, the most informative first, without shadow memory."""
+    """Return a report's lines about the kernel, most informative first, without shadow memory."""
     report = re.sub(_FOLDER, "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in (
@@ -552,7 +552,7 @@ def _compile(
     build: Build = "usual",
     variables: bool = False,
 ) -> Path:
-    """Compile a program. variables: add debug information for variables; addresses stay the same."""
+    """Compile a program. variables: add debug information for variables; addresses are equal."""
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     options = _options(source, races, build)
@@ -660,7 +660,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 
 @cache
 def _cache_dir() -> Path:
-    """Return the folder for programs: $GPT2BLOCK_CPU_CUDA_CACHE, or a process's temporary folder."""
+    """Return the folder for programs, $GPT2BLOCK_CPU_CUDA_CACHE or a temporary folder."""
     if kept := os.environ.get(_KEPT):
         Path(kept).mkdir(parents=True, exist_ok=True)
         return Path(kept).resolve()
