@@ -245,7 +245,7 @@ class _Work:
                 raise self._stopped(LOST) from None
             return
         shard = self._submitted.pop(future)
-        if future.status == "error":  # raised by a worker, after all retries
+        if future.status == "error":  # a worker raised an error in all retries
             error = future.exception()
             if isinstance(error, KilledWorker):
                 if shard.number not in self._tried_alone:

@@ -17,7 +17,7 @@ from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import DeviceError
 
-OVERLAPS_FROM = 90, 12030  # minimum compute capability and driver for such launches in a graph
+OVERLAPS_FROM = 90, 12030  # minimum compute capability, driver version in graphs
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 

@@ -39,7 +39,7 @@ Order = Literal["forward", "reverse", "shuffled"]
 Build = Literal["usual", "patterned", "unoptimised"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
-END = "after the file"  # name in g++'s errors of lines after the file: a brace is missing in it
+END = "after the file"  # file name of g++'s errors after the last line, such as a missing brace
 GRACE_S = 5.0  # time after the limit in which a program can end itself before it is killed
 TIMED_OUT = 6  # exit status of a program that exceeded its time limit
 STAND_INS = {
@@ -96,7 +96,7 @@ _DYNAMIC_SHARED = re.compile(
 _STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")
 _SHARED_ALIGNED = re.compile(
     r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
-)  # in C++, alignas must come before __shared__
+)  # g++ requires alignas before __shared__, which is `static`
 _DEVICE_VARIABLE = re.compile(  # variables that outlive a launch: __device__ or static
     r"\b__device__\s(?:(?:__align__|alignas)\s*\([^()]*\)|[^(){};=])*[=;{]"
     r"|\bstatic\s+(?!const|__)[\w:<> ]+\s\w+\s*(?:\[[^]]*\]\s*)*[=;{]"
@@ -394,7 +394,7 @@ def _execute(
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = {**extra, "TIME_LIMIT": str(limit_s)}  # at the limit the program reports where it is
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # at the limit the program reports its line
     if checks.rehearsed:
         own["REHEARSAL"] = "1"
     late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S

@@ -59,7 +59,7 @@ class _Program:
         return self._process.poll() is None
 
     def close(self) -> None:
-        self._process.kill()  # also ends a running launch
+        self._process.kill()  # ends a running launch, too
         self._process.wait()
         self._socket.close()
         for file in self._outputs:
@@ -67,7 +67,7 @@ class _Program:
 
 
 _Key = tuple[int, Path, tuple[tuple[str, str], ...]]
-_waiting: dict[_Key, _Program] = {}  # in order of the last launch, the oldest first
+_waiting: dict[_Key, _Program] = {}  # sorted by the last launch, the oldest first
 
 
 def launch(

@@ -84,7 +84,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
         if memptr is None:
             return empty(shape, dtype)
         memory: Any = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
-        memory.owner = memptr.mem.owner  # kept alive by every view
+        memory.owner = memptr.mem.owner  # every view keeps the owner alive
         plain = np.ndarray(shape, np.dtype(dtype), memory, memptr.ptr - memptr.mem.ptr, strides)
         made: ndarray = plain.view(cls)
         return made

@@ -34,7 +34,7 @@ OTHER = "--shape checks and times others"
 
 
 class EmulatedRun(NamedTuple):
-    """How a launch runs: order of threads, search for races or invalid accesses, build of g++.
+    """Settings of a launch: order of threads, search for races or invalid accesses, build of g++.
 
     A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
     a kernel that reads them cannot be right by chance.

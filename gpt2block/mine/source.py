@@ -14,7 +14,7 @@ from gpt2block.cuda.kernels import Parameter
 from gpt2block.errors import Argument, InputError
 from gpt2block.mine.expressions import evaluated
 
-OWN = Argument("mine")  # the option with the file, in messages
+OWN = Argument("mine")  # option that names the file, for messages
 TEMPLATE = "`gpt2block kernels OPERATION --template`"
 EXAMPLE = "// launch: grid=ceil(N / block) block=256"
 BLOCK = "256"

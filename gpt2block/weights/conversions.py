@@ -16,7 +16,7 @@ from gpt2block.errors import InputError
 
 LAYOUTS = ("KN", "NK")  # order of the axes in memory: (K, N) or (N, K)
 LARGEST = 2**31 - 1  # largest size of an axis, as kernels count with int
-LARGEST_OPERAND = 2**31 - 2**16  # largest size of gemm's operands: int must hold a tile more
+LARGEST_OPERAND = 2**31 - 2**16  # largest axis of gemm's operands: an int must hold a tile more
 
 ABSMAX_FILE = "fp8/absmax.cu"
 ABSMAX_BLOCK = 512

@@ -55,7 +55,7 @@ class WeightMatrix(Composite):
             )
         if self.scale is not None:
             self._check_scale()
-        if self.dtype in FP8 and self.largest is None:  # else `quantize` has checked the weights
+        if self.dtype in FP8 and self.largest is None:  # `quantize` has not checked the weights
             largest = FP8_FORMATS[self.dtype].largest
             bad = (self.data & 0x7F) > largest
             if bool(bad.any()):
