@@ -1,29 +1,30 @@
-"""What an operation takes and returns, in one line: names, dtypes and axes of its arrays.
+"""Contracts: a line that states names, dtypes and axes of an operation's inputs and outputs.
 
     x f32 ... K; w matrix K N; bias? f32 N; residual? f32 ... N -> out~residual f32 ... N
 
-An entry has names, a kind of dtype and axes. A letter is one size in all entries; an expression
-such as `3*C` or `N//3` follows from sizes and options; `...` stands for any leading axes. An array
-with `?` may be None. Outputs follow `->`: `out~residual` may be the array `residual` itself, and an
-output with the name of an input is that input, which the operation changes.
+An entry has names, a kind of dtype and axes. A letter is the same size in all entries. An
+expression such as `3*C` or `N//3` is computed from sizes and options. `...` stands for any leading
+axes. An array with `?` may be None. Outputs follow `->`. `out~residual` is an output `out` that may
+be the array `residual` itself. An output with the name of an input is this input, which the
+operation changes.
 
 The same line checks the NumPy arrays of `gpt2block.reference` (`takes`) and the CUDA arrays of
-`gpt2block.ops` (`gpt2block.ops.call`). A kind restricts the dtype on a GPU; NumPy functions take
-any float dtype, or any integer dtype, in its place, in any byte order:
+`gpt2block.ops` (`gpt2block.ops.call`). A kind restricts the dtype on a GPU. NumPy functions take
+any float dtype, or any integer dtype, instead, in any byte order. The kinds are:
 
     any      float32, float16 or bfloat16, the same for all arrays of this kind
     other    float32, float16 or bfloat16
     f32 f64 i32 i64 u8  float32, float64, int32, int64, uint8
     kv       a half of a kv_cache: any float dtype, or uint8 of the FP8 format kv_dtype
-    float32  float32, with NumPy as well
+    float32  float32, also for NumPy functions
     matrix   a WeightMatrix (K, N) of either layout; with NumPy also an array (K, N)
-    rows     the same with layout "NK" only, so that a row in memory has the K inputs of an output
-    table    the axes (N, K) of rows in memory: an array, or a WeightMatrix of layout "NK"
+    rows     as matrix, but only with layout "NK": a row in memory has the K inputs of an output
+    table    an array of shape (N, K), or a WeightMatrix of layout "NK", whose rows are (N, K)
     two_part a TwoPartMatrix; the axes are its shape
-    strided  "any" with any strides, of which the operation says which it takes
+    strided  as "any", but with any strides; the operation checks which strides it supports
     mixed    "any", or "two_part" for all arrays of this kind
 
-Any other kind is the name of an option that holds the dtype, "two_part" included.
+Any other kind is the name of an option whose value is the dtype, or "two_part".
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
 
-MATRICES = ("matrix", "rows")  # kinds whose axes are (K, N)
+MATRICES = ("matrix", "rows")  # kinds with axes (K, N)
 _LETTERS = re.compile(r"[A-Za-z_]+")
 _FLOAT = ("efdE", "float16, bfloat16, float32 or float64")  # E is bfloat16 of ml_dtypes
 _MATRIX = ("efdE", "a float dtype, or a WeightMatrix")
-# Kind → the dtype characters that NumPy functions take, and the dtypes in words; others: _FLOAT.
+# Kind → dtype characters that NumPy functions accept, and a description; default: _FLOAT.
 _IN_NUMPY: Mapping[str, tuple[str, str]] = {
     "i32": ("bBhHiIlLqQ", "integers"),
     "u8": ("B", "uint8"),
@@ -59,7 +60,7 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
 
 
 class Entry(NamedTuple):
-    """An array of a contract."""
+    """The entry of an array in a contract."""
 
     name: str
     kind: str
@@ -68,12 +69,12 @@ class Entry(NamedTuple):
     itself: tuple[str, ...]  # inputs that this output may be
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape, from sizes and options by name."""
+        """Return the shape for sizes and options by name."""
         leading = sizes["..."] if self.axes[0] == "..." else ()
         return (*leading, *[size_of(axis, sizes) for axis in self.axes if axis != "..."])
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
-        """Whether a shape agrees with the sizes; those of new letters are added to them."""
+        """Return whether a shape agrees with `sizes`; add the sizes of new letters to `sizes`."""
         axes = self.axes[1:] if self.axes[0] == "..." else self.axes
         first = len(shape) - len(axes)
         if first < 0 or (first and len(axes) == len(self.axes)):
@@ -86,7 +87,7 @@ class Entry(NamedTuple):
         return True
 
     def expected(self, sizes: Mapping[str, Any]) -> str:
-        """The shape for a message: known sizes as numbers, others by their letters."""
+        """Return the shape for a message, with numbers for known sizes and letters for others."""
         parts: list[str] = []
         for axis in self.axes:
             if axis == "...":
@@ -100,7 +101,7 @@ class Entry(NamedTuple):
 class Contract(NamedTuple):
     """The arrays of an operation.
 
-    changed: the place of the input that is the first output, or None.
+    changed: index of the input that is also the first output, or None.
     """
 
     inputs: tuple[Entry, ...]
@@ -109,7 +110,7 @@ class Contract(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Contract:
-        """The contract that a line states."""
+        """Parse the line of a contract."""
         before, _, after = text.partition("->")
         inputs, outputs = _entries(before), _entries(after)
         names = [entry.name for entry in inputs]
@@ -118,12 +119,12 @@ class Contract(NamedTuple):
 
     @property
     def matrices(self) -> tuple[int, ...]:
-        """The places of the weight matrices among the inputs."""
+        """Indices of the weight matrices among the inputs."""
         return tuple(i for i, entry in enumerate(self.inputs) if entry.kind in MATRICES)
 
 
 def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -> None:
-    """InputError unless all shapes fit; the sizes of new letters are added."""
+    """Raise InputError unless all shapes fit; add the sizes of new letters to `sizes`."""
     for entry, shape in given:
         if not entry.fits(shape, sizes):
             raise InputError(f"{entry.name}: expected shape {entry.expected(sizes)}, got {shape}")
@@ -143,24 +144,25 @@ def _entries(text: str) -> tuple[Entry, ...]:
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> int:
-    """The size of an axis: a letter, a number or an expression of them and of options."""
+    """Return the size of an axis: a letter, a number or an expression of sizes and options."""
     return int(sizes[axis] if axis.isalpha() else eval(_compiled(axis), {}, dict(sizes)))
 
 
 @cache
 def _compiled(axis: str) -> CodeType:
-    return compile(axis, f"<axis {axis}>", "eval")  # of a contract, which is this package's text
+    return compile(axis, f"<axis {axis}>", "eval")  # safe: contracts are text of this package
 
 
 def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a NumPy function: check its arguments by a contract, of which it has the names.
+    """Decorate a NumPy function: check its arguments by a contract with the same argument names.
 
-    An array may be None if that is its default, or if the contract says so; scalars are checked by
-    name (`checks.SCALARS`). Raises InputError. `contract` of the result is the contract.
+    An array may be None if None is its default, or if the contract allows it. Scalars are checked
+    by name (`checks.SCALARS`). The decorated function raises InputError, and its attribute
+    `contract` is the contract.
 
-    The function gets float32 in place of 16 bits, whose squares and sums overflow or are coarse.
-    Its results are rounded to 16 bits where all arrays have that dtype, apart from matrices,
-    float64 and the kv_cache, which it may change and gets as it is.
+    Arrays of 16 bits are converted to float32, as 16-bit squares and sums overflow or are coarse.
+    Results are rounded back to a 16-bit dtype if all arrays have it; matrices, float64 arrays and
+    the kv_cache do not count. The kv_cache is passed unchanged, as the function may modify it.
     """
     contract = Contract.parse(line)
     entries = {entry.name: entry for entry in contract.inputs}
@@ -201,13 +203,13 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function without the checks of `takes`, for arguments known to be valid."""
+    """Return the function without the checks of `takes`, for arguments known to be valid."""
     inner: Callable[P, R] = getattr(function, "__wrapped__", function)
     return inner
 
 
 def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
-    """float32 in place of 16 bits, in this machine's byte order; dtypes: of arrays, extended."""
+    """Convert an array to native byte order, and 16 bits to float32; add its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
     native = value.dtype.newbyteorder("=")
@@ -217,13 +219,13 @@ def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
 
 
 def _rounded(made: Any, dtype: Any, given: list[Any]) -> Any:
-    """A result in `dtype` if it is float32; an array that the function changed stays itself."""
+    """Convert a float32 result to `dtype`, unless the result is one of the arguments `given`."""
     unchanged = made.dtype != np.float32 or any(made is value for value in given)
     return made if unchanged else made.astype(dtype)
 
 
 def _check(entry: Entry, value: Any, sizes: Sizes) -> None:
-    """InputError unless a NumPy array or a matrix fits; the sizes of new letters are added."""
+    """Raise InputError unless a NumPy array or matrix fits; add sizes of new letters to `sizes`."""
     chars, words = _IN_NUMPY.get(entry.kind, _FLOAT)
     if words is _MATRIX[1] and hasattr(value, "dequantized"):
         shape = (value.N, value.K) if entry.kind == "table" else (value.K, value.N)

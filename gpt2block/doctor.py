@@ -1,8 +1,8 @@
-"""Checks whether CUDA kernels can run on this machine, and the commands that fix problems.
+"""Check whether CUDA kernels can run on this machine, and name commands that fix problems.
 
 CuPy reports most problems as "driver version is insufficient". The `probe_` functions therefore
-read the facts at their sources: package metadata, the driver's library (through ctypes) and NVRTC.
-The `check_` functions only evaluate these facts, so that tests can give them any facts.
+query package metadata, the driver's library (through ctypes) and NVRTC directly. The `check_`
+functions only evaluate the answers, so that tests can pass any answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOLKIT = {
     12: "cuda-toolkit[nvrtc,cudart]==12.*,>=12.8",
     13: "cuda-toolkit[nvrtc,cudart,crt]==13.0.*",
 }
-DRIVER_LIBRARY = {"win32": "nvcuda.dll", "darwin": "libcuda.dylib"}  # elsewhere: libcuda.so.1
+DRIVER_LIBRARY = {"win32": "nvcuda.dll", "darwin": "libcuda.dylib"}  # default: libcuda.so.1
 HEADER = "cuda_fp16.h"
 PROGRAM = f'#include <{HEADER}>\nextern "C" __global__ void f(__half* x) {{ *x = __half(1); }}\n'
 
@@ -47,9 +47,9 @@ DRIVER_FIX = {  # error code of the driver → fix
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: name, whether it passed, what was found, and the fix.
+    """The result of one check: name, whether it passed, detail, and the command that fixes it.
 
-    A check that passed with a fix is a note: the part works, but should be changed.
+    A check that passed but has a fix is a note: the installation works, but should be changed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class VisibleDevice:
-    """A visible device, as described by the driver."""
+    """A visible device, as the driver describes it."""
 
     name: str
     capability: tuple[int, int]
@@ -74,12 +74,12 @@ class VisibleDevice:
 
 @dataclass(frozen=True)
 class Driver:
-    """The answers of the driver's library; `missing` says why it could not be called."""
+    """The answers of the driver's library. missing: the reason why it could not be called."""
 
     library: str
     missing: str = ""
-    cuda: tuple[int, int] = (0, 0)  # the newest CUDA version it supports
-    code: int = 0  # error code of the first call that failed, described in `error`
+    cuda: tuple[int, int] = (0, 0)  # newest CUDA version that the driver supports
+    code: int = 0  # error code of the first failed call, which `error` describes
     error: str = ""
     devices: tuple[VisibleDevice, ...] = ()
 
@@ -96,8 +96,8 @@ class CuPy:
     nvrtc_error: str = ""
 
 
-# The distributions that install `cupy/`. Looked up by name, because reading the metadata of all
-# installed packages can take a tenth of a second.
+# Distributions that install the package `cupy`. They are looked up by name, because reading the
+# metadata of all installed packages can take a tenth of a second.
 _CUPY = (
     "cupy",
     "amd-cupy",
@@ -107,7 +107,7 @@ _CUPY = (
 
 
 def installed_cupy() -> dict[str, str]:
-    """Every installed distribution of CuPy with its version."""
+    """Return the installed distributions of CuPy with their versions."""
     found: dict[str, str] = {}
     for name in _CUPY:
         for distribution in importlib.metadata.distributions(name=name):
@@ -118,16 +118,16 @@ def installed_cupy() -> dict[str, str]:
 
 
 def import_cupy() -> Any:
-    """Import cupy, which needs no driver, but a compile cache that it can create."""
+    """Import cupy, which needs no driver, but must be able to create its compile cache."""
     return importlib.import_module("cupy")
 
 
 def probe_cupy(name: str, version: str) -> CuPy:
-    """Import the one installed CuPy, and load its NVRTC to get its version."""
+    """Import the only installed CuPy, and load its NVRTC to query the version."""
     module = import_cupy()
     major = int(module.cuda.driver.get_build_version()) // 1000
     if module.cuda.runtime.is_hip or major not in TOOLKIT:
-        raise ImportError("it is not built for CUDA 12 or 13")
+        raise ImportError("this CuPy is not built for CUDA 12 or 13")
     try:
         return CuPy(name, version, module, major, tuple(module.cuda.nvrtc.getVersion()))
     except Exception as error:
@@ -148,7 +148,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
         devices = tuple(_probe_device(cuda, index) for index in range(count.value))
     except _CallError as failed:
         code, error = failed.args
-    except (OSError, AttributeError) as absent:  # no such library, or no such function in it
+    except (OSError, AttributeError) as absent:  # the library or one of its functions is missing
         reason = str(absent).partition("\n")[0]
         missing = f"{library} not found" if "No such file" in reason else reason
     newest = version.value // 1000, version.value % 1000 // 10  # 12040 is CUDA 12.4
@@ -156,7 +156,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
 
 
 class _CallError(Exception):
-    """A call of the driver failed. Arguments: its error code and a line that describes it."""
+    """A driver call failed. Arguments: the error code, and a line that describes the error."""
 
 
 def _call(cuda: Any, function: str, *arguments: Any) -> None:
@@ -173,19 +173,20 @@ def _probe_device(cuda: Any, index: int) -> VisibleDevice:
     _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
     _call(cuda, "cuDeviceGetName", name, len(name), device)
     _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-    for value, attribute in ((major, 75), (minor, 76), (multiprocessors, 16)):  # as cuda.h numbers
+    # The numbers are CUdevice_attribute values in cuda.h.
+    for value, attribute in ((major, 75), (minor, 76), (multiprocessors, 16)):
         _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
     text, capability = name.value.decode(errors="replace"), (major.value, minor.value)
     return VisibleDevice(text, capability, multiprocessors.value, memory.value)
 
 
 def compiler_options(module: Any) -> tuple[str, ...]:
-    """The options with which CuPy calls NVRTC, mainly include directories."""
+    """Return the options with which CuPy calls NVRTC, mainly include directories."""
     return tuple(module._core.core.assemble_cupy_compiler_options(()))
 
 
 def compile_log(module: Any, options: tuple[str, ...]) -> str:
-    """The errors of NVRTC for a program that includes HEADER; "" if it compiles."""
+    """Return NVRTC's errors for a program that includes HEADER, or "" if it compiles."""
     nvrtc = module.cuda.nvrtc
     program = nvrtc.createProgram(PROGRAM, "probe.cu", (), ())
     try:
@@ -198,12 +199,12 @@ def compile_log(module: Any, options: tuple[str, ...]) -> str:
 
 
 def cache_directory() -> str:
-    """The directory of CuPy's compiled kernels, which CuPy creates when it is imported."""
+    """Return the directory of CuPy's compiled kernels, which CuPy creates when it is imported."""
     return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def cache_problem() -> str:
-    """Try to create and write the compile cache; the error in words, or ""."""
+    """Try to create and write the compile cache; return a description of the error, or ""."""
     try:
         os.makedirs(cache_directory(), exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache_directory()):
@@ -213,9 +214,9 @@ def cache_problem() -> str:
 
 
 def version() -> str:
-    """The version of gpt2block: from pyproject.toml in a source tree, else from its metadata.
+    """Return the version of gpt2block from pyproject.toml in a source tree, else from metadata.
 
-    The source tree comes first because another version may be installed as well.
+    The source tree has priority because another version may be installed, too.
     """
     tree = Path(__file__).parents[1] / "pyproject.toml"
     try:
@@ -223,7 +224,7 @@ def version() -> str:
         stated = re.search(r'^name = "gpt2block"\nversion = "(.+)"$', project, re.MULTILINE)
         if stated:
             return stated[1]
-    except OSError:  # not a source tree
+    except OSError:  # the package is not in a source tree
         pass
     try:
         return importlib.metadata.version("gpt2block")
@@ -232,18 +233,18 @@ def version() -> str:
 
 
 def check_package() -> Check:
-    """The version of gpt2block; this check always passes."""
+    """Report the version of gpt2block; this check always passes."""
     return Check("gpt2block", True, version())
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3]) -> Check:
-    """Check for Python 3.10 or newer."""
+    """Check that Python is version 3.10 or newer."""
     ok = version >= (3, 10)
     return Check("Python", ok, _dotted(version), "" if ok else "install Python 3.10 or newer")
 
 
 def check_numpy() -> Check:
-    """Check for NumPy 2.0 or newer."""
+    """Check that NumPy is version 2.0 or newer."""
     try:
         version = str(importlib.import_module("numpy").__version__)
     except Exception as error:
@@ -253,7 +254,7 @@ def check_numpy() -> Check:
 
 
 def check_cupy(installed: Mapping[str, str]) -> tuple[Check, CuPy | None]:
-    """Check for exactly one CuPy, version 14 or newer, built for CUDA 12 or 13, that imports."""
+    """Check that exactly one CuPy is installed: 14 or newer, for CUDA 12 or 13, importable."""
     if not installed:
         return Check("CuPy", False, "CuPy is not installed", PIP_CUDA12), None
     names = sorted(installed)
@@ -295,7 +296,7 @@ def check_driver(driver: Driver, cupy: CuPy | None) -> Check:
 
 
 def check_device(driver: Driver, cupy: CuPy | None) -> Check:
-    """Check for a device, and that NVRTC compiles for the first one, which CuPy uses."""
+    """Check that there is a device, and that NVRTC compiles for device 0, which CuPy uses."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not driver.devices and hidden is not None:
         detail = f"CUDA_VISIBLE_DEVICES={hidden!r} leaves no device visible"
@@ -322,7 +323,7 @@ def check_device(driver: Driver, cupy: CuPy | None) -> Check:
 def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
     """Check that NVRTC, CUDA's run-time compiler, loads and is not newer than the driver.
 
-    If its CUDA major version is not that of CuPy, the result is a note.
+    If the CUDA major versions of NVRTC and CuPy differ, the result is a note.
     """
     if cupy.nvrtc is None:
         detail = f"NVRTC, CUDA's run-time compiler, cannot be loaded: {cupy.nvrtc_error}"
@@ -333,7 +334,7 @@ def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
         return Check("NVRTC", False, detail, _downgrade_fix(driver, cupy))
     if cupy.nvrtc[0] != cupy.major:
         detail = f"{version}, but {cupy.name} {cupy.version} is built for CUDA {cupy.major}"
-        # CuPy prefers the NVRTC and headers of CUDA 13 to those of CUDA 12.
+        # CuPy prefers the NVRTC and the headers of CUDA 13 to CUDA 12's.
         removed = "pip uninstall -y nvidia-cuda-nvrtc nvidia-cuda-runtime && "
         install = f"pip install '{TOOLKIT[cupy.major]}'"
         fix = install if cupy.major == max(TOOLKIT) else removed + install
@@ -342,7 +343,10 @@ def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
 
 
 def check_headers(cupy: CuPy, thorough: bool) -> Check:
-    """Check for CUDA's headers; if thorough or not found, compile a program that includes one."""
+    """Check that CuPy finds CUDA's headers.
+
+    If the header is not found, or if thorough, compile a program that includes it.
+    """
     fix = f"pip install '{TOOLKIT[cupy.major]}'"
     options = compiler_options(cupy.module)
     paths = [option[2:] for option in options if option.startswith("-I")]
@@ -360,7 +364,7 @@ def check_headers(cupy: CuPy, thorough: bool) -> Check:
 
 
 def check_cache(thorough: bool) -> Check:
-    """Check that the compile cache can be written; if thorough, add its size."""
+    """Check that the compile cache can be written. thorough: also report its size."""
     problem, content = cache_problem(), ""
     if problem:
         return Check("compile cache", False, problem, SET_CACHE)
@@ -372,14 +376,14 @@ def check_cache(thorough: bool) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check, each after those it depends on. Never raises."""
+    """Run every check, each after the checks on which it depends. Never raises."""
     return [check_package(), check_python(), check_numpy(), *_cuda_checks(thorough=True)]
 
 
 def cuda_problem() -> str | None:
-    """Why kernels cannot run on CUDA device 0, as a clause; None if they can.
+    """Return the reason why kernels cannot run on CUDA device 0, as a clause, or None if they can.
 
-    This compiles nothing and creates no context, so it does not notice a device without memory.
+    Compiles nothing and creates no context, so that a device without free memory is not noticed.
     """
     return None if cuda.replaced() else _first_problem()
 
@@ -390,9 +394,9 @@ def _first_problem() -> str | None:
 
 
 def require_cuda(*what: object) -> None:
-    """Raise DeviceError with the reason why `what` cannot be used, unless kernels can run.
+    """Raise DeviceError with the reason if kernels cannot run.
 
-    what: the beginning of the message, in parts.
+    what: parts of the beginning of the message, which name the feature that needs CUDA.
     """
     problem = cuda_problem()
     if problem:
@@ -400,7 +404,7 @@ def require_cuda(*what: object) -> None:
 
 
 def describe_device(index: int) -> str:
-    """One line that describes a device, its driver and CuPy."""
+    """Return a line that describes a device, its driver and CuPy. Raises DeviceError."""
     if cuda.replaced():
         return "the emulator on the CPU"
     driver = probe_driver()
@@ -413,7 +417,7 @@ def describe_device(index: int) -> str:
 
 
 def _cuda_checks(thorough: bool) -> Iterator[Check]:
-    """Yield the checks one by one, so that a caller can stop at the first problem."""
+    """Yield the checks' results one by one, so that a caller can stop at the first problem."""
     try:
         installed = installed_cupy()
         found, cupy = check_cupy(installed)
@@ -430,7 +434,7 @@ def _cuda_checks(thorough: bool) -> Iterator[Check]:
             yield _not_examined("headers", "NVRTC")
         yield check_cache(thorough) if installed else _not_examined("compile cache", "CuPy")
     except Exception as error:  # an unexpected error is a failed check
-        yield Check("CUDA", False, f"it cannot be examined: {_line(error)}", "report this line")
+        yield Check("CUDA", False, f"CUDA cannot be examined: {_line(error)}", "report this line")
 
 
 def _not_examined(name: str, prerequisite: str) -> Check:
@@ -438,9 +442,9 @@ def _not_examined(name: str, prerequisite: str) -> Check:
 
 
 def _downgrade_fix(driver: Driver, cupy: CuPy | None) -> str:
-    """The fix for an older driver or device: CUDA 12, if the driver supports it.
+    """Return the fix for an older driver or device: CuPy for CUDA 12, if the driver supports it.
 
-    NVRTC and headers of CUDA 13 are uninstalled too: CuPy prefers them to those of CUDA 12.
+    The fix also uninstalls NVRTC and headers of CUDA 13, as CuPy prefers them to CUDA 12's.
     """
     if driver.cuda[0] < 12:
         return "update the NVIDIA driver: CUDA 12 needs 525 or newer"
@@ -458,6 +462,6 @@ def _major(version: str) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an exception or of its cause: CuPy's ImportError wraps the real error."""
+    """Return the first line of an exception, or of its cause, which CuPy's ImportError wraps."""
     error = error.__cause__ or error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

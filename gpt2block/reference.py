@@ -1,9 +1,10 @@
 """The NumPy reference of every operation, written to be compared with its formula.
 
-A function computes in float32 or float64, as its input is, and with 16 bits in float32 (`takes`),
-and returns that dtype. Everything else is compared with float64. Shapes: B batch, T sequence
-length, C channels (n_embd), NH heads (n_head), HS = C / NH. Every function takes (T, C) as well as
-(B, T, C). `takes` checks the arguments against its shapes, and raises InputError.
+A function computes in its input's dtype, float32 or float64, and returns this dtype. For 16-bit
+inputs, `takes` converts arguments to float32 and results back. Kernels are compared with the
+reference in float64. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head),
+HS = C / NH. Functions accept (T, C) and (B, T, C). `takes` checks the arguments against the
+contract in its line, and raises InputError.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.floating[Any]]
 
-# Queries that attention_cached processes together. It skips the keys after all of them, and the
-# products of so few queries (16 x 256 x 64) are too small for BLAS to wake threads, which on a busy
-# machine may take longer than the product.
+# Number of queries that attention_cached processes together. It skips keys that come after all of
+# them. Products of so few queries (16 x 256 x 64) are too small for BLAS to use several threads;
+# waking threads on a busy machine may take longer than the product.
 QUERIES = 16
-MATCH = 3  # tokens at the end of a sequence that are searched in it
-SMALLEST_SCALE = 2.0**-126  # of a two-part row: float32 represents its inverse, too
+MATCH = 3  # maximum number of last tokens whose earlier occurrence guess_tokens searches
+SMALLEST_SCALE = 2.0**-126  # smallest scale of a two-part row; float32 represents its inverse, too
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
 def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
-    """Token plus position embedding. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
+    """Add token and position embeddings. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
     _check_places("ids", ids, len(wte))
     if ids.shape[-1] > len(wpe):
         raise InputError(f"ids: {ids.shape[-1]} tokens, wpe has {len(wpe)} positions")
@@ -62,10 +63,10 @@ def encoder_rows(
     wpe: Array | None = None,
     factor: float = 1.0,
 ) -> Array:
-    """`encoder` with a separate position for each token; without wpe, the rows of wte alone.
+    """Add token and position embeddings, with a separate position for each token.
 
-    ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C). factor: of the
-    rows of wte.
+    ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C). Without wpe,
+    only the rows of wte are returned. factor: multiplies the rows of wte.
     """
     table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
     _check_places("ids", ids, len(table))
@@ -79,7 +80,7 @@ def encoder_rows(
 
 @takes("x any ... C; gamma beta other C -> out out_dtype ... C; mean? rstd? f32 ...")
 def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
-    """(x - mean) / sqrt(var + eps) · γ + β over the last axis.
+    """LayerNorm: (x - mean) / sqrt(var + eps) · γ + β over the last axis.
 
     x (..., C), gamma (C,), beta (C,) → (..., C). Source: Ba et al., "Layer Normalization" (2016).
     """
@@ -91,7 +92,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
 
 @takes("x any ... C -> mean rstd f32 ...")
 def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
-    """The statistics that LayerNorm stores for a backward pass: mean and 1 / sqrt(var + eps).
+    """Return the statistics that LayerNorm stores for a backward pass: mean, 1 / sqrt(var + eps).
 
     x (..., C) → (...), (...).
     """
@@ -103,7 +104,7 @@ def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
 
 @takes("a f32 ... K; w f32 K N; bias? f32 N -> out f32 ... N")
 def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
-    """a · w + bias. a (..., K), w (K, N), bias (N,) or None → (..., N)."""
+    """Matrix product a · w + bias. a (..., K), w (K, N), bias (N,) or None → (..., N)."""
     return a @ w if bias is None else a @ w + bias
 
 
@@ -119,13 +120,13 @@ def attention(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """softmax(Q Kᵀ / sqrt(HS)) V for each head.
+    """Attention: softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
-    qkv (..., T, 3C): a row is [Q | K | V], each with its heads packed next to each other.
-    → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
-    With n_kv_head below n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head heads, and
-    each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: in the
-    place of 1 / sqrt(HS). window, with `causal`: row i sees keys i - window + 1…i only.
+    qkv (..., T, 3C) → (..., T, C). A row of qkv is [Q | K | V]; each part has the channels of head
+    0, then of head 1, and so on. With `causal`, row i sees keys 0…i; later keys have no effect,
+    even if NaN. With n_kv_head < n_head, Q has n_head heads and K and V have n_kv_head heads each;
+    each head of K and V is shared by n_head / n_kv_head neighbouring heads of Q. softmax_scale:
+    replaces 1 / sqrt(HS). window: with `causal`, row i sees only keys i - window + 1…i.
     Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
     *batch, T, width = qkv.shape
@@ -143,7 +144,7 @@ def attention(
     heads = qkv.reshape(*batch, T, n_head + 2 * shared, -1)
     out = np.empty_like(heads[..., :n_head, :])  # (..., T, NH, HS)
     for h in range(n_head):
-        at = n_head + h * shared // n_head  # the head of K
+        at = n_head + h * shared // n_head  # index of the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
         p = _attention_weights(q, k, seen, softmax_scale)  # (..., T, T)
         out[..., h, :] = _weighted_sum(p, v, seen)
@@ -162,10 +163,10 @@ def attention_cached(
 ) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
-    q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
-    ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
-    fewer heads, each of which serves as many neighbouring heads of q. softmax_scale, window: as in
-    `attention`.
+    q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), of which further rows
+    are ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
+    fewer heads; each is then shared by equally many neighbouring heads of q. softmax_scale, window:
+    as in `attention`.
     """
     T, C = q.shape
     HS, n_kv_head = C // n_head, k.shape[1] * n_head // C
@@ -186,13 +187,13 @@ def attention_cached(
     past = 0 if window is None else max(0, start - window + 1)  # keys that no query sees
     k, v, start = k[past:], v[past:], start - past
     seen = _seen_keys(T, start + T, start, window)
-    # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
+    # G heads of q share a head of k: q (KV heads, G, T, HS), k (KV heads, 1, start + T, HS).
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
     p = _attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
-    else:  # 0 · NaN would be NaN
+    else:  # masked values with NaN must not count, but 0 · NaN is NaN
         each = enumerate(seen)
         parts = [p[:, :, t : t + 1, keys] @ v[:, :, keys] for t, keys in each]
         out = np.concatenate(parts, axis=2)
@@ -207,7 +208,7 @@ def kv_append(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
 ) -> Array:
-    """K and V of packed rows into a kv_cache, which is changed in place; returns k.
+    """Append K and V of packed rows to a kv_cache, which is changed in place; return k.
 
     qkv (N, Q + 2C), rows [Q | K | V] with Q at least C; k, v (B, n_ctx, C); row n belongs to
     sequence row[n], at position[n].
@@ -226,10 +227,10 @@ def kv_append(
 
 @takes("qkv any N W -> qkv any N W")
 def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
-    """K and V of packed rows rounded to FP8, as a kv_cache of that dtype holds them. (N, W).
+    """Round K and V of packed rows to FP8 numbers, as a kv_cache of this dtype stores them.
 
-    qkv (N, W), rows [Q | K | V]; Q is unchanged. kv_dtype: "float8_e5m2" or "float8_e4m3fn".
-    Numbers beyond the largest one become that number.
+    qkv (N, W), rows [Q | K | V] → (N, W); Q is unchanged. kv_dtype: "float8_e5m2" or
+    "float8_e4m3fn". Magnitudes above the largest FP8 number become this number.
     """
     heads = n_head + 2 * n_kv_head
     if qkv.shape[1] % heads:
@@ -251,12 +252,11 @@ def attention_packed(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """`attention_cached` of several sequences, whose rows of qkv follow each other.
+    """Compute `attention_cached` of several sequences with packed rows of qkv.
 
-    qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which hold the new keys and values
-    already; rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 are sequence b's, at positions from
-    start[b] on → (N, Q). `longest` is the number of rows of the longest sequence, which only a GPU
-    needs to know.
+    qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which already contain the new keys and
+    values → (N, Q). Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 belong to sequence b, at positions
+    from start[b] on. longest: number of rows of the longest sequence, used only by kernels.
     """
     C = k.shape[-1]
     Q = qkv.shape[1] - 2 * C
@@ -298,10 +298,10 @@ def attention_varlen(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """`attention` of several sequences, each over itself; rows as in `attention_packed`.
+    """Compute `attention` of several sequences, each over itself; rows as in `attention_packed`.
 
-    With k, v, row and position, K and V of the sequences also go to the kv_cache, as `kv_append`
-    does it.
+    With k, v, row and position, K and V of the sequences are also appended to the kv_cache, as by
+    `kv_append`.
     """
     heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
     if qkv.shape[1] % heads:
@@ -334,7 +334,7 @@ def attention_split(
     """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
     q (M, C); k, v (B, n_ctx, C), or with fewer heads as in `attention_cached`; row, position (M,)
-    → (M, C). A query with a row or a position below 0 is zero here.
+    → (M, C). The result is zero for a query with a negative row or position.
     """
     for name, values, end in (("position", position, k.shape[1]), ("row", row, len(k))):
         if int(values.max()) >= end:
@@ -350,10 +350,10 @@ def attention_split(
 def _attention_weights(
     q: Array, k: Array, seen: NDArray[np.bool_] | None, softmax_scale: float | None = None
 ) -> Array:
-    """softmax(Q Kᵀ / sqrt(HS)), 0 where a key is not seen.
+    """Compute softmax(Q Kᵀ / sqrt(HS)), with weight 0 for keys that a query does not see.
 
-    q (..., T, HS), k (..., P, HS), seen (T, P) or None for all → (..., T, P). softmax_scale: as
-    in `attention`.
+    q (..., T, HS), k (..., P, HS), seen (T, P), or None if all keys are seen → (..., T, P).
+    softmax_scale: as in `attention`.
     """
     scores = q @ k.swapaxes(-1, -2)
     scores = scores / math.sqrt(q.shape[-1]) if softmax_scale is None else scores * softmax_scale
@@ -361,7 +361,7 @@ def _attention_weights(
 
 
 def _seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
-    """Which of P keys the queries at positions start … start + T - 1 see: (T, P)."""
+    """Return the mask (T, P) of P keys that queries at positions start … start + T - 1 see."""
     seen: NDArray[np.bool_] = np.tri(T, P, start, dtype=bool)
     if window is not None:
         seen &= ~np.tri(T, P, start - window, dtype=bool)
@@ -370,7 +370,7 @@ def _seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.boo
 
 @takes("scores f32 ... T -> out~scores f32 ... T")
 def softmax(scores: Array, causal: bool = False) -> Array:
-    """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf has weight 0.
+    """Softmax: exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf has weight 0.
 
     With `causal`, scores are (..., T, T) and row t sees columns 0…t. The other weights are 0, and
     their scores have no effect, even if NaN. If a row sees only -inf, its weights are NaN.
@@ -387,7 +387,7 @@ def softmax(scores: Array, causal: bool = False) -> Array:
 
 
 def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
-    """p · v, where a masked row of v has no effect even if it is NaN (0 · NaN would be NaN).
+    """Return p · v. A masked row of v has no effect even if it is NaN, although 0 · NaN is NaN.
 
     p (..., T, T), v (..., T, HS) → (..., T, HS).
     """
@@ -396,17 +396,17 @@ def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
         return p @ v
     out = p @ np.where(finite, v, 0)
     for t in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))):
-        rows = slice(None) if seen is None else seen[:, t]  # that see key t
+        rows = slice(None) if seen is None else seen[:, t]  # rows that see key t
         out[..., rows, :] += p[..., rows, t, None] * np.where(finite, 0, v)[..., None, t, :]
     return out
 
 
 @takes("qkv f32 B T 3 NH HS -> out f32 B NH T T")
 def trimat(qkv: Array, fill: float | None = None) -> Array:
-    """The causal half of Q Kᵀ / sqrt(HS) for each head.
+    """Compute the causal half of the scores Q Kᵀ / sqrt(HS) for each head.
 
-    qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Values above the diagonal are
-    `fill`. With None that half is unspecified; here it is NaN, so that no caller relies on it.
+    qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). fill: value of the elements
+    above the diagonal; with None they are unspecified, and here NaN, so that no caller uses them.
     """
     number = math.nan if fill is None else as_float(fill)
     if number is None:
@@ -436,11 +436,11 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """[residual +] f(n · w [+ bias]), n = LayerNorm(x) with gamma and beta, RMSNorm with gamma.
+    """Compute [residual +] f(n · w [+ bias]), where n is x, optionally normalized.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up), or if `gelu`
-    gelu(a) (n · up). x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) →
-    (..., N).
+    n = LayerNorm(x) with gamma and beta, RMSNorm(x) with gamma alone, else x. f is GELU if `gelu`,
+    else the identity. With `up` (K, N), f(a) = silu(a) (n · up), or gelu(a) (n · up) if `gelu`.
+    x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
     """
     if gamma is None and beta is not None:
         raise InputError("beta: expected gamma, too")
@@ -469,10 +469,10 @@ def linear_qkv(
     position: NDArray[np.integer[Any]],
     eps: float = 1e-5,
 ) -> Array:
-    """`linear` to q, k and v of one token a sequence: returns q, and appends the others to a cache.
+    """Compute q, k and v of one token per sequence by `linear`; append k and v to a kv_cache.
 
-    x (M, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), row, position (M,) → (M, C). k and v of
-    token m go to position[m] of row[m].
+    x (M, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), row, position (M,) → q (M, C). k and v of
+    token m are written to position[m] of row[m].
     """
     qkv = linear(x, w, bias, gamma, beta, eps=eps)
     kv_append(qkv, k, v, row, position)
@@ -492,23 +492,23 @@ def gemm(
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
-    """[residual +] f(a · w [+ bias]), the product of the tensor-core tier.
+    """Compute [residual +] f(a · w [+ bias]), the product of the tensor-core kernels.
 
-    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up), or if `gelu`
-    gelu(c) (a · up). a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k:
-    whether a kernel may add up K in parts; it does not change this reference.
+    f is GELU if `gelu`, else the identity. With `up` (K, N), f(c) = silu(c) (a · up), or
+    gelu(c) (a · up) if `gelu`. a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N).
+    split_k: whether a kernel may split the sums over K; it has no effect on this reference.
     """
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
 
 @takes("x float32 ... K -> out two_part ... K")
 def two_part(x: Array) -> tuple[Array, Array]:
-    """The two-part form of each row of float32: x = (hi + lo 2^-11) scale, hi and lo float16.
+    """Split each row of float32 numbers into two float16 parts: x = (hi + lo 2^-11) scale.
 
-    x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, rounded to
-    float16; scale (rows,), float32, the power of two, at least 2^-126, that brings the row's
-    largest finite magnitude to 2^14 … 2^15. A row of zeros has the scale 1. Subnormal numbers count
-    as zero, as on the GPU. lo is 0 where hi is not finite.
+    x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, both rounded to
+    float16; scale (rows,), float32: the power of two, at least 2^-126, for which the row's largest
+    finite magnitude divided by scale is in 2^14 … 2^15. A row of zeros has scale 1. Subnormal
+    numbers count as zero, as on the GPU. lo is 0 if hi is not finite.
     Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
     surpassing the FP32 theoretical peak performance" (2022).
     """
@@ -526,12 +526,13 @@ def two_part(x: Array) -> tuple[Array, Array]:
 
 
 def joined(parts: Array, scale: Array) -> Array:
-    """The inverse of `two_part`: the float32 numbers (rows, K) that the parts represent exactly."""
+    """Invert `two_part`: return the float32 numbers (rows, K) that the parts represent exactly."""
     for name, array, dtype, ndim in (
         ("parts", parts, "float16", 3),
         ("scale", scale, "float32", 1),
     ):
-        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)  # of CuPy as well
+        # NumPy and CuPy arrays both have these attributes.
+        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)
         masked = isinstance(array, np.ma.MaskedArray)
         if masked or found != dtype or len(shape) != ndim:
             raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {found} {shape}")
@@ -544,7 +545,7 @@ def joined(parts: Array, scale: Array) -> Array:
 
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")
 def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
-    """Some rows of x: (N, C), indices (B,) → (B, C)."""
+    """Return rows of x by index. x (N, C), indices (B,) → (B, C)."""
     _check_places("indices", indices, len(x))
     taken: Array = x[indices]
     return taken
@@ -552,7 +553,7 @@ def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
 
 @takes("x any ... C")
 def rows(x: Array, first: int, end: int) -> Array:
-    """A view of rows `first` to `end` - 1 of x."""
+    """Return a view of rows `first` to `end` - 1 of x."""
     check_integer("first", first, 0, len(x) - 1, f"0 to {len(x) - 1}")
     check_integer("end", end, first + 1, len(x), f"{first + 1} to {len(x)}")
     return x[first:end]
@@ -560,13 +561,13 @@ def rows(x: Array, first: int, end: int) -> Array:
 
 @takes("a b f32 ... -> out~a~b f32 ...")
 def add(a: Array, b: Array) -> Array:
-    """a + b, the residual connection, for arrays of the same shape."""
+    """Return a + b, the residual connection, for arrays of the same shape."""
     return a + b
 
 
 @takes("x f32 ... -> x f32 ...")
 def gelu(x: Array) -> Array:
-    """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), GPT-2's GELU.
+    """GPT-2's GELU: 0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))).
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), the tanh approximation.
     """
@@ -575,19 +576,22 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + tanh)
 
 
-_gelu = gelu  # for functions with an argument of that name
+_gelu = gelu  # alias for functions with an argument `gelu`
 
 
 @takes("x f32 ... -> out~x f32 ...")
 def relu_squared(x: Array) -> Array:
-    """max(x, 0)². Source: So et al., "Primer: Searching for Efficient Transformers" (2021)."""
+    """Square ReLU: max(x, 0)².
+
+    Source: So et al., "Primer: Searching for Efficient Transformers" (2021).
+    """
     positive: Array = np.maximum(x, 0)
     return positive * positive
 
 
 @takes("x f32 ... -> out~x f32 ...")
 def cap(x: Array, limit: float) -> Array:
-    """limit · tanh(x / limit), of logits; -inf, which is that of no token, stays.
+    """Soft-cap logits: limit · tanh(x / limit). A logit of -inf, an excluded token, stays -inf.
 
     Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
     """
@@ -610,7 +614,7 @@ def layernorm_gelu(
     "x strided ... C; weight any C; residual? any ... C -> out out_dtype ... C; total? any ... C"
 )
 def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis.
+    """RMSNorm: x / sqrt(mean(x²) + eps) · weight over the last axis.
 
     x (..., C), weight (C,) → (..., C).
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
@@ -621,13 +625,16 @@ def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
 
 @takes("x f32 ... C; weight f32 C; residual f32 ... C -> out~residual f32 ... C")
 def rmsnorm_add(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> Array:
-    """residual + `rmsnorm` of x, of arrays as there; residual has the shape of x."""
+    """Return residual + rmsnorm(x); residual has the shape of x, weight is as in `rmsnorm`."""
     return residual + rmsnorm(x, weight, eps)
 
 
 @takes("x f32 ... C -> out out_dtype ... C")
 def operand(x: Array) -> Array:
-    """x (..., C) as products read it: itself here, 16 bits or terms of decoding on a GPU."""
+    """Convert x (..., C) to the form that products read: unchanged in NumPy.
+
+    On a GPU: 16 bits, or the terms of decoding.
+    """
     return x
 
 
@@ -635,16 +642,16 @@ def operand(x: Array) -> Array:
 def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
     """Rotary position embedding: each pair (r, i) → (r cos a - i sin a, r sin a + i cos a).
 
-    x (..., T, H, D), D even; row t has position start + t. Pair k is channels 2k and 2k + 1, or k
-    and k + D / 2 with `half_split`; its angle a is position / theta^(2k / D).
+    x (..., T, H, D), D even; row t has position start + t. Pair k consists of channels 2k and
+    2k + 1, or with `half_split` of k and k + D / 2. Its angle a is position / theta^(2k / D).
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
     T, D = x.shape[-3], x.shape[-1]
     if D % 2:
-        raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
+        raise InputError(f"x: head size D {D}: expected an even one, as pairs of channels rotate")
     position, k = np.arange(start, start + T)[:, None, None], np.arange(D // 2)
     angle = position / float(theta) ** (2 * k / D)
-    return _turned(x, np.cos(angle), np.sin(angle), half_split)
+    return _rotated(x, np.cos(angle), np.sin(angle), half_split)
 
 
 @takes("qkv any ... T W; positions i32 T; frequencies f64 P -> out~qkv any ... T W")
@@ -657,21 +664,21 @@ def rope_qkv(
     half_split: bool = False,
     factor: float = 1.0,
 ) -> Array:
-    """`rope` of the queries and keys of rows [Q | K | V], with a position for each row.
+    """Apply `rope` to the queries and keys of rows [Q | K | V], with a position for each row.
 
     qkv (..., T, (n_head + 2 n_kv_head) D), positions (T,) → the same shape; V is copied.
-    frequencies (D / 2,): pair k of a head turns by position · frequencies[k], and is multiplied by
-    factor unless that is 0. float64 keeps angles exact at large positions.
+    frequencies (D / 2,): pair k of a head rotates by position · frequencies[k] radians, and is
+    multiplied by factor unless frequencies[k] is 0. float64 keeps angles exact at large positions.
     """
-    D, turning = 2 * frequencies.shape[-1], n_head + n_kv_head
-    if qkv.shape[-1] != (turning + n_kv_head) * D:
+    D, rotating = 2 * frequencies.shape[-1], n_head + n_kv_head
+    if qkv.shape[-1] != (rotating + n_kv_head) * D:
         raise InputError(
-            f"qkv: expected {turning + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
+            f"qkv: expected {rotating + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
         )
     heads = qkv.reshape(*qkv.shape[:-1], -1, D)
     cos, sin = _rotations(positions[:, None, None], frequencies, factor)
-    turned = _turned(heads[..., :turning, :], cos, sin, half_split)
-    return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
+    rotated = _rotated(heads[..., :rotating, :], cos, sin, half_split)
+    return np.concatenate([rotated, heads[..., rotating:, :]], axis=-2).reshape(qkv.shape)
 
 
 @takes("qkv any N W; positions i32 N; frequencies f64 B P; row i32 N -> out~qkv any N W")
@@ -685,9 +692,9 @@ def rope_packed(
     half_split: bool = False,
     factor: float = 1.0,
 ) -> Array:
-    """`rope_qkv` of packed rows, where each sequence has frequencies of its own.
+    """Apply `rope_qkv` to packed rows, with separate frequencies for each sequence.
 
-    qkv (N, W), positions (N,), frequencies (B, D / 2), row (N,): the sequence of each row.
+    qkv (N, W), positions (N,), frequencies (B, D / 2), row (N,): the sequence of each row → (N, W).
     """
     own = frequencies[row][:, None]
     return unchecked(rope_qkv)(qkv, positions, own, n_head, n_kv_head, half_split, factor)
@@ -708,28 +715,28 @@ def rope_append(
     half_split: bool = False,
     factor: float = 1.0,
 ) -> Array:
-    """`rope_qkv` of one token a sequence: returns q, and appends K and V to a kv_cache.
+    """Apply `rope_qkv` to one token per sequence; return q, and append K and V to a kv_cache.
 
     qkv (N, Q + 2C), rows [Q | K | V], frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)
-    → (N, Q). K and V of token n go to position[n] of row[n]. With frequencies (B, D / 2), each
-    sequence has its own, as in `rope_packed`.
+    → q (N, Q). K and V of token n are written to position[n] of row[n]. Frequencies (B, D / 2) are
+    separate for each sequence, as in `rope_packed`.
     """
     n_kv_head = k.shape[-1] // max(1, 2 * frequencies.shape[-1])
     own = frequencies if frequencies.ndim == 1 else frequencies[row][:, None]
-    turned = unchecked(rope_qkv)(qkv, position, own, n_head, n_kv_head, half_split, factor)
-    kv_append(turned, k, v, row, position)
-    return turned[:, : -2 * k.shape[-1]]
+    rotated = unchecked(rope_qkv)(qkv, position, own, n_head, n_kv_head, half_split, factor)
+    kv_append(rotated, k, v, row, position)
+    return rotated[:, : -2 * k.shape[-1]]
 
 
 @takes("qkv any ... W; gamma_q any G; gamma_k any H -> out~qkv any ... W")
 def qk_norm(
     qkv: Array, gamma_q: Array, gamma_k: Array, n_head: int, n_kv_head: int, eps: float = 1e-6
 ) -> Array:
-    """`rmsnorm` of each head of the queries and of the keys of rows [Q | K | V].
+    """Apply `rmsnorm` to each head of the queries and keys of rows [Q | K | V].
 
-    qkv (..., (n_head + 2 n_kv_head) D); gamma_q (D,) of all heads of Q, gamma_k (D,) of those of K
-    → the shape of qkv; V is copied. With gamma_q (n_head D,) and gamma_k (n_kv_head D,), all
-    heads of Q have one norm, and all of K.
+    qkv (..., (n_head + 2 n_kv_head) D), gamma_q (D,) for each head of Q, gamma_k (D,) for each head
+    of K → the shape of qkv; V is copied. With gamma_q (n_head D,) and gamma_k (n_kv_head D,), there
+    is one norm over all heads of Q, and one over all heads of K.
     Sources: Qwen Team, "Qwen3 Technical Report" (2025); OLMo Team, "2 OLMo 2 Furious" (2024).
     """
     normed = n_head + n_kv_head
@@ -759,7 +766,7 @@ def qk_norm_rope(
     n_kv_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """`rope_qkv` of `qk_norm`, of half-split pairs; arrays as there."""
+    """Apply `qk_norm`, then `rope_qkv` with half-split pairs; arrays as in these functions."""
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_qkv(normed, positions, frequencies, n_head, n_kv_head, True)
 
@@ -780,7 +787,7 @@ def qk_norm_append(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """`rope_append` of `qk_norm`, of half-split pairs; arrays as there."""
+    """Apply `qk_norm`, then `rope_append` with half-split pairs; arrays as in these functions."""
     n_kv_head = k.shape[-1] // (2 * len(frequencies))
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_append(normed, frequencies, k, v, row, position, n_head, True)
@@ -801,20 +808,20 @@ def linear_rope(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """`rope_append` of x w + bias, with half-split pairs turned by given rotations.
+    """Compute `rope_append` of x w + bias; half-split pairs are rotated by `by`.
 
-    x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2) as of `rotations`, k, v
-    (B, n_ctx, KV), row, position (M,) → (M, Q).
+    x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
+    (B, n_ctx, KV), row, position (M,) → q (M, Q).
     """
-    return _append_turned(linear(x, w, bias), by, k, v, row, position, n_head)
+    return _append_rotated(linear(x, w, bias), by, k, v, row, position, n_head)
 
 
 def _normed(x: Array, gamma: Array, beta: Array | None, eps: float) -> Array:
-    """LayerNorm, or RMSNorm without beta."""
+    """Return LayerNorm of x, or RMSNorm if beta is None."""
     return rmsnorm(x, gamma, eps) if beta is None else layernorm(x, gamma, beta, eps)
 
 
-def _append_turned(
+def _append_rotated(
     qkv: Array,
     by: Array,
     k: Array,
@@ -823,16 +830,16 @@ def _append_turned(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Turn the heads of q and k of rows; return q, and append K and V to the kv_cache."""
+    """Rotate the heads of q and k of rows; return q, and append K and V to the kv_cache."""
     D = 2 * by.shape[1]
-    turning = n_head + k.shape[-1] // D
+    rotating = n_head + k.shape[-1] // D
     if k.shape[-1] % D or qkv.shape[1] != n_head * D + 2 * k.shape[-1]:
         raise InputError(
             f"w: expected {n_head} heads of {D} channels, as by has, and twice the "
             f"{k.shape[-1]} of k, got {qkv.shape[1]} outputs"
         )
     heads = qkv.reshape(len(qkv), -1, D)
-    heads[:, :turning] = _turned(heads[:, :turning], by[:, None, :, 0], by[:, None, :, 1], True)
+    heads[:, :rotating] = _rotated(heads[:, :rotating], by[:, None, :, 0], by[:, None, :, 1], True)
     qkv = heads.reshape(len(qkv), -1)
     kv_append(qkv, k, v, row, position)
     return qkv[:, : n_head * D]
@@ -845,10 +852,10 @@ def rotations(
     row: NDArray[np.integer[Any]] | None = None,
     factor: float = 1.0,
 ) -> Array:
-    """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
+    """Return the cosines and sines of RoPE's angles, position times frequency, in radians.
 
-    An angle is position times frequency, in radians. factor: as in `rope_qkv`. row: the sequence of
-    each position, where each has frequencies of its own, (B, D / 2).
+    position (N,), frequencies (D / 2,) → (N, D / 2, 2). factor: as in `rope_qkv`. row: the sequence
+    of each position, for frequencies (B, D / 2) that are separate for each sequence.
     """
     frequencies = frequencies if row is None else frequencies[row]
     both = _rotations(position[:, None], frequencies.astype(np.float64), factor)
@@ -858,13 +865,13 @@ def rotations(
 def _rotations(
     position: NDArray[np.integer[Any]], frequencies: Array, factor: float
 ) -> tuple[Array, Array]:
-    """Cosines and sines of position · frequencies, those that turn times factor."""
+    """Return cosines and sines of position · frequencies, times factor for nonzero frequencies."""
     angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
     return times * np.cos(angle), times * np.sin(angle)
 
 
-def _turned(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
-    """Turn the pairs of channels of x (..., T, H, D) by angles of cos and sin (T, 1, D / 2)."""
+def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
+    """Rotate pairs of channels of x (..., T, H, D) by angles with cos and sin (T, 1, D / 2)."""
     D = x.shape[-1]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
@@ -885,7 +892,7 @@ def rmsnorm_matmul(
     theta: float = 10000.0,
     half_split: bool = False,
 ) -> Array:
-    """RMSNorm, the product with w and, with `head_dim`, RoPE on the columns as heads of that size.
+    """Apply RMSNorm, multiply by w and, with `head_dim`, apply RoPE to heads of head_dim columns.
 
     x (..., T, K), gamma (K,), w (K, N) → (..., T, N); row t has position start + t.
     """
@@ -916,9 +923,9 @@ def rmsnorm_ffn(
 ) -> Array | tuple[Array, Array]:
     """The gated feed-forward before its last product: silu(n w1) · (n w3), n = rmsnorm(h).
 
-    gelu: in the place of SiLU.
     x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
-    and the result is a pair: (..., N) and h. Without one, h = x.
+    and the result is a pair: (..., N) and h. Without residual, h = x. gelu: use GELU instead of
+    SiLU.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     h = x if residual is None else x + residual
@@ -938,11 +945,11 @@ def gated_sums(
     eps: float = 1e-6,
     gelu: bool = False,
 ) -> Array:
-    """The products of equal parts of h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), with w_down.
+    """Split h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), and multiply each part by w_down.
 
-    gelu: in the place of SiLU. x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) →
-    (splits, M, C). FP8 numbers of w_down are not multiplied by their scales: that is done with the
-    sum of the results (`linear_sums`).
+    x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). gelu: use GELU
+    instead of SiLU. Scales of FP8 weights w_down are not applied here, but to the sum of the
+    results (`linear_sums`).
     """
     n = rmsnorm(x, gamma, eps)
     h = silu_mul(n @ _matrix(w_gate, x), n @ _matrix(w_up, x), gelu)
@@ -964,9 +971,9 @@ def linear_sums(
     sums: Array | None = None,
     w_down: Array | WeightMatrix | None = None,
 ) -> Array:
-    """residual + x · w, where the sums of `gated_sums` with w_down (H, N) belong to the residual.
+    """Return residual + x · w; the results of `gated_sums` for w_down are added to the residual.
 
-    x (M, K), w (K, N), residual (M, N), sums (splits, M, N) → (M, N).
+    x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N).
     """
     return linear(x, w, residual=_completed(residual, sums, w_down))
 
@@ -993,28 +1000,28 @@ def rope_sums(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """`linear_rope` of rmsnorm(x), where the sums of `gated_sums` with w_down (H, K) belong to x.
+    """Compute `linear_rope` of rmsnorm(x); the results of `gated_sums` for w_down are added to x.
 
-    x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K); gamma_q, gamma_k (D,): of the norms
-    of heads, as in `qk_norm`, or neither; the others as in `linear_rope`.
+    x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K), w_down (H, K); gamma_q, gamma_k
+    (D,): for norms of heads as in `qk_norm`, or both None; other arguments as in `linear_rope`.
     """
     n = rmsnorm(_completed(x, sums, w_down), gamma, eps)
     qkv = linear(n, w)
     if gamma_q is not None and gamma_k is not None:
         qkv = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_q), eps)
-    return _append_turned(qkv, by, k, v, row, position, n_head)
+    return _append_rotated(qkv, by, k, v, row, position, n_head)
 
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")
 def rmsnorm_sums(
     x: Array, weight: Array, sums: Array, w_down: Array | WeightMatrix, eps: float = 1e-6
 ) -> Array:
-    """`rmsnorm` of x + the sums of `gated_sums` with w_down (H, C), (splits, M, C), added up."""
+    """Return `rmsnorm` of x plus the sums of `gated_sums`: sums (splits, M, C), w_down (H, C)."""
     return rmsnorm(_completed(x, sums, w_down), weight, eps)
 
 
 def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
-    """The array x with the sums of `gated_sums`, if there are any."""
+    """Return x plus the results of `gated_sums`, or x if sums is None."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")
     if sums is None or w_down is None:
@@ -1023,23 +1030,23 @@ def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) 
 
 
 def _scales(w: Array | WeightMatrix, like: Array) -> Any:
-    """The scales of the outputs of FP8 weights, or 1."""
+    """Return the scales of the outputs of FP8 weights, or 1."""
     scale = None if isinstance(w, np.ndarray) else w.scale
     return 1 if scale is None else np.asarray(scale, like.dtype)
 
 
 @takes("gate up any ... -> out~gate~up any ...")
 def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
-    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), or GELU(gate) · up, for arrays of one shape."""
+    """Return SiLU(gate) · up or GELU(gate) · up, for equal shapes. SiLU(x) = x / (1 + exp(-x))."""
     if gelu:
         return _gelu(gate) * up
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives -0
+    with np.errstate(over="ignore"):  # an infinite exp(-x) correctly gives -0
         gated: Array = gate / (1 + np.exp(-gate)) * up
     return gated
 
 
 def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
-    """First row, and the row after the last, of each sequence; InputError unless all rows fit."""
+    """Return (first row, last row + 1) of each sequence. Raises InputError unless all rows fit."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
         raise InputError(f"cu_seqlens: expected numbers that rise from 0 to {N}, got {ends[:9]}")
@@ -1047,23 +1054,24 @@ def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]
 
 
 def _check_places(name: str, indices: NDArray[np.integer[Any]], count: int) -> None:
-    """Raise InputError for an index outside 0…count - 1; NumPy would accept negative ones."""
+    """Raise InputError for an index outside 0…count - 1; NumPy would accept negative indices."""
     least, most = int(indices.min()), int(indices.max())
     if least < 0 or most >= count:
         raise InputError(f"{name}: expected 0 to {count - 1}, got {least if least < 0 else most}")
 
 
 def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
-    """Weights (K, N) in the dtype of `like`."""
+    """Return weights (K, N) as an array in the dtype of `like`."""
     matrix: Array = w if isinstance(w, np.ndarray) else w.dequantized()
     return matrix.astype(like.dtype)
 
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")
 def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
-    """logits[target] - log Σ exp(logits) of each row. logits (..., V), targets (...) → (...).
+    """Return logits[target] - log Σ exp(logits) of each row.
 
-    NaN for a target outside 0…V-1, and for a row with NaN or +inf, or with only -inf.
+    logits (..., V), targets (...) → (...). The result is NaN for a target outside 0…V-1, and for a
+    row with NaN or +inf, or only -inf.
     """
     V = logits.shape[-1]
     known = (targets >= 0) & (targets < V)
@@ -1077,10 +1085,10 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
 
 @takes("logits f32 M V -> ids i32 M K; logprobs f32 M K")
 def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.int32], Array]:
-    """The K most likely tokens of each row, and their log-probabilities, both (M, K).
+    """Return the K most likely tokens of each row and their log-probabilities, both (M, K).
 
-    Of equal logits the lower id comes first. A row of fewer than K tokens ends with id -1 and -inf.
-    A row with NaN gives log-probabilities of NaN. K: 1 to 20.
+    Equal logits are sorted by id. If a row has fewer than K tokens, the other places have id -1 and
+    log-probability -inf. The log-probabilities of a row with NaN are NaN. K: 1 to 20.
     """
     K, (M, V) = check_alternatives("K", K, least=1), logits.shape
     ids = np.full((M, K), -1, np.int32)
@@ -1096,11 +1104,11 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
 
 @takes("tokens i32 T -> guess i32 K")
 def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """K guesses of the tokens after a sequence (T,), copied from what followed its end before.
+    """Guess the K tokens after a sequence (T,) from tokens after an earlier occurrence of its end.
 
-    The end is its last three tokens, or two or one if three of them do not occur earlier; the
-    latest place counts. Guesses beyond the sequence go on with the first ones. All are -1 if the
-    last token is new. Source: Saxena, "Prompt Lookup Decoding" (2023).
+    The latest earlier occurrence of the last three tokens is used, or of the last two or one if
+    there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.
+    All guesses are -1 if the last token is new. Source: Saxena, "Prompt Lookup Decoding" (2023).
     """
     last = len(tokens) - 1
     for length in range(min(MATCH, last), 0, -1):
@@ -1122,11 +1130,12 @@ def sample_token(
     seen: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """The next token of each row, as `sampling.choose` draws it. logits (B, V) → (B,).
+    """Draw the next token of each row by `sampling.choose`. logits (B, V) → (B,).
 
-    sampling: the settings of all rows, or one per row. step: the number of tokens drawn so far.
-    seen (B, V): nonzero for tokens that have occurred. counts (B, V): how often each was drawn;
-    these are seen, too. The token is -1 if a row has NaN or only -inf.
+    sampling: the settings of all rows, or a list with settings of each row. step: the number of
+    tokens drawn so far. seen (B, V): nonzero for tokens that have occurred. counts (B, V): how
+    often each token was drawn; a drawn token also counts as seen. The result is -1 for a row with
+    NaN or only -inf.
     """
     rows, shape = rows_of(sampling, len(logits)), logits.shape
     seen = np.zeros(shape, np.uint8) if seen is None else seen
@@ -1138,11 +1147,11 @@ def sample_token(
 
 @takes("x any ... K; w u8 N K//256 144 -> out f32 ... N")
 def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
-    """x · Wᵀ, W (N, K) in blocks of Q4_K as a GGUF file has them.
+    """Return x · Wᵀ for W (N, K) in blocks of type Q4_K, with the bytes of a GGUF file.
 
     x (..., K), w (N, K / 256, 144) → (..., N). A block has 256 weights: float16 d and dmin; 12
-    bytes with s and m of 6 bits for each of 8 sub-blocks; 4-bit codes q, two sub-blocks in 32
-    bytes. A weight is d s q - dmin m. Source: ggml's quantized types.
+    bytes with s and m of 6 bits for each of 8 sub-blocks; 4-bit codes q, 32 bytes for each two
+    sub-blocks. A weight is d s q - dmin m. Source: ggml's quantized types.
     """
     check_blocks(x.shape[-1])
     d, dmin = np.moveaxis(w[..., :4].copy().view("<f2").astype(x.dtype)[..., None], 2, 0)
@@ -1158,7 +1167,7 @@ def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
 
 @takes("x any ... T C")
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
-    """The ten-step Pre-LN block. x (T, C) or (B, T, C) → same shape, in the dtype of x."""
+    """Compute GPT-2's ten-step Pre-LN block. x (T, C) or (B, T, C) → shape and dtype of x."""
     if not hasattr(w, "w_qkv") or w.n_embd != x.shape[-1]:
         width = getattr(w, "n_embd", None)
         raise InputError(
@@ -1180,7 +1189,7 @@ def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
 def llama_block_forward(
     x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer[Any]], causal: bool = True
 ) -> Array:
-    """A Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
+    """Compute a Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
     if not hasattr(w, "w_gate") or w.n_embd != x.shape[-1]:
         raise InputError(
             f"w: expected LlamaBlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, "
@@ -1199,7 +1208,7 @@ def llama_block_forward(
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
 
 
-# The contracts of the functions above, by name.
+# Name of a function in this module → its contract.
 CONTRACTS: Mapping[str, Contract] = {
     name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")
 }

@@ -25,7 +25,7 @@ from gpt2block.bench.token_works import (
     generate,
     prompt,
 )
-from gpt2block.bench.works import Written
+from gpt2block.bench.works import GeneratedSequences
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
@@ -132,7 +132,7 @@ def checked() -> Callable[..., tuple[float, float]]:
 
     def check(*written: Any) -> tuple[float, float]:
         replays: list[int] = []
-        errors = work.check(lambda: replays.append(1), (lambda: Written(*written),))
+        errors = work.check(lambda: replays.append(1), (lambda: GeneratedSequences(*written),))
         assert replays == [1]
         return errors
 
@@ -166,7 +166,7 @@ def test_a_continuation_of_a_wrong_length_is_refused() -> None:
     written = many.written([[1, 2]] * 4)
     assert [ids[-2:].tolist() for ids in written.sequences] == [[1, 2]] * 3
     assert written.sequences[1][:-2].tolist() == prompts[2].tolist()
-    with pytest.raises(InputError, match=r"2 new tokens of each prompt were requested, got \[1, 2"):
+    with pytest.raises(InputError, match=r"expected 2 new tokens for each prompt, got \[1, 2"):
         many.written([[1, 2], [1], [1, 2], [1, 2]])
 
 

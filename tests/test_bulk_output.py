@@ -428,10 +428,10 @@ def test_manifest(tmp_path: Path) -> None:
     written.write({"task": "score"})
     for shard in (2, 0, 1):
         sha256 = shards.replace_file(tmp_path / shards.part_name(shard, "jsonl"), b"%d" % shard)
-        written.add(shards.Done(shard, 1, 0, 1, sha256, None))
+        written.add(shards.ShardEntry(shard, 1, 0, 1, sha256, None))
     sha256 = shards.replace_file(tmp_path / shards.part_name(3, "jsonl"), b"3")
     errors = shards.replace_file(tmp_path / shards.errors_name(3), b"{}")
-    written.add(shards.Done(3, 1, 1, 1, sha256, errors))
+    written.add(shards.ShardEntry(3, 1, 1, 1, sha256, errors))
     with written.path.open("ab") as file:
         file.write(b'{"shard": 4, "rec')  # killed while it was written
     again = shards.Manifest(tmp_path)

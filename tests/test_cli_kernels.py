@@ -258,7 +258,7 @@ def test_a_race_is_a_table_with_the_users_row(
     my_softmax: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: None)
-    raced = on_gpu.Raced(
+    raced = on_gpu.BenchmarkResult(
         [row("1", 4.0), row("mine", 2.0)], [], Ceilings(4000.0, {"float32": 50.0, "float16": 9.0})
     )
     monkeypatch.setattr(on_gpu, "run", lambda job: iter([raced]))

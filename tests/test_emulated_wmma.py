@@ -171,7 +171,7 @@ def test_a_right_tile(races: bool) -> None:
         (BARRIER, NO_BARRIER, True, r"race in tile: .*writes sums\[\d+\] at .*tile\.cu:15"),
         ("0.0f);\n", "0.0f);\n    s[threadIdx.x] = 0;\n", True, r"race in tile: .* s\[.*tile\.cu"),
         (LOAD, f"if (threadIdx.x < 40) {LOAD}", False, r"divergent barrier .*tile\.cu:12"),
-        (LOAD, "wmma::load_matrix_sync(a, s, 20)", False, "rows are no multiple of 16 bytes"),
+        (LOAD, "wmma::load_matrix_sync(a, s, 20)", False, "row stride is not a multiple"),
         (LOAD, "wmma::load_matrix_sync(a, s + 2, 24)", False, "address of the matrix"),
         (LOAD, "wmma::load_matrix_sync(a, s + 32, 24)", False, r"tile\.cu:12"),
         ("16, 16, 16, float> c", "16, 16, 8, half> c", False, "does not compile"),

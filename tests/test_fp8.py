@@ -414,7 +414,7 @@ def test_what_does_not_fit_together_is_refused(where: str) -> None:
     for good, changes, message in (
         (w, {"dtype": "float16"}, "weights: expected float16, got uint8"),
         (plain, {"dtype": E5M2}, "weights: expected uint8, got float16"),
-        (plain, {"scale": w.scale}, "scale: float16 has none: only FP8 has"),
+        (plain, {"scale": w.scale}, "scale: expected None for float16: only FP8 has"),
         (w, {"dtype": "int4"}, "unknown weight dtype 'int4'"),
         (w, {"layout": "NK"}, r"scale: expected float32 \(40,\), .* got float32 \(24,\)"),
         (w, {"scale": w.scale.astype("float16")}, r"scale: expected float32 \(24,\)"),

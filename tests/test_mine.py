@@ -19,7 +19,7 @@ from gpt2block.mine.arguments import check_known, sizes_at, values
 from gpt2block.mine.cases import FURTHER, SPECIAL, Case
 from gpt2block.mine.cases import cases as every_case
 from gpt2block.mine.check import Checked
-from gpt2block.mine.child import Ended, Stage, supervised
+from gpt2block.mine.child import ProcessExited, Stage, supervised
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched
@@ -231,7 +231,7 @@ def test_every_operation_is_known() -> None:
     built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "qk_norm", "sample_token"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
     assert set(SPECIAL) <= set(names())
-    with pytest.raises(InputError, match="sample_token takes no kernel of your own"):
+    with pytest.raises(InputError, match="sample_token supports no user's kernel"):
         check_known(find("sample_token"))
 
 
@@ -657,13 +657,13 @@ def test_a_child_sends_what_it_finds() -> None:
 def test_a_child_that_hangs_is_ended() -> None:
     begun = time.monotonic()
     found = list(supervised(children.hangs, (), Stage("the first stage", 60.0)))
-    assert found == ["begun", Ended(Stage("the second stage", 0.5), None)]
+    assert found == ["begun", ProcessExited(Stage("the second stage", 0.5), None)]
     assert time.monotonic() - begun < 60
 
 
 def test_a_child_that_dies_is_noticed(tmp_path: Path) -> None:
     begun, end = supervised(children.dies, (), Stage("all", 60.0))
-    assert (begun, end) == ("begun", Ended(Stage("all", 60.0), 7))
+    assert (begun, end) == ("begun", ProcessExited(Stage("all", 60.0), 7))
     found = on_gpu._ended(add(tmp_path), end)
     assert found == Finding("the process of the kernel ended with exit code 7", at="during all")
 
@@ -761,7 +761,7 @@ def test_a_template_is_raced_on_the_gpu() -> None:
     sizes = {"B": 2, "T": 128, "C": 768}
     *checked, raced = on_gpu.run(on_gpu.ChildJob(kernel, cases(kernel), every, sizes, stored))
     assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
-    assert isinstance(raced, on_gpu.Raced)
+    assert isinstance(raced, on_gpu.BenchmarkResult)
     assert [row.variant for row in raced.rows] == [*every, MINE]
     assert all(row.right and row.gpu_us > 0 for row in raced.rows)
 

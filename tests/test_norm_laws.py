@@ -250,7 +250,7 @@ def test_what_is_refused(device: Any) -> None:
         (*rms, {"out": half[:2]}, r"out: expected shape \(4, 4096\)"),
         (*rms, {"block": 48}, "block size 48: expected one of 32, 64"),
         (*rms, {"block": 64}, "registers of 64 threads hold 2,048: use a larger block"),
-        (RMSNORM, (half.T, half[0, :4]), {}, "x: expected contiguous rows at one distance"),
+        (RMSNORM, (half.T, half[0, :4]), {}, "x: expected equally spaced contiguous rows"),
         (LAYERNORM_GELU, (x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
         (LAYERNORM_GELU, (x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256"),
         (LAYERNORM_GELU, (x,), {"block": 1024}, "block size 1024: expected one of 32"),

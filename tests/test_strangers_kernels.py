@@ -17,7 +17,7 @@ from gpt2block.errors import KernelError
 from gpt2block.mine import confined, kernel_check
 from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import matched
-from gpt2block.mine.refused import Needs, too_many
+from gpt2block.mine.refused import ResourceUsage, too_many
 from gpt2block.mine.solutions import HERE
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template
@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
         gelu(
             GELU_TANH.replace("tanhf(u)", "t(u)"), "static float t(float u) { return tanhf(u); }\n"
         ),
-        "a function without __device__ is one of the host",
+        "a function without __device__ is a host function",
     ),
     "a store to a constant": (
         "gelu",
@@ -402,12 +402,12 @@ def test_registers_and_shared_memory_limit_the_block(tmp_path: Path) -> None:
     file = tmp_path / "my.cu"
     file.write_text(gelu(), encoding="utf-8")
     kernel = matched(read(file), find("gelu"), ("float32", "KN"))
-    assert too_many(kernel, Needs(64, 100), ((1,), (1024,), 900), 1000) is None
-    found = too_many(kernel, Needs(65), ((1,), (1000,), 0), 1000)
+    assert too_many(kernel, ResourceUsage(64, 100), ((1,), (1024,), 900), 1000) is None
+    found = too_many(kernel, ResourceUsage(65), ((1,), (1000,), 0), 1000)
     assert found
     assert found.what.startswith("g takes 65 registers per thread: a block of 1000 has 64 for each")
     assert found.lines == (2,)
-    found = too_many(kernel, Needs(64, 101), ((1,), (32, 32), 900), 1000)
+    found = too_many(kernel, ResourceUsage(64, 101), ((1,), (32, 32), 900), 1000)
     assert found
     assert "101 bytes of shared variables and 900 of extern __shared__ memory" in found.what
 

@@ -309,7 +309,7 @@ def run_loop(spec: dict[str, Any]) -> None:
                     return
                 after += len(ends) >= edge and time.time() > ends[edge - 1].time + spec["seconds"]
                 done = run_shard(job, shard, token)
-                if not isinstance(done, shards.Done):
+                if not isinstance(done, shards.ShardEntry):
                     raise RuntimeError(done)
                 ends.append(End(time.time(), done.records, done.tokens))
 

@@ -1,10 +1,10 @@
 """Benchmarks on a GPU.
 
-A `Work` is a row of a table: its sizes, operations and bytes, what is right, and its contenders,
-those of gpt2block and of PyTorch. `run` races the contenders of each work on the same buffers, and
-returns a `Report`. The works are blocks, matrix products and attention (`works`), and models from
-tokens to tokens (`token_works`): GPT-2 and Llama. `measure_variants` times the
-variants of one operation, and `document` the block against LeetGPU's figures.
+A `Work` is a computation to time: its sizes, operations, bytes, exact result and contenders, which
+are implementations by gpt2block and PyTorch. `run` times the contenders of each work on the same
+buffers and returns a `Report`. The works are blocks, matrix products and attention (`works`), and
+whole models (`token_works`): GPT-2 and Llama. `measure_variants` times the variants of one
+operation, and `document` compares the block's times with LeetGPU's.
 """
 
 from gpt2block.bench.ceilings import Ceilings

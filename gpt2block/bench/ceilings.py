@@ -1,4 +1,4 @@
-"""Best rates of the current GPU, measured in the same run as the figures compared with them."""
+"""Measure upper bounds of rates on the current GPU, to compare measured rates with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from gpt2block.cuda import cupy, timing
 
-SIZE = 8192  # of the square matrices
-COPIED = 1 << 30  # bytes
-HOST_COPIED = 1 << 27  # more than the caches of a CPU
+SIZE = 8192  # rows and columns of the matrices that cuBLAS multiplies
+COPIED = 1 << 30  # bytes copied in device memory
+HOST_COPIED = 1 << 27  # bytes copied in host memory: more than the caches of a CPU hold
 TF32 = "tf32"
 ARITHMETICS = ("float32", TF32, "float16", "bfloat16")
 
@@ -21,8 +21,8 @@ ARITHMETICS = ("float32", TF32, "float16", "bfloat16")
 class Ceilings:
     """GB/s of a copy within device memory, and TFLOP/s of cuBLAS by arithmetic.
 
-    The copy counts bytes read and written. cuBLAS multiplies square matrices; "float32" is without
-    TF32. A rate is NaN where CuPy finds no cuBLAS.
+    The copy's rate counts bytes read and bytes written. cuBLAS multiplies square matrices;
+    arithmetic "float32" does not use TF32. A cuBLAS rate is NaN if CuPy finds no cuBLAS.
     """
 
     copy_gb_s: float
@@ -30,26 +30,26 @@ class Ceilings:
 
 
 def measured(arithmetics: Iterable[str] = ARITHMETICS) -> Ceilings:
-    """Ceilings of the current device, measured within a few seconds."""
+    """Measure the Ceilings of the current device, within a few seconds."""
     return Ceilings(copy_gb_s(), {name: _cublas_tflop_s(name) for name in arithmetics})
 
 
 def copy_gb_s(nbytes: int = COPIED) -> float:
-    """GB/s of a copy of so many bytes within the memory of the current device."""
+    """Measure the GB/s of a copy of `nbytes` bytes within the memory of the current device."""
     a, b = cupy.zeros(nbytes, "uint8"), cupy.zeros(nbytes, "uint8")
     ms = timing.interleaved_ms({"": lambda: b.data.copy_from_device_async(a.data, nbytes)})[""]
     return 2e-6 * nbytes / ms
 
 
 def host_copy_gb_s() -> float:
-    """GB/s of a copy of HOST_COPIED bytes within host memory, by one thread."""
+    """Measure the GB/s of a copy of HOST_COPIED bytes within host memory by one thread."""
     a, b = np.ones(HOST_COPIED, np.uint8), np.ones(HOST_COPIED, np.uint8)
     ms = timing.interleaved_host_ms({"": lambda: np.copyto(b, a)})[""]
     return 2e-6 * HOST_COPIED / ms
 
 
 def _cublas_tflop_s(arithmetic: str) -> float:
-    """NaN where CuPy finds no cuBLAS, or where cuBLAS does not take the dtype."""
+    """Measure cuBLAS. Return NaN if CuPy finds no cuBLAS or cuBLAS does not support the dtype."""
     host = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)
     matrix = cupy.asarray(host.astype("float32" if arithmetic == TF32 else arithmetic))
     out = cupy.empty_like(matrix)

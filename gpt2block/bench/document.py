@@ -1,4 +1,4 @@
-"""Times of the block, compared with LeetGPU's GPT-2 block challenge."""
+"""Compare times of the block with times of LeetGPU's GPT-2 block challenge."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
 from gpt2block.parameters.gpt2 import BlockWeights, random_input
 
-# T → ms of the challenge's own `solve` on an H200; every call of it allocates device memory.
+# T → ms of the challenge's `solve` on an H200; every call of `solve` allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """GPT-2 small's block, B = 1: GPU time of its graph, and host times of repeated calls.
+    """Times of GPT-2 small's block for B = 1: GPU time of its graph, host times of repeated calls.
 
-    A host time is that of one call, which does not wait for the GPU.
+    A host time is the time until one call returns; the call does not wait for the GPU.
     """
 
     device: str
@@ -27,8 +27,8 @@ class BlockTime:
     mask: str
     ms: float
     document_ms: float | None
-    out_us: float  # host time of block(x, out=out)
-    call_us: float  # host time of block(x), whose result is freed at once
+    out_us: float  # host time of block(x, out=out), in µs
+    call_us: float  # host time of block(x), in µs; the result is freed at once
 
     @property
     def speedup(self) -> float | None:
@@ -36,7 +36,7 @@ class BlockTime:
 
 
 def block_against_document(device: str | None = None) -> list[BlockTime]:
-    """The skeleton block at the challenge's lengths and at T = 1, with and without a mask."""
+    """Time the skeleton block at the challenge's lengths and at T = 1, with and without a mask."""
     index = gpu_index(device)
     rows = []
     weights = BlockWeights.random(0)

@@ -1,4 +1,4 @@
-"""The parts of every measurement: inputs and exact results, copies on the GPU, errors."""
+"""Functions of every measurement: inputs, exact results, copies of inputs on the GPU, errors."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from gpt2block.errors import Argument, InputError
 from gpt2block.ops.registry import Operation, Variant
 from gpt2block.weights.matrix import WeightMatrix
 
-CACHES = 4  # a round over all copies of the data moves this many times the L2 cache
-MOST_SETS = 256  # copies of the data
+CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
+MOST_SETS = 256  # maximum number of copies of the inputs
 
-Host = Mapping[str, Any]  # name → array, or WeightMatrix
+Host = Mapping[str, Any]  # name → array or WeightMatrix
 Truth = NDArray[Any]  # float64, or integers
 
 
 def gpu_index(device: str | None) -> int:
-    """The index of the GPU to time. Raises InputError for "cpu", DeviceError without a GPU."""
+    """Return the index of the GPU to time. Raises InputError for "cpu", else DeviceError."""
     if device == "cpu":
         raise InputError(
             "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
-            "--device cpu` for the emulator, which measures no speed"
+            "--device cpu` to run kernels in the emulator, which measures no speed"
         )
     doctor.require_cuda("the bench")
     index = resolve_device(device)
-    assert index is not None  # only "cpu" has none where CUDA works
+    assert index is not None  # only the device "cpu" has no index
     return index
 
 
 def inputs_and_truth(
     operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
 ) -> tuple[tuple[Any, ...], Truth]:
-    """Random inputs on the host, as stored, and the result of the NumPy reference in float64.
+    """Return random inputs on the host and the result of the NumPy reference in float64.
 
-    Raises InputError for sizes that do not fit together.
+    The inputs are in the dtype and layout that kernels read. Raises InputError for inconsistent
+    sizes.
     """
     try:
         stored = tuple(
@@ -60,29 +61,29 @@ def inputs_and_truth(
 
 
 def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Activations in `dtype`, or in float16 with FP8 weights; integers unchanged."""
+    """Convert activations to `dtype`, or to float16 for FP8 weights; integers are unchanged."""
     storage = "float16" if dtype in FP8 else dtype
     return array.astype(np.dtype(storage)) if array.dtype == np.float32 else array
 
 
 def matrix(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
-    """Weights (K, N), stored in a dtype and layout."""
+    """Return weights (K, N) as a WeightMatrix in a dtype and layout."""
     in_memory = np.ascontiguousarray(array if layout == "KN" else array.T)
     return WeightMatrix.quantize(in_memory, dtype, layout)
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """The array in float64; integers unchanged."""
+    """Return the array in float64; integers are unchanged."""
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
 def check_storage(
     operation: Operation, dtype: str | None = None, layout: str | None = None
 ) -> tuple[str, str]:
-    """The dtype of the arrays and the layout of the weights; the operation's default for None.
+    """Return the dtype of the arrays and the layout of the weights; None means the default.
 
     dtype: FP8 applies to the weights only, with activations in float16. layout: "KN" or "NK".
-    Raises InputError with the dtypes or layouts that the operation takes.
+    Raises InputError, which lists the dtypes or layouts that the operation supports.
     """
     if dtype not in (None, *operation.dtypes):
         raise InputError(
@@ -99,28 +100,28 @@ def check_storage(
 
 
 def counted_sizes(sizes: Mapping[str, int], dtype: str) -> dict[str, int]:
-    """`sizes` with "itemsize" and "weight": the bytes of an activation and of a weight."""
+    """Return `sizes` with "itemsize", bytes per activation, and "weight", bytes per weight."""
     item = 4 if dtype == "float32" else 2
     return {**sizes, "itemsize": item, "weight": 1 if dtype in FP8 else item}
 
 
 def options_for(operation: Operation, variant: Variant, block: int | None = None) -> dict[str, Any]:
-    """Keyword arguments of `operation.bind` that choose a variant and a block size."""
+    """Return the keyword arguments of `operation.bind` that select a variant and a block size."""
     built_in = sum(not each.own for each in operation.variants)
     name = {"variant": variant.name} if variant.own or built_in > 1 else {}
     return name | ({} if block is None else {"block": block})
 
 
 def uploaded(value: Any) -> Any:
-    """An array, or a WeightMatrix of one, in device memory."""
+    """Copy an array, or the arrays of a WeightMatrix, to device memory."""
     return mapped(cupy.asarray, value)
 
 
 def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
-    """The inputs in device memory, in so many copies that a round over them exceeds the L2 cache.
+    """Return copies of the inputs in device memory that together exceed the L2 cache.
 
-    A round moves CACHES times the L2 cache, or MOST_SETS copies. traffic: bytes that one copy
-    moves.
+    A round over the copies moves CACHES times the size of the L2 cache; there are at most MOST_SETS
+    copies. traffic: bytes that a call with one copy moves.
     """
     count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
     first = {name: uploaded(value) for name, value in host.items()}
@@ -136,21 +137,21 @@ def copies_for(traffic: int, cache: int) -> int:
 
 
 def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
-    """Fill an output with 0xFF bytes, which are NaN, so that elements never written show.
+    """Fill an output with 0xFF bytes, which are NaN, so that unwritten elements are noticed.
 
-    An output that is one of the inputs, of an operation that works in place, is left unchanged.
+    If an operation works in place, so that the output is one of the inputs, it is left unchanged.
     """
     if not any(out is array for array in inputs):
         out.data.memset(0xFF, out.nbytes)
 
 
 def errors(out: Any, truth: Truth) -> tuple[float, float]:
-    """Largest absolute difference of `out` from `truth`, and the same relative to the largest one.
+    """Return the largest absolute error of `out` and its ratio to the largest absolute `truth`.
 
-    out: an array in device or host memory; the comparison runs where it is. truth: on the host, n
-    rows; row i of `out` is compared with row i mod n. Elements with a truth of NaN or infinity are
-    not compared; both results are NaN if any other element of `out` is not finite. Integers are
-    bytes, of which a wrong one counts as 255 and 1.
+    out: an array in device or host memory; the comparison runs on that device. truth: n rows in
+    host memory; row i of `out` is compared with row i mod n. Elements whose truth is NaN or
+    infinity are not compared. Both results are NaN if another element of `out` is not finite. For
+    integers, the result is (255, 1) if any element differs, else (0, 0).
     """
     xp = np if isinstance(out, np.ndarray) else cupy
     if truth.dtype.kind in "iu":
@@ -158,7 +159,7 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
         return 255 * wrong, wrong
     truth = truth.reshape(-1, truth.shape[-1])
     n, columns = truth.shape
-    narrow = out.dtype.name == "bfloat16"  # widened by a shift, which every CuPy can do
+    narrow = out.dtype.name == "bfloat16"  # widened by a shift: not every CuPy converts bfloat16
     rows = (out.view("uint16") if narrow else out).reshape(-1, columns)
     truth = truth[: len(rows)]
     exact = xp.asarray(truth)
@@ -181,8 +182,8 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
 
 
 def tolerance(dtype: str) -> float:
-    """The largest relative error that is rounding.
+    """Return the largest relative error that rounding explains.
 
-    It is 1e-5 for sums in float32, and two roundings to the dtype of the activations.
+    The sum of 1e-5 for sums in float32 and of two roundings to the dtype of the activations.
     """
     return 1e-5 + 2 * {"float32": 2.0**-24, "bfloat16": 2.0**-8}.get(dtype, 2.0**-11)

@@ -1,4 +1,4 @@
-"""Models of the bench, with random weights in one dtype, and what a forward pass costs at least."""
+"""Models with random weights for benchmarks, and the minimum bytes and FLOPs of a forward pass."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ SHAPES: Mapping[str, LlamaConfig] = {
         n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
     ),
 }  # fmt: skip
-NUMBERS = 2**22 - 3  # different random weights; a prime, so that rows of a matrix differ
-DEVIATION = 0.02
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each other
+NUMBERS = 2**22 - 3  # count of different random weights; a prime, so that rows of a matrix differ
+DEVIATION = 0.02  # standard deviation of random weights
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly
 Config = TypeVar("Config", bound=ModelConfig)
 
 
 class RandomModel(ABC, Generic[Config]):
-    """A model with random weights in one dtype; several works share it."""
+    """A model with random weights in one dtype, shared by several works."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class RandomModel(ABC, Generic[Config]):
     ) -> None:
         self.config, self.formats = config, Formats(dtype, kv_dtype)
         self.dtype, self.kv_dtype = dtype, self.formats.cache_dtype
-        self.device = 0  # that of the last call of `on`
+        self.device = 0  # device of the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
     def on(self, device: int) -> Model[Any]:
-        """The model on a GPU, created at the first call."""
+        """Return the model on a GPU, created at the first call."""
         self.device = device
         if device not in self._on:
             self._on[device] = self._made(f"cuda:{device}")
@@ -80,62 +80,62 @@ class RandomModel(ABC, Generic[Config]):
 
     @abstractmethod
     def _made(self, device: str) -> Model[Any]:
-        """The model on a device."""
+        """Create the model on a device."""
 
     @abstractmethod
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        """The logits (V,) after a sequence, which results are compared with."""
+        """Compute the logits (V,) after a sequence, with which results are compared."""
 
     @property
     def checks_prompts(self) -> bool:
-        """Whether `_exact_logits` computes otherwise than a prompt of the model."""
+        """Whether `_exact_logits` computes differently from a prompt of the model."""
         return True
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
-        """The logits (V,) after a sequence, which results are compared with; remembered."""
+        """Return the cached logits (V,) after a sequence, with which results are compared."""
         key = ids.tobytes()
         if key not in self._logits:
             self._logits[key] = self._exact_logits(ids).astype(np.float64)
         return self._logits[key]
 
     def prompts(self, lengths: Iterable[int]) -> list[Ids]:
-        """Random token ids."""
+        """Return a prompt of random token ids for each of the lengths."""
         rng = np.random.default_rng(0)
         V = self.config.vocab_size
         return [rng.integers(V, size=length).astype(np.int32) for length in lengths]
 
     @property
     def matrix_elements(self) -> int:
-        """Elements of the matrices that a token is multiplied with, lm_head included."""
+        """Number of elements in all weight matrices of a forward pass, including lm_head."""
         shapes = self.config.block_shapes().values()
         block = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
         return self.config.n_layer * block + self.config.vocab_size * self.config.n_embd
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads: matrices in the dtype, vectors in float32."""
+        """Bytes of weights that a step reads: matrices in the dtype, vectors in float32."""
         shapes = model_shapes(self.config).values()
         vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
         return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of a token in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
 
     def prompt_flops(self, T: int) -> int:
-        """FLOPs of a prompt of T tokens, to the logits after its last one."""
+        """Return the FLOPs of a prompt of T tokens, including the logits after the last token."""
         head = self.config.vocab_size * self.config.n_embd
         products = 2 * T * (self.matrix_elements - head) + 2 * head
         return products + self.attention_flops(T * (T + 1) // 2)
 
     def attention_flops(self, keys: int) -> int:
-        """FLOPs of attention in all layers, for queries that see so many keys in total."""
+        """Return the FLOPs of attention in all layers for `keys` pairs of a query and a key."""
         return 4 * self.config.n_layer * self.config.q_width * keys
 
 
 class RandomGPT2(RandomModel[GPT2Config]):
-    """GPT-2, with weights on the host as well; the results are compared with NumPy's."""
+    """GPT-2 with weights also in host memory; its results are compared with NumPy's."""
 
     @cached_property
     def weights(self) -> GPT2Weights:
@@ -155,10 +155,10 @@ class RandomGPT2(RandomModel[GPT2Config]):
 
 
 class RandomLlama(RandomModel[LlamaConfig]):
-    """Llama, or one that differs little, with weights made in device memory, in their dtype.
+    """A Llama or similar architecture, with weights generated in device memory in their dtype.
 
-    Results are compared with those of a prompt, for which 16-bit weights are multiplied with
-    float32 activations by other kernels.
+    Results are compared with the logits of a prompt that runs other kernels: they multiply 16-bit
+    weights with float32 activations.
     """
 
     _exact: CudaModel | None = None
@@ -174,10 +174,10 @@ class RandomLlama(RandomModel[LlamaConfig]):
             return Model.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
-        """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
-        given = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
+        """Yield the tensors in the GPU's memory; matrices have layout "NK"."""
+        tensors = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
         for name in model_shapes(self.config):
-            value = given[name]
+            value = tensors[name]
             if isinstance(value, WeightMatrix):
                 yield name, value.data, value.layout
             else:
@@ -186,7 +186,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
             engine: Any = self.on(self.device).engine
-            if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
+            if engine.on_tensor_cores:  # FP8 weights, which have scales, are generated again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)
@@ -202,10 +202,10 @@ class _Float32Activations(CudaModel):
 
 
 def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
-    """Name, array in device memory and layout of every tensor; one at a time.
+    """Yield the name, the array in device memory and the layout of one tensor after another.
 
-    Matrices are in the dtype, or in float16 for FP8, of N(0, 0.02), which repeat after NUMBERS
-    weights; gammas are of U(0.8, 1.2) in float32.
+    Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
+    after NUMBERS weights. Gammas are drawn from U(0.8, 1.2), in float32.
     """
     stored = FLOATS["float16" if dtype in FP8 else dtype]
     rng = np.random.default_rng(0)
@@ -222,8 +222,8 @@ def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
 
 
 def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
-    """Fill an array with copies of a block, from one of its elements on."""
-    bits = np.dtype(f"u{array.dtype.itemsize}")  # which every CuPy can copy
+    """Fill an array with repetitions of a block, beginning with the block's element `start`."""
+    bits = np.dtype(f"u{array.dtype.itemsize}")  # not every CuPy copies bfloat16 and FP8
     to, of = array.reshape(-1).view(bits), block.view(bits)
     at, start = 0, start % of.size
     while at < to.size:

@@ -1,4 +1,4 @@
-"""What can be compared with PyTorch. It is imported when a peer is requested, and not before."""
+"""List the operations that can be compared with PyTorch; import PyTorch only if requested."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from types import ModuleType
 
 from gpt2block.errors import InputError
 
-OPERATIONS = (  # the names of `torch_functions.FUNCTIONS`
+OPERATIONS = (  # keys of `torch_functions.FUNCTIONS`
     *("add", "attention", "encoder", "gelu", "layernorm", "layernorm_gelu", "matmul_bias"),
     *("rmsnorm", "rmsnorm_ffn", "rmsnorm_matmul", "rope", "silu_mul", "softmax", "trimat"),
 )
 
 
 def check_peer(name: str | None, operation: str | None = None) -> None:
-    """InputError unless `name` is "torch" or None, PyTorch is installed and has the operation."""
+    """Raise InputError unless name is None, or "torch" with PyTorch installed.
+
+    operation: one of OPERATIONS, or None for a check without it.
+    """
     if name is None:
         return
     if name != "torch":
@@ -26,7 +29,7 @@ def check_peer(name: str | None, operation: str | None = None) -> None:
 
 
 def torch_peers() -> ModuleType:
-    """The module of that name. InputError if PyTorch is not installed or sees no GPU."""
+    """Import the module torch_peers. Raises InputError if PyTorch is missing or sees no GPU."""
     check_peer("torch")
     import torch  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Plots of reports, and what the plot of `gpt2block kernels` shares with them."""
+"""Plot reports; also functions that the plot of `gpt2block kernels` uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf
 PEER_COLORS = ("#c0392b", "#e08e0b", "#7a3fb0")
 TITLES = {"block": "Blocks, B x T", "gemm": "Products with bias", "attention": "Attention, B x T"}
 SIZE, LABEL_SIZE = 9.0, 9.5
-LINE = 0.28  # inches for each work
+LINE = 0.28  # height in inches of a work's line
 LEADER = {
     "arrowstyle": "-",
     "linewidth": 0.4,
@@ -28,13 +28,13 @@ LEADER = {
     "shrinkA": 0,
     "shrinkB": 3,
 }
-APART = 0.06  # of a plot's height between labels, at least
+APART = 0.06  # minimum distance of labels, as a fraction of the plot's height
 
-Points = list[tuple[int, float]]  # rows and tokens/s
+Points = list[tuple[int, float]]  # (rows, tokens/s)
 
 
 class End(NamedTuple):
-    """The label of a line: its text, the last point, and the height of that in the plot, 0…1."""
+    """The label of a line: text, the line's last point, and the point's height in the plot, 0…1."""
 
     text: str
     point: tuple[float, float]
@@ -51,13 +51,14 @@ def label_ends(ax: Any, ends: Sequence[End], size: float) -> None:
 
 
 def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
-    """Heights in 0…1, moved as little as possible to be at least `apart`, in the same order.
+    """Return heights in 0…1, moved as little as possible until neighbours are `apart` or more.
 
-    Too many heights for that are spread evenly.
+    The order of the heights is kept. If there are too many for this distance, they are spread
+    evenly.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     apart = min(apart, 1 / max(1, len(heights) - 1))
-    groups: list[tuple[list[int], float]] = []  # members, and the lowest one's place
+    groups: list[tuple[list[int], float]] = []  # (members, height of the lowest member)
     for i in order:
         members, low = [i], min(max(heights[i], 0.0), 1.0)
         while groups and groups[-1][1] + len(groups[-1][0]) * apart > low:
@@ -73,7 +74,7 @@ def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
 
 
 def check_file(file: Path) -> None:
-    """InputError if no plot can be written there; to be called before anything is timed."""
+    """Raise InputError if no plot can be written to the file; call this before measurements."""
     require("--plot", "plot", "matplotlib")
     if not file.parent.is_dir():
         raise InputError(f"--plot {file}: there is no directory {file.parent}")
@@ -82,7 +83,7 @@ def check_file(file: Path) -> None:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a PNG file, or one of another suffix's format; InputError if that fails."""
+    """Write a figure to a file in the format of its suffix, or PNG. Raises InputError."""
     try:
         with replacing(file) as stream:
             figure.savefig(stream, dpi=130, format=file.suffix[1:] or "png")
@@ -91,32 +92,32 @@ def save(figure: Any, file: Path) -> None:
 
 
 def measured_on(report: Report) -> str:
-    """The GPU and the libraries, for the title of a plot."""
+    """Return the GPU and the versions of libraries, for the title of a plot."""
     versions = report.versions
     known = [f"{name} {versions[name]}" for name in ("CuPy", "torch") if name in versions]
     return ", ".join([versions.get("GPU", "GPU"), *known])
 
 
 def _label_2_and_5(axis: Any, form: str) -> None:
-    """Label whole decades, and 2 and 5 of each."""
+    """Label 1, 2 and 5 in each decade of a logarithmic axis."""
     axis.set_major_formatter("{x:" + form + "}")
     axis.set_minor_formatter(lambda x, _: format(x, form) if f"{x:e}"[0] in "25" else "")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A work in the plot: TFLOP/s of the fastest right result of gpt2block and of a peer."""
+    """A work in the plot: TFLOP/s of the fastest correct result of gpt2block and of a peer."""
 
     work: str
     dtype: str
     intensity: float
     ours: float | None
-    peer: float | None  # in the same arithmetic
-    tf32: float | None  # of a peer that rounds float32 to TF32
+    peer: float | None  # TFLOP/s in the same arithmetic
+    tf32: float | None  # TFLOP/s of a peer that rounds float32 to TF32
 
     @property
     def rate(self) -> float:
-        """The rate that the label states."""
+        """TFLOP/s that the label shows."""
         return self.ours or self.peer or self.tf32 or 0.0
 
     @property
@@ -129,16 +130,16 @@ class Mark:
 
 
 def marks(rows: Sequence[BenchRow], kind: str) -> list[Mark]:
-    """The marks in the order of the rows; a work without a right result has none."""
-    found = []
+    """Return the marks in the order of the rows; a work without a correct result has no mark."""
+    result = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
         of_it = [row for row in rows if (row.what, row.work, row.dtype) == (kind, work, dtype)]
         ours = _fastest(row for row in of_it if not row.peer)
         peer = _fastest(row for row in of_it if row.peer and row.arithmetic == dtype)
         tf32 = _fastest(row for row in of_it if row.peer and row.arithmetic == TF32)
         if ours or peer or tf32:
-            found.append(Mark(work, dtype, of_it[0].intensity, ours, peer, tf32))
-    return found
+            result.append(Mark(work, dtype, of_it[0].intensity, ours, peer, tf32))
+    return result
 
 
 def _fastest(rows: Iterable[BenchRow]) -> float | None:
@@ -146,10 +147,10 @@ def _fastest(rows: Iterable[BenchRow]) -> float | None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Plot a panel for each kind of work to a PNG file; InputError if there is nothing to draw.
+    """Plot a panel for each kind of work. Raises InputError if there is nothing to draw.
 
-    A work is a line: our rate, the fastest peer, and the ceiling. Its name is at the left, its
-    figures at the right.
+    Each work is a line of the panel: its name at the left; gpt2block's rate, the fastest peer and
+    the ceiling; its figures at the right.
     """
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -169,15 +170,15 @@ def draw(report: Report, file: Path) -> None:
 
 
 def ceiling(mark: Mark, best: Ceilings) -> float:
-    """TFLOP/s of cuBLAS in this dtype or, with few operations for each byte, of the copy."""
+    """Return the TFLOP/s of cuBLAS in this dtype or, if lower, the limit of memory bandwidth."""
     memory = 1e-3 * best.copy_gb_s * mark.intensity
     matmul = best.tflop_s.get(mark.dtype, inf)
     return min(memory, matmul if isfinite(matmul) else inf)
 
 
-def _panel(ax: Any, found: list[Mark], best: Ceilings) -> None:
+def _panel(ax: Any, shown: list[Mark], best: Ceilings) -> None:
     ax.set_xscale("log")
-    for at, mark in enumerate(found):
+    for at, mark in enumerate(shown):
         color = COLORS[mark.dtype]
         own = [rate for rate in (mark.ours, mark.peer, mark.tf32) if rate]
         ax.plot([min(own), max(own)], [at, at], color=color, linewidth=1.5, alpha=0.4)
@@ -190,14 +191,14 @@ def _panel(ax: Any, found: list[Mark], best: Ceilings) -> None:
         ax.plot(ceiling(mark, best), at, "|", markersize=14, markeredgewidth=1.5, color="black")
         ax.annotate(mark.label, (1.02, at), xycoords=("axes fraction", "data"), va="center",
                     fontsize=LABEL_SIZE, color=color)  # fmt: skip
-    several = len({mark.dtype for mark in found}) > 1
-    names = [f"{mark.work}, {mark.dtype}" if several else mark.work for mark in found]
-    ax.set_yticks(range(len(found)), names, fontsize=LABEL_SIZE)
-    ax.set_ylim(len(found) - 0.4, -0.6)
+    several = len({mark.dtype for mark in shown}) > 1
+    names = [f"{mark.work}, {mark.dtype}" if several else mark.work for mark in shown]
+    ax.set_yticks(range(len(shown)), names, fontsize=LABEL_SIZE)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
     _label_2_and_5(ax.xaxis, "g")
     ax.tick_params(axis="x", which="both", labelsize=LABEL_SIZE)
     ax.grid(alpha=0.25, which="both", axis="x", linewidth=0.5)
-    ax.set_xlabel(f"TFLOP/s, {found[0].dtype}" if not several else "TFLOP/s", fontsize=LABEL_SIZE)
+    ax.set_xlabel(f"TFLOP/s, {shown[0].dtype}" if not several else "TFLOP/s", fontsize=LABEL_SIZE)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -223,7 +224,7 @@ def _legend(figure: Any, every: Sequence[Mark]) -> None:
 
 
 def draw_decoding(report: Report, file: Path) -> None:
-    """Plot tokens/s of decoding by rows, with the floor and the peers, to a PNG file.
+    """Plot tokens/s of decoding against rows, with the limit of bandwidth and the peers.
 
     Raises InputError if there is nothing to draw.
     """
@@ -262,20 +263,20 @@ def draw_decoding(report: Report, file: Path) -> None:
 
 
 def points(rows: Sequence[BenchRow], contender: str) -> Points:
-    """Rows and tokens/s of a contender, by the number of rows."""
-    found = [(r.sizes["rows"], r.tokens_s) for r in rows if r.contender == contender]
-    return sorted((n, rate) for n, rate in found if rate)
+    """Return (rows, tokens/s) of a contender, sorted by rows."""
+    pairs = [(r.sizes["rows"], r.tokens_s) for r in rows if r.contender == contender]
+    return sorted((n, rate) for n, rate in pairs if rate)
 
 
 def floor(rows: Sequence[BenchRow]) -> Points:
-    """Rows and the tokens/s of a step that takes as long as reading weights, keys and values."""
+    """Return (rows, tokens/s) of a step that takes as long as reading weights, keys and values."""
     return sorted(
         {r.sizes["rows"]: 100 * r.tokens_s / r.percent_copy for r in rows if r.tokens_s}.items()
     )
 
 
 def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None:
-    """Label points of a peer with our rate as a multiple, on the side away from our line."""
+    """Label a peer's points with the ratio of gpt2block's rate, on the side away from its line."""
     for n, rate in theirs:
         if n in ours:
             below = ours[n] > rate

@@ -1,4 +1,4 @@
-"""Time contenders on the same buffers: each as a CUDA graph, the replays interleaved."""
+"""Time contenders on the same buffers: each is a CUDA graph, and the replays are interleaved."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from gpt2block.cuda import timing
 from gpt2block.errors import InputError, KernelError
 
-REFUSALS = (InputError, KernelError, MemoryError)  # reasons that a variant cannot run
-REPLAY_MS = 3.0  # of one contender; the launch of the graph itself is then negligible
-MOST_CALLS = 2000  # captured in one graph
+REFUSALS = (InputError, KernelError, MemoryError)  # errors of a variant that cannot run
+REPLAY_MS = 3.0  # duration of a graph's replay, compared with which its launch is negligible
+MOST_CALLS = 2000  # maximum number of calls captured in one graph
 
 Replay = Callable[[], None]
 Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
 
 
 class Captured(NamedTuple):
-    """A captured graph: a call replays it. `outs` are some of the outputs that it writes."""
+    """A captured graph, its `replay`, and some of the outputs that it writes, `outs`."""
 
     replay: Replay
     outs: tuple[Any, ...]
-    kept: Any = None  # a graph holds pointers only, and these objects hold the memory
+    kept: Any = None  # owners of the memory to which the graph has pointers
 
 
 Capture = Callable[[int], Captured]
@@ -31,10 +31,10 @@ Capture = Callable[[int], Captured]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute something.
+    """One implementation of a work.
 
-    `capture(rounds)` returns a graph that goes over all copies of the inputs that many times.
-    `arithmetic` is a dtype or "tf32"; it chooses the ceiling and the allowed error.
+    `capture(rounds)` returns a graph that computes all copies of the inputs `rounds` times.
+    `arithmetic` is a dtype or "tf32", and determines the ceiling and the tolerance.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Contender:
 
 
 class Timed(NamedTuple):
-    """A contender, the µs of one call, and its errors as `measure.errors` returns them."""
+    """A contender, the µs of one call, and the absolute and relative error of its outputs."""
 
     contender: Contender
     us: float
@@ -53,12 +53,12 @@ class Timed(NamedTuple):
 
 
 def refuse(why: str, rounds: int) -> Captured:
-    """The capture of a contender that cannot run."""
+    """Raise InputError with the reason `why`, as the `capture` of a contender that cannot run."""
     raise InputError(why)
 
 
 def first_and_last(outs: Iterable[Any]) -> tuple[Any, ...]:
-    """The outputs that are checked."""
+    """Return the first and the last output, which are checked."""
     first, *others = outs
     return (first, *others[-1:])
 
@@ -70,15 +70,15 @@ def race(
     rounds: int | None = None,
     times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
-    """Capture, check and time every contender; also returns those that cannot run, with the reason.
+    """Capture, check and time every contender; return timings, and refusals with their reasons.
 
-    copies: of the inputs; a call is one pass over one of them. check: gives the errors of the
-    outputs that a replay writes. A contender of gpt2block cannot run if it raises one of REFUSALS,
-    a peer if it raises anything. Without a check, the errors are NaN, and every exception is
-    raised. rounds: over all copies in one graph; by default as many as take REPLAY_MS. times: gives
-    the ms of each replay, by default `timing.interleaved_ms`.
+    copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
+    the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
+    REFUSALS, a peer if it raises anything. Without a check, the errors are NaN, and every exception
+    is raised. rounds: rounds over all copies in one graph; by default as many as take REPLAY_MS.
+    times: returns the ms of each replay; by default `timing.interleaved_ms`.
     """
-    found: list[tuple[Contender, Captured, int, tuple[float, float]]] = []
+    captured: list[tuple[Contender, Captured, int, tuple[float, float]]] = []
     refused: list[tuple[Contender, str]] = []
     for each in contenders:
         try:
@@ -89,15 +89,15 @@ def race(
                 raise
             refused.append((each, first_line(error)))
             continue
-        found.append((each, run, repeated * copies, errors))
-    ms = (times or timing.interleaved_ms)({each.name: run.replay for each, run, *_ in found})
+        captured.append((each, run, repeated * copies, errors))
+    ms = (times or timing.interleaved_ms)({each.name: run.replay for each, run, *_ in captured})
     return [
-        Timed(each, 1e3 * ms[each.name] / calls, errors) for each, _, calls, errors in found
+        Timed(each, 1e3 * ms[each.name] / calls, errors) for each, _, calls, errors in captured
     ], refused
 
 
 def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Captured, int]:
-    """A graph and its rounds; without `rounds`, one round is timed first."""
+    """Return a graph and its number of rounds; without `rounds`, one round is timed first."""
     if rounds is not None:
         return contender.capture(rounds), rounds
     graph = contender.capture(1)
@@ -106,10 +106,10 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 
 def rounds_for(once_ms: float, copies: int) -> int:
-    """Rounds over all copies in one graph, if a round takes `once_ms`."""
+    """Return the rounds over all copies for one graph, if a round takes `once_ms`."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its type."""
+    """Return the first line of an exception's message, or the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,6 @@
-"""What `gpt2block bench` measures of works: a race of gpt2block against PyTorch and the ceilings.
+"""Time gpt2block and PyTorch at each work of `gpt2block bench`, and compare with the ceilings.
 
-Every contender reads the same buffers and is compared with float64.
+Every contender reads the same buffers, and its result is compared with float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpt2block.cuda import cupy
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One contender at one work."""
+    """The measurement of one contender at one work."""
 
     what: str
     work: str
@@ -34,20 +34,20 @@ class BenchRow:
     sizes: Mapping[str, int]
     contender: str
     peer: bool
-    arithmetic: str  # of its matrix products: the dtype, or "tf32"
+    arithmetic: str  # arithmetic of matrix products: the dtype, or "tf32"
     us: float
     tflop_s: float
     gb_s: float
-    percent_matmul: float  # of cuBLAS on large matrices in the same arithmetic
-    percent_copy: float  # of a step of decoding: the share reached of its floor
-    intensity: float  # operations for each byte that has to move
-    max_abs: float  # largest difference from float64
-    max_rel: float  # the same relative to the largest value
-    right: bool  # whether that difference is rounding
-    copies: int  # of the data, used in turn
-    tokens_s: float | None = None  # tokens written per second; None for other works
+    percent_matmul: float  # TFLOP/s as % of cuBLAS on large matrices in the same arithmetic
+    percent_copy: float  # GB/s as % of a copy's; decoding: as % of the bandwidth limit
+    intensity: float  # FLOPs per byte of the minimum traffic
+    max_abs: float  # largest absolute difference from float64
+    max_rel: float  # max_abs relative to the largest absolute value
+    right: bool  # whether rounding explains max_rel
+    copies: int  # number of copies of the inputs, used in turn
+    tokens_s: float | None = None  # generated tokens per second; None without generation
     note: str = ""
-    # Name of a peer → its time as a multiple of this one; for right results of gpt2block alone.
+    # Name of a peer → its time divided by this row's time; only for correct rows of gpt2block.
     peers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -56,11 +56,11 @@ class Report:
     versions: Mapping[str, str]
     ceilings: Ceilings
     rows: list[BenchRow]
-    skipped: list[str]  # a line for each contender that did not run
+    skipped: list[str]  # one line per contender that did not run
 
     @property
     def right(self) -> bool:
-        """Whether every result of gpt2block is right."""
+        """Whether every result of gpt2block is correct."""
         return all(row.right for row in self.rows if not row.peer)
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +79,8 @@ def run(
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
-        torch = torch_peers().TorchPeers(index) if peer else None  # first, since it loads cuBLAS
+        # PyTorch comes first, so that its cuBLAS is loaded.
+        torch = torch_peers().TorchPeers(index) if peer else None
         best = measured()
         for work in progress(list(works)):
             try:
@@ -91,7 +92,7 @@ def run(
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
             rows += found
             skipped += lines
-            sets, entrants = [], []  # so that their memory can be freed
+            sets, entrants = [], []  # drop references, so that device memory can be freed
             cupy.get_default_memory_pool().free_all_blocks()
             if torch:
                 torch.tidy()
@@ -102,7 +103,7 @@ def run(
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
 ) -> tuple[list[BenchRow], list[str]]:
-    """A row for each contender that can run, and a line for each other one."""
+    """Return a row for each contender that ran, and a line of text for each other contender."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
@@ -135,13 +136,13 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
 
 
 def tolerance(work: Work, arithmetic: str) -> float:
-    """The largest relative error that is rounding."""
+    """Return the largest relative error that rounding explains."""
     dtype = "float16" if arithmetic == TF32 else arithmetic  # both have 11 significant bits
     return work.roundings * measure.tolerance(work.rounding or dtype)
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """The rows of gpt2block compared with every peer; wrong results are left out."""
+    """Fill in `peers` of gpt2block's rows; incorrect results are not compared."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row
@@ -176,9 +177,9 @@ def _dotted(number: int) -> str:
 
 
 def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the driver, where its kernel module shows it."""
+    """Return the driver's version as its kernel module reports it, if it does."""
     try:
-        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
+        match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
     except OSError:
-        found = None
-    return found[1] if found else "unknown"
+        match = None
+    return match[1] if match else "unknown"

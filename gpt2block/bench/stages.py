@@ -1,6 +1,6 @@
-"""Steps of decoding of a Llama with fewer fusions: one kernel for each operation, then each fusion.
+"""Decoding steps of a Llama with one kernel for each operation, then with one fusion after another.
 
-The table of kernl's Llama optimisation.
+The stages follow the table of kernl's Llama optimisation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Product, forward
 from gpt2block.passes.machine import Machine
 
-UNFUSED = "unfused"  # the first stage
-Stages = Mapping[str, Collection[str]]  # name → its fusions
-SIXTEEN_BIT_STAGES = {  # name → what it has more than the one before it
+UNFUSED = "unfused"  # name of the first stage
+Stages = Mapping[str, Collection[str]]  # name of a stage → its fusions
+SIXTEEN_BIT_STAGES = {  # name of a stage → fusions that it adds to the preceding stage
     UNFUSED: "",
     "+ residuals": "adds",
     "+ RoPE": "into_cache",
@@ -37,11 +37,11 @@ OTHER_STAGES = {
 
 
 def stages_of(dtype: str) -> Stages:
-    """The stages with weights of a dtype.
+    """Return the stages for weights of a dtype.
 
-    Residuals are fused together with RMSNorm; RoPE, with the append of K and V to the kv_cache.
-    Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
-    not overlap.
+    Residual additions are fused together with RMSNorm; RoPE together with the append of K and V to
+    the kv_cache. Kernels with a fused RMSNorm support float32 activations only with float32 and FP8
+    weights. These kernels do not overlap.
     """
     stages = SIXTEEN_BIT_STAGES if dtype in SIXTEEN_BITS else OTHER_STAGES
     added = (frozenset(more.split()) for more in stages.values())
@@ -49,17 +49,18 @@ def stages_of(dtype: str) -> Stages:
 
 
 def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
-    """A step of decoding with some of the fusions, to logits."""
+    """Run a decoding step with these fusions, up to the logits."""
     step = StagedPass(do, Settings.of(config), fusions)
     return forward(step, architecture_of(config), config, "logits")
 
 
 class StagedPass(DecodePass):
-    """Steps of decoding with some of the fusions.
+    """A decoding step with a chosen set of fusions.
 
-    "adds", "norms", "gates": products have residuals, RMSNorm, and gate and up of the feed-forward.
-    "into_cache": RoPE also appends K and V to the kv_cache, which the attention of decoding then
-    reads; else they are appended by a kernel of their own, and attention takes rows [Q | K | V].
+    "adds": products add residuals. "norms": products apply RMSNorm. "gates": one product computes
+    gate and up of the feed-forward. "into_cache": RoPE also appends K and V to the kv_cache, and
+    attention reads them there; otherwise a separate kernel appends K and V, and attention reads
+    rows [Q | K | V].
     """
 
     def __init__(self, do: Machine, settings: Settings, fusions: Collection[str]) -> None:

@@ -1,6 +1,6 @@
-"""What is computed with whole models, from tokens to tokens, and the results that are checked.
+"""Tasks of whole models (decoding, prompts, generation) and the results to check.
 
-Times are those of calls from Python whose results are on the host.
+Times are host times of Python calls that return with their results in host memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from gpt2block.bench.models import RandomModel
 from gpt2block.bench.race import Captured
 from gpt2block.bench.stages import staged
-from gpt2block.bench.works import Written
+from gpt2block.bench.works import GeneratedSequences
 from gpt2block.cuda import cupy, timing
 from gpt2block.errors import InputError
 from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import Floats, Ids, Sampled, cache_tensors, start_all
 from gpt2block.sampling import Sampling
 
-STEPS = 16  # of decoding in one turn
+STEPS = 16  # decoding steps per timed turn
 TURNS = timing.REPLAYS
-DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
+DIFFERENT = 3  # number of different prompts; row b has prompt b mod DIFFERENT
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of decoding: the next token of every row, with about `position` tokens before it."""
+    """Task: decoding steps for `rows` rows, with about `position` tokens before the next token."""
 
     model: RandomModel[Any]
     rows: int
@@ -37,12 +37,12 @@ class Steps:
 
     @property
     def start(self) -> int:
-        """Tokens of a prompt; `position` is the middle of the turns after the checked one."""
+        """Length of a prompt in tokens, so that `position` is the middle of the timed turns."""
         return self.position - STEPS * (2 + TURNS) // 2
 
     @property
     def end(self) -> int:
-        """Tokens of a sequence after all turns."""
+        """Length of a sequence in tokens after all turns."""
         return self.start + STEPS * (1 + TURNS)
 
     def prompts(self) -> list[Ids]:
@@ -50,22 +50,22 @@ class Steps:
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
     def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
-        """By a decoding, which has room for the steps of all turns."""
+        """Capture steps of the model's own decoding, which has room for the steps of all turns."""
         engine, prompts = self.model.on(device).engine, self.prompts()
         end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
         decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
         steps: list[Sampled] = []
         waiting = set(range(self.rows))
-        while waiting:  # prompts that start in several groups have separate first steps
+        while waiting:  # groups of prompts that start separately have separate first steps
             steps.append(decoding.next())
             waiting -= set(steps[-1].slots.tolist())
 
         def replay() -> None:
             for _ in range(rounds):
                 steps.append(decoding.next())
-            cupy.cuda.Device().synchronize()  # the next step is in flight and counts in this turn
+            cupy.cuda.Device().synchronize()  # the next step, in flight, counts in this turn
 
-        def written() -> Written:
+        def written() -> GeneratedSequences:
             tokens: list[list[int]] = [[] for _ in prompts]
             logprobs = np.empty(self.rows)
             for step in steps:
@@ -80,9 +80,9 @@ class Steps:
     def staged(
         self, device: int, fusions: Collection[str], shared: list[Any], rounds: int
     ) -> Captured:
-        """Greedy, with some of the fusions, as a CUDA graph or not, with or without overlap.
+        """Capture greedy decoding with these fusions, perhaps as a CUDA graph and with overlap.
 
-        shared: the kv_cache of all stages, which is large; each writes it again from the prompts.
+        shared: the large kv_cache of all stages; each stage rewrites it from the prompts.
         """
         prompts, M = self.prompts(), self.rows
         engine: Any = self.model.on(device).engine
@@ -116,7 +116,7 @@ class Steps:
                     positions[...] += 1
                     columns.append(tokens.get())
 
-        def written() -> Written:
+        def written() -> GeneratedSequences:
             with engine.running():
                 logits = recording.out.get().astype(np.float64)
             largest = logits.max(axis=1, keepdims=True)
@@ -127,19 +127,20 @@ class Steps:
 
     def written(
         self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
-    ) -> Written:
-        """The rows that are checked, after the new tokens of all rows.
+    ) -> GeneratedSequences:
+        """Return the sequences of the rows to check, from the new tokens of all rows.
 
-        logprob: of a row and its last token.
+        logprob: returns the log-probability of a row's last token, from the row and the token.
         """
         rows, prompts = sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1}), self.prompts()
         sequences = [np.array([*prompts[row], *tokens[row]], np.int32) for row in rows]
-        return Written(sequences, [float(logprob(row, int(tokens[row][-1]))) for row in rows])
+        logprobs = [float(logprob(row, int(tokens[row][-1]))) for row in rows]
+        return GeneratedSequences(sequences, logprobs)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of T tokens, to the logits after its last one."""
+    """Task: one prompt of T tokens, up to the logits after its last token."""
 
     model: RandomModel[Any]
     T: int
@@ -149,7 +150,7 @@ class Prompt:
         return self.model.prompts([self.T])[0]
 
     def run(self, compute: Callable[[], Floats], rounds: int) -> Captured:
-        """compute: gives the logits (1, V) on the host."""
+        """Capture `compute`, which returns the logits (1, V) in host memory."""
         logits: list[Floats] = []
 
         def replay() -> None:
@@ -164,29 +165,31 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Many prompts, each continued by `new` tokens, greedily."""
+    """Task: greedy continuations of many prompts by `new` tokens each."""
 
     model: RandomModel[Any]
     prompts: Sequence[Ids]
     new: int
 
     def run(self, generate: Callable[[], Any], rounds: int) -> Captured:
-        """generate: gives the new tokens of each prompt."""
-        found: list[Any] = []
+        """Capture `generate`, which returns the new tokens of each prompt."""
+        tokens: list[Any] = []
 
         def replay() -> None:
             for _ in range(rounds):
-                found[:] = generate()
+                tokens[:] = generate()
 
-        return Captured(replay, (lambda: self.written(found),))
+        return Captured(replay, (lambda: self.written(tokens),))
 
-    def written(self, new: Sequence[Sequence[int]]) -> Written:
-        """Those that are checked. Raises InputError for a continuation of a wrong length."""
+    def written(self, new: Sequence[Sequence[int]]) -> GeneratedSequences:
+        """Return sequences to check. Raises InputError unless all have `new` new tokens."""
         lengths = sorted({len(tokens) for tokens in new})
         if lengths != [self.new]:
-            raise InputError(f"{self.new} new tokens of each prompt were requested, got {lengths}")
+            raise InputError(f"expected {self.new} new tokens for each prompt, got {lengths}")
         checked = sorted({0, len(new) // 2, len(new) - 1})
-        return Written([np.array([*self.prompts[i], *new[i]], np.int32) for i in checked])
+        return GeneratedSequences(
+            [np.array([*self.prompts[i], *new[i]], np.int32) for i in checked]
+        )
 
     def generated(self, device: int, rounds: int) -> Captured:
         from gpt2block.generation.generate import generate  # noqa: PLC0415  (tiktoken imports slowly)

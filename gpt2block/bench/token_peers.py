@@ -1,10 +1,10 @@
-"""Contenders of PyTorch and `transformers` for works from tokens to tokens.
+"""Contenders of PyTorch and `transformers` for works of whole models.
 
-A step of decoding is written out here: linear layers by cuBLAS, scaled_dot_product_attention over a
-static kv_cache no longer than the sequences become, compiled, and replayed as a CUDA graph; for a
-prompt of a Llama over its tokens alone, on the weights of gpt2block's model. Many prompts are
-continued by `generate`, left-padded to one batch, and by `generate_batch`, which is continuous
-batching.
+The PyTorch contender is a forward pass in this module: cuBLAS for linear layers, and
+scaled_dot_product_attention over a static kv_cache no longer than the sequences become. It is
+compiled and replayed as a CUDA graph. A Llama uses the weights of gpt2block's model; its prompt
+attends to its own tokens without a kv_cache. Many prompts are continued by the methods `generate`
+of `transformers`, left-padded to one batch, and `generate_batch`, with continuous batching.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gpt2block.bench.models import RandomGPT2, RandomLlama
 from gpt2block.bench.race import Capture, Captured, Contender, refuse
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.torch_functions import check_weights, tensor
-from gpt2block.bench.works import Written
+from gpt2block.bench.works import GeneratedSequences
 from gpt2block.checkpoints.naming import GPT2_NAMING, naming_of
 from gpt2block.config.formats import own_cache_dtype
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 
-CACHE_STEP = 64  # the length of a static kv_cache is a multiple of it
+CACHE_STEP = 64  # the length of a static kv_cache is a multiple of CACHE_STEP
 NOTES = {
     "transformers": "generate, left-padded to one batch",
     "transformers, paged": "generate_batch, which is continuous batching",
@@ -46,12 +46,12 @@ Tensor = Any
 Tensors = dict[str, Tensor]
 Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, KV heads, S, HS)
 Forward = Callable[[Tensor, Tensor, Tensors, Caches | None], Tensor]
-# From a function and its arguments, what calls it again, in place.
+# Takes a function and its arguments; returns a function that repeats the call on the same memory.
 Repeated = Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tensor]]
 
 
 def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iterator[Contender]:
-    """PyTorch's and those of `transformers` for a task; none take a kv_cache of FP8."""
+    """Yield the contenders of PyTorch and `transformers`; with an FP8 kv_cache each is refused."""
     model, captures = task.model, _captures(task, "cuda", repeated)
     if model.kv_dtype in FP8:
         why = f"no PyTorch operation here takes a kv_cache of {model.kv_dtype}"
@@ -64,7 +64,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
 def _captures(
     task: Steps | Prompt | Continuations, device: str, repeated: Repeated
 ) -> Mapping[str, Capture]:
-    """By the names of contenders."""
+    """Return the `capture` functions of a task by the contenders' names."""
     if isinstance(task, Continuations):
         return {
             "transformers": partial(generated, task, device),
@@ -84,7 +84,7 @@ def _captures(
 
 
 def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured:
-    """Decoding with every token on the host."""
+    """Capture decoding steps of `forward`, each of which copies its tokens to the host."""
     c, prompts = work.model.config, work.prompts()
     weights, forward = model_of(work.model, device)
     length = -(-work.end // CACHE_STEP) * CACHE_STEP
@@ -120,14 +120,14 @@ def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured
     return Captured(replay, (lambda: _written(work, tokens, logits[0]),), again)
 
 
-def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> Written:
-    """From the tokens of each step, and the logits of the last one."""
+def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> GeneratedSequences:
+    """Return the sequences to check, from the tokens of each step and the last step's logits."""
     scores = logits.float().log_softmax(-1)
     return work.written(np.stack(tokens, axis=1), lambda row, token: scores[row, token])
 
 
 def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Callable[[], Tensor]:
-    """The function itself; a call returns its output."""
+    """Return a function that calls `function` with these arguments and returns its output."""
 
     def again() -> Tensor:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Calla
 def prefilled(
     forward: Forward, ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches
 ) -> int:
-    """The token after a prompt, whose keys and values are stored in these rows of the caches."""
+    """Return the token after a prompt; store the prompt's keys and values in rows of the caches."""
     device = weights["wte"].device
     one = [tuple(torch.zeros_like(half[:1]) for half in pair) for pair in caches]
     positions = torch.arange(len(ids), device=device)
@@ -154,7 +154,7 @@ def prefilled(
 
 
 def model_of(model: Any, device: str) -> tuple[Tensors, Forward]:
-    """The weights, and the function that computes logits with them."""
+    """Return the model's weights as tensors, and the function that computes logits from them."""
     if isinstance(model.config, LlamaConfig):
         return llama_weights(model), partial(llama_forward, model.config)
     return weights_of(model, device), partial(forward, model.config.eps)
@@ -163,7 +163,7 @@ def model_of(model: Any, device: str) -> tuple[Tensors, Forward]:
 def forward(
     eps: float, tokens: Tensor, positions: Tensor, weights: Tensors, caches: Caches
 ) -> Tensor:
-    """The logits (B, V) after tokens (B, T) at positions (T,), whose keys and values are stored."""
+    """Return the logits (B, V) after tokens (B, T) at positions (T,); append keys and values."""
 
     def norm(x: Tensor, name: str, number: str) -> Tensor:
         gamma, beta = weights[f"{name}gamma{number}"], weights[f"{name}beta{number}"]
@@ -188,20 +188,20 @@ def forward(
 
 
 def weights_of(model: RandomGPT2, device: str) -> Tensors:
-    """The weights in the model's dtype; matrices are (out, in). Raises InputError for FP8."""
+    """Return weights in the model's dtype; matrices are (out, in). Raises InputError for FP8."""
     check_weights(model.dtype)
-    found = {}
+    tensors = {}
     for name, array, layout in model.weights.tensors():
         rows = np.ascontiguousarray(array.T if layout == "KN" else array)
-        found[name] = torch.from_numpy(rows).to(device, getattr(torch, model.dtype))
-    return found
+        tensors[name] = torch.from_numpy(rows).to(device, getattr(torch, model.dtype))
+    return tensors
 
 
 def generated(work: Continuations, device: str, rounds: int) -> Captured:
-    """By `generate`."""
+    """Capture the continuation of all prompts by `generate` of `transformers`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work)
     longest = max(map(len, work.prompts))
-    padded = np.zeros((2, len(work.prompts), longest), np.int64)  # tokens, and where they are
+    padded = np.zeros((2, len(work.prompts), longest), np.int64)  # tokens and attention mask
     for row, ids in enumerate(work.prompts):
         padded[:, row, longest - len(ids) :] = ids, np.ones_like(ids)
     tokens, mask = torch.from_numpy(padded).to(device)
@@ -215,13 +215,13 @@ def generated(work: Continuations, device: str, rounds: int) -> Captured:
 
 
 def generated_in_pages(work: Continuations, device: str, rounds: int) -> Captured:
-    """By `generate_batch`."""
+    """Capture the continuation of all prompts by `generate_batch` of `transformers`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work, eos_token_id=-1)
 
     def generate() -> list[list[int]]:
         out = model.generate_batch([ids.tolist() for ids in work.prompts], generation_config=config)
         new = [each.generated_tokens for each in out.values()]
-        del out  # its kv_cache took most of the free memory
+        del out  # frees a kv_cache that takes most of the device's memory
         gc.collect()
         torch.cuda.empty_cache()
         return new
@@ -238,7 +238,7 @@ def _greedy(work: Continuations, eos_token_id: int | None = None) -> Any:
 
 
 def _transformers() -> Any:
-    """The module. Raises InputError if it is not installed."""
+    """Import `transformers`. Raises InputError if it is not installed."""
     try:
         import transformers  # noqa: PLC0415
     except ImportError as error:
@@ -247,7 +247,7 @@ def _transformers() -> Any:
 
 
 def transformers_gpt2(model: Any, device: str) -> Any:
-    """The same model in `transformers`. Raises InputError if it is not installed."""
+    """Return the same GPT-2 as a model of `transformers`. Raises InputError without it."""
     transformers = _transformers()
     check_weights(model.dtype)
     settings = {**model.config.to_hugging_face(), "bos_token_id": None, "eos_token_id": None}
@@ -259,20 +259,20 @@ def transformers_gpt2(model: Any, device: str) -> Any:
         )
         for name, array, _ in model.weights.tensors()
     }
-    theirs.load_state_dict(state, strict=False)  # lm_head is wte
+    theirs.load_state_dict(state, strict=False)  # not strict: lm_head.weight shares wte
     return theirs.to(getattr(torch, model.dtype)).eval()
 
 
 def llama_weights(model: RandomLlama) -> Tensors:
-    """The weights in the same memory, vectors in the model's dtype, and the frequencies of RoPE.
+    """Return the weights as tensors in the same memory, and RoPE's frequencies.
 
-    Matrices are (out, in). Raises InputError for FP8.
+    Matrices are (out, in); vectors are converted to the model's dtype. Raises InputError for FP8.
     """
     check_weights(model.dtype)
     dtype = getattr(torch, model.dtype)
-    found = {name: tensor(array).to(dtype) for name, array, _ in model.stored()}
+    tensors = {name: tensor(array).to(dtype) for name, array, _ in model.stored()}
     frequencies = torch.from_numpy(model.config.frequencies().astype(np.float32))
-    return {**found, "frequencies": frequencies.to(found["wte"].device)}
+    return {**tensors, "frequencies": frequencies.to(tensors["wte"].device)}
 
 
 def llama_forward(
@@ -282,9 +282,10 @@ def llama_forward(
     weights: Tensors,
     caches: Caches | None,
 ) -> Tensor:
-    """The logits (B, V) after tokens (B, T) at positions (T,).
+    """Return the logits (B, V) after tokens (B, T) at positions (T,).
 
-    Their keys and values are stored in the caches; without caches, the tokens are a whole prompt.
+    The tokens' keys and values are stored in the caches. Without caches, the tokens are a whole
+    prompt.
     """
     C, Q = config.n_embd, config.q_width
     widths = [Q, config.kv_width, config.kv_width]
@@ -294,7 +295,7 @@ def llama_forward(
     def norm(x: Tensor, name: str) -> Tensor:
         return rms_norm(x, (C,), weights[name], config.eps)
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         a, b = x.float().chunk(2, -1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
@@ -308,7 +309,7 @@ def llama_forward(
                 rms_norm(part, (config.head_size,), weights[f"{h}gamma_{name}"], config.eps)
                 for part, name in ((q, "q"), (k, "k"))
             )
-        q, k = turned(q), turned(k)
+        q, k = rotated(q), rotated(k)
         if caches is None:
             heads = _causal(q, k, v)
         else:
@@ -328,7 +329,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Attention over a cache; the queries that share keys are rows of one matrix, not copies."""
+    """Compute attention over a cache; query heads that share keys are rows of one matrix."""
     B, NH, T, HS = q.shape
     group = NH // keys.shape[1]
     rows = q.reshape(B, keys.shape[1], group * T, HS)
@@ -339,7 +340,7 @@ def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> T
 
 
 def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captured:
-    """The logits after a prompt of a Llama, on the host."""
+    """Capture the logits after a Llama's prompt, copied to the host."""
     model: Any = work.model
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
     positions = torch.arange(work.T, device=device)
@@ -352,7 +353,7 @@ def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captur
 
 
 def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
-    """As `prompt`, by `transformers`."""
+    """Capture the logits after a Llama's prompt, computed by `transformers`."""
     theirs = transformers_llama(work.model)
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
 
@@ -365,7 +366,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
-    """Greedy decoding by `transformers` with its default kv_cache."""
+    """Capture greedy decoding by `transformers` with its default kv_cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
     state: dict[str, Any] = {}
@@ -387,7 +388,7 @@ def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
 
 
 def transformers_llama(model: Any) -> Any:
-    """The same model in `transformers`, on the same memory. Raises InputError without it."""
+    """Return the same Llama as a model of `transformers`, on the same memory. Raises InputError."""
     transformers = _transformers()
     weights = llama_weights(model)
     config = transformers.AutoConfig.for_model(**model.config.to_hugging_face())
@@ -400,7 +401,7 @@ def transformers_llama(model: Any) -> Any:
 
 
 def _state(config: LlamaConfig, weights: Tensors) -> Tensors:
-    """The tensors under the names of Hugging Face; Q, K and V are rows of one matrix."""
+    """Return tensors by Hugging Face's names, views of gpt2block's (Q, K, V are rows of w_qkv)."""
     naming = naming_of(config)
     state: Tensors = {}
     for ours, parts in naming.parts(config).items():

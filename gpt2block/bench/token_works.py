@@ -1,8 +1,8 @@
-"""What `gpt2block bench --decode` and `--llama` time: models from tokens to tokens, random weights.
+"""Works of `gpt2block bench --decode` and `--llama`: whole models with random weights.
 
-A step of decoding for several numbers of rows, a prompt, and many prompts with their continuations;
-a Llama's steps also with fewer fusions: one kernel for each operation, launched from Python, then
-each fusion in addition, and last a CUDA graph.
+The works are a decoding step for several numbers of rows, a prompt, and continuations of many
+prompts. A Llama's step is also timed in stages: one kernel for each operation, launched from
+Python, then one fusion more at each stage, and at last a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ MOST_ROWS = 4096
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
-FP8_CACHE = "+ FP8 kv_cache"  # a step of all stages, and a kv_cache of FP8
+FP8_CACHE = "+ FP8 kv_cache"  # contender: a step with all fusions and a kv_cache of FP8
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 NARROW = "float8_e5m2"
-FLOAT16 = ("7b", "small")  # sizes whose checkpoints have float16 weights; the others have bfloat16
+FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
 
-Captures = Mapping[str, Capture]  # by the names of contenders
+Captures = Mapping[str, Capture]  # name of a contender → its `capture`
 
 
 class ModelWorks(NamedTuple):
-    """What is timed of an architecture.
+    """Parameters of an architecture's works.
 
-    size: the config of a name. default: that name. rows: of steps; peer_rows: those of them at
-    which PyTorch takes part. further: dtypes of weights and kv_cache after the size's own, if none
-    is given. prompt: tokens of a prompt; firsts: of prompts with one new token; batches: numbers of
-    prompts that are continued together.
+    size: returns the config for the name of a size. default: name of the default size. rows:
+    numbers of rows of decoding steps. peer_rows: the numbers among them at which PyTorch is timed.
+    further: (dtype, kv_dtype) pairs that are timed after the size's default dtype if the user sets
+    no dtype. prompt: length of a prompt in tokens. firsts: lengths of prompts with one new token.
+    batches: numbers of prompts that are continued together.
     """
 
     model: Callable[..., RandomModel[Any]]
@@ -70,7 +71,7 @@ MODELS: Mapping[str, ModelWorks] = {
         size,
         "gpt2",
         rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        peer_rows=(1, 8, 64, 256),  # compiling PyTorch's step takes seconds for each
+        peer_rows=(1, 8, 64, 256),  # few, as compiling PyTorch's step takes seconds each
         further=(),
         prompt=1024,
         firsts=(480, 1000),
@@ -97,11 +98,11 @@ def model_works(
     name: str | None = None,
     kv_dtype: str | None = None,
 ) -> list[Work]:
-    """The works of one of MODELS, in the order they are timed. Raises InputError.
+    """Return the works of an architecture in MODELS, in the order they are timed.
 
-    dtype: of the weights; by default that of the checkpoints of this size, then those `further`.
-    rows: as `parse_rows` takes them, with PyTorch at all of them. name: of the size. kv_dtype:
-    as in `RandomModel`, of all works.
+    dtype: dtype of the weights; by default the dtype of this size's checkpoints, then `further`.
+    rows: a list that `parse_rows` accepts; PyTorch is timed at all of them. name: name of the size.
+    kv_dtype: dtype of the kv_cache of all works. Raises InputError.
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
@@ -125,7 +126,7 @@ def model_works(
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
-    """Numbers of rows from a list such as "1,8,64". Raises InputError."""
+    """Parse a list of numbers of rows such as "1,8,64". Raises InputError."""
     words = text.split(",")
     if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MOST_ROWS for w in words):
         raise InputError(
@@ -142,11 +143,11 @@ def model_work(
     ours: Callable[[int], Captures],
     **fields: Any,
 ) -> Work:
-    """A work of a whole model: calls from Python, not graphs; fields: further ones of Work.
+    """Return a work of a whole model, timed by calls from Python rather than graphs.
 
-    The model has its weights, which exceed the L2 cache. With a kv_cache of FP8 the rounding errors
-    are those of bfloat16, eight times those of float16: keys and values near a tie are rounded to
-    either side, by steps of 1/4 or 1/8 of them, which attention averages.
+    fields: other fields of Work. There are no copies of the inputs, as the weights exceed the L2
+    cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
+    near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention averages.
     """
     fp8 = model.kv_dtype in FP8
     config = vars(model.config)
@@ -171,9 +172,9 @@ def model_work(
 
 
 def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool = True) -> Work:
-    """A step of decoding; all weights are read once, and the keys and values of all rows once.
+    """Return the work of a decoding step, which reads all weights, keys and values once.
 
-    peers: whether PyTorch takes part.
+    peers: whether PyTorch is timed.
     """
     steps, keys = Steps(model, rows, position), rows * position
     contenders = _by_stages if isinstance(model, RandomLlama) else _by_samplings
@@ -199,7 +200,7 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
-    """With all fusions, then the stages, which have no FP8 kv_cache and round nothing."""
+    """Return captures of a step with all fusions, and without FP8 kv_cache also of the stages."""
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.kv_dtype in FP8:
         return {FP8_CACHE: step}
@@ -209,7 +210,7 @@ def _by_stages(steps: Steps, device: int) -> Captures:
 
 
 def prompt(model: RandomModel[Any], T: int) -> Work:
-    """One prompt, to the logits after its last token."""
+    """Return the work of one prompt of T tokens, up to the logits after its last token."""
     one = Prompt(model, T)
     return model_work(
         model,
@@ -227,7 +228,7 @@ def prompt(model: RandomModel[Any], T: int) -> Work:
 
 
 def first_token(model: RandomModel[Any], T: int) -> Work:
-    """A prompt of T ids and one new token, by `generate` from Python."""
+    """Return the work of a prompt of T tokens and one new token, by a call of `generate`."""
     one = Continuations(model, model.prompts([T]), 1)
     return model_work(
         model,
@@ -247,7 +248,7 @@ def first_token(model: RandomModel[Any], T: int) -> Work:
 def generate(
     model: RandomModel[Any], prompts: int = 512, new: int = 128, longest: int = 256
 ) -> Work:
-    """Prompts of 16 to `longest` tokens, each continued by `new` tokens, in one batch."""
+    """Return the work of one batch of prompts of 16 to `longest` tokens, with `new` tokens each."""
     lengths = np.random.default_rng(1).integers(16, longest + 1, size=prompts).tolist()
     seen = sum(n * new + new * (new - 1) // 2 for n in lengths)  # keys that each new token sees
     many = Continuations(model, model.prompts(lengths), new)

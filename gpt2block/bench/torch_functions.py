@@ -1,6 +1,6 @@
-"""PyTorch's own functions for blocks, products, attention and other operations.
+"""PyTorch's functions for blocks, products, attention and other operations.
 
-This module imports PyTorch; others import it when a peer is requested.
+This module imports PyTorch; other modules import it only if a peer is requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
 
-HEAD_DIM = 128  # of Llama
+HEAD_DIM = 128  # head_dim of Llama
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
     "cuDNN": "CUDNN_ATTENTION",
@@ -30,18 +30,18 @@ Function = Callable[..., Tensor]
 
 
 def check_weights(dtype: str, option: str = "") -> None:
-    """InputError for FP8."""
+    """Raise InputError for FP8 weights."""
     if dtype in FP8:
         raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")
 
 
 def tensor(array: Any) -> Tensor:
-    """The same memory as a tensor; a weight matrix as (K, N) in either layout."""
+    """Return a tensor on the array's memory; a weight matrix of either layout becomes (K, N)."""
     if isinstance(array, WeightMatrix):
         check_weights(array.dtype, "--peer torch: ")
         stored = tensor(array.data)
         return stored if array.layout == "KN" else stored.T
-    if array.dtype.name == "bfloat16":  # not a type of the exchange protocol for NumPy's kind
+    if array.dtype.name == "bfloat16":  # DLPack cannot export NumPy's extension type
         return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
@@ -63,12 +63,12 @@ def _linear_gelu(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 
 def _addmm_gelu(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """One launch of cuBLASLt with the tanh GELU in its epilogue."""
+    """Launch cuBLASLt once, with the tanh GELU in its epilogue."""
     return torch.ops.aten._addmm_activation(bias, a, w, use_gelu=True)
 
 
 def products(gelu: bool, residual: bool) -> dict[str, Function]:
-    """Products with a bias by name."""
+    """Return functions of a product with bias, by name."""
     if gelu:
         return {"torch": _linear_gelu, "torch, cuBLASLt's GELU": _addmm_gelu}
     if residual:
@@ -77,34 +77,34 @@ def products(gelu: bool, residual: bool) -> dict[str, Function]:
 
 
 def _heads_first(qkv: Tensor, causal: bool) -> Tensor:
-    """Attention of 12 heads on views of the packed rows; (B, NH, T, HS)."""
+    """Compute attention of 12 heads on views of the packed rows; return (B, NH, T, HS)."""
     heads = qkv.unflatten(-1, (3, NH, -1)).movedim(-3, 0).transpose(-2, -3)
     return functional.scaled_dot_product_attention(*heads, is_causal=causal)
 
 
 def _attention(qkv: Tensor, causal: bool = True) -> Tensor:
-    """(B, T, C)."""
+    """Compute attention of 12 heads; return rows (B, T, C)."""
     return _heads_first(qkv, causal).transpose(-2, -3).flatten(-2)
 
 
 def attention_by(backend: str, causal: bool, qkv: Tensor) -> Tensor:
-    """(B, NH, T, HS): the time of reordering it to rows is not a part of attention."""
+    """Compute attention; return (B, NH, T, HS), so that reordering to rows is not timed."""
     with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
         return _heads_first(qkv, causal)
 
 
 def attentions(causal: bool) -> dict[str, Function]:
-    """Attention by name."""
+    """Return functions of attention, by name."""
     return {f"torch, {name}": partial(attention_by, b, causal) for name, b in BACKENDS.items()}
 
 
 def blocks(eps: float, causal: bool) -> dict[str, Function]:
-    """The block by name."""
+    """Return the function of the block, by name."""
     return {"torch": partial(block, eps, causal)}
 
 
 def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:
-    """The weights in the order of `BlockWeights`."""
+    """Compute the block of x; the weights are in the order of `BlockWeights`."""
     gamma1, beta1, w_qkv, b_qkv, w_attn, b_attn, gamma2, beta2, w_fc, b_fc, w_proj, b_proj = weights
     qkv = _linear(_layernorm(x, gamma1, beta1, eps), w_qkv, b_qkv)
     x1 = x + _linear(_attention(qkv, causal), w_attn, b_attn)
@@ -113,7 +113,7 @@ def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _trimat(qkv: Tensor) -> Tensor:
-    """cuBLAS over the full square, on views of Q and K; the scale is applied to the smaller Q."""
+    """Compute scores by cuBLAS, without use of the mask; Q is scaled, as it is smaller."""
     q, k = qkv[:, :, 0].transpose(1, 2), qkv[:, :, 1].transpose(1, 2)
     return (q / sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 
@@ -122,8 +122,8 @@ def _rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _turns(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
-    """The cos and sin of RoPE for the positions of x, in advance; (T, 1, D / 2) each."""
+def _rope_cos_sin(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
+    """Return RoPE's cos and sin for the positions of x, (T, 1, D / 2) each."""
     T = x.shape[0]
     frequency = 1e4 ** (-torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / D)
     angle = torch.arange(T, device=x.device)[:, None] * frequency
@@ -131,7 +131,7 @@ def _turns(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, H, D), in real numbers, which the compiler can fuse."""
+    """Apply RoPE to x (T, H, D) in real arithmetic, which PyTorch's compiler can fuse."""
     r, i = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((r * cos - i * sin, r * sin + i * cos), -1).flatten(-2).to(x.dtype)
 
@@ -146,7 +146,7 @@ def _rmsnorm_ffn(x: Tensor, gamma: Tensor, w1: Tensor, w3: Tensor) -> Tensor:
     return functional.silu(n @ w1) * (n @ w3)
 
 
-FUNCTIONS: Mapping[str, Function] = {  # by operation
+FUNCTIONS: Mapping[str, Function] = {  # name of the operation → function
     "add": lambda a, b: a + b,
     "attention": _attention,
     "encoder": lambda ids, wte, wpe: wte[ids] + wpe,
@@ -163,8 +163,9 @@ FUNCTIONS: Mapping[str, Function] = {  # by operation
     "trimat": _trimat,
 }
 
-# Inputs that gpt2block computes itself and PyTorch gets in advance, from the first input.
+# Functions of the first input that compute further inputs of PyTorch's function before it is timed;
+# gpt2block's kernels compute these values themselves.
 PREPARED: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "rope": lambda x: _turns(x, x.shape[-1]),
-    "rmsnorm_matmul": _turns,
+    "rope": lambda x: _rope_cos_sin(x, x.shape[-1]),
+    "rmsnorm_matmul": _rope_cos_sin,
 }

@@ -1,9 +1,10 @@
-"""Contenders of PyTorch: eager, compiled, and its libraries by name; gpt2block itself uses none.
+"""Contenders of PyTorch: eager, compiled, and functions of its libraries by name.
 
 For a block in 16 bits the compiler searches for the fastest products (max-autotune), which takes up
-to a minute for each shape, until all searches together have taken SEARCH_S. Otherwise it leaves the
-products to cuBLAS, and fuses and tunes the rest: so for float32, where cuBLAS wins anyway, and for
-a product with an epilogue. This module imports PyTorch; `peers` imports it when it is requested.
+to a minute for each shape, until all searches together have taken SEARCH_S. Otherwise, as for
+float32, where cuBLAS is fastest anyway, and for a product with an epilogue, the compiler leaves
+products to cuBLAS, and fuses and tunes the other operations. This module imports PyTorch; `peers`
+imports it only if it is requested.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ NO_SEARCH = {"max_autotune_pointwise": True}
 def operation_peers(
     operation: str, inputs: Sequence[tuple[Any, ...]], dtype: str
 ) -> list[Contender]:
-    """PyTorch's own operation on the CuPy arrays `inputs`, eager and compiled, without TF32.
+    """Return contenders of PyTorch's function of an operation, eager and compiled, without TF32.
 
-    Their results are not checked.
+    inputs: CuPy arrays, on whose memory the contenders run. Their results are not checked.
     """
     tensors = [tuple(map(tensor, arrays)) for arrays in inputs]
     if operation in torch_functions.PREPARED:
@@ -52,21 +53,21 @@ def operation_peers(
 def captured(
     function: Function, sets: Sequence[tuple[Tensor, ...]], rounds: int, tf32: bool = False
 ) -> Captured:
-    """A CUDA graph of `function` on all sets, `rounds` times, with the first output and the last.
+    """Capture a CUDA graph that calls `function` on all sets `rounds` times.
 
-    tf32: whether products of float32 may be rounded to TensorFloat-32.
+    tf32: whether inputs of float32 products may be rounded to TensorFloat-32.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        with torch.no_grad():  # as in the capture, which must not compile again
+        with torch.no_grad():  # same mode as in the capture, which must not compile again
             for arguments in sets:
                 function(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # The compiler's own threads may still load kernels, which would end a global capture.
+        # Threads of the compiler may still load kernels, which would end a global capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
-            for _ in range(rounds):  # each set's output lives until that of the next round
+            for _ in range(rounds):  # an output lives until the next round's output of its set
                 outs = [function(*arguments) for arguments in sets]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -74,7 +75,7 @@ def captured(
 
 
 class TorchPeers:
-    """PyTorch's contenders for one work after another; limits the time of the compiler's search."""
+    """Create PyTorch's contenders of works, and limit the total time of the compiler's search."""
 
     def __init__(self, device: int) -> None:
         torch.cuda.set_device(device)
@@ -86,21 +87,21 @@ class TorchPeers:
         return {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": str(cudnn)}
 
     def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
-        """Those of a work, on copies of its inputs."""
-        given, dtype = work.for_peers, work.dtype
-        if given is None:
+        """Yield the contenders of a work; they read the copies of its inputs, `sets`."""
+        for_peers, dtype = work.for_peers, work.dtype
+        if for_peers is None:
             return
         if work.what == "block":
-            functions = torch_functions.blocks(**given)
+            functions = torch_functions.blocks(**for_peers)
             yield from self.contenders(functions, sets, dtype, search=dtype != "float32")
         elif work.what == "attention":
-            functions = torch_functions.attentions(**given)
+            functions = torch_functions.attentions(**for_peers)
             yield from self.contenders(functions, sets, dtype, compiled=False, tf32=False)
         elif work.what == "gemm":
-            functions = torch_functions.products(**given)
-            yield from self.contenders(functions, sets, dtype, compiled=any(given.values()))
+            functions = torch_functions.products(**for_peers)
+            yield from self.contenders(functions, sets, dtype, compiled=any(for_peers.values()))
         else:
-            yield from token_peers.contenders(given, self.repeated)
+            yield from token_peers.contenders(for_peers, self.repeated)
 
     def contenders(
         self,
@@ -111,10 +112,10 @@ class TorchPeers:
         search: bool = False,
         tf32: bool = True,
     ) -> Iterator[Contender]:
-        """Functions of the inputs of a work, on copies of them.
+        """Yield contenders that call `functions`, by name, on each copy of the inputs in `sets`.
 
-        compiled: whether the first one is compiled, too. search: for the fastest products, while
-        there is time for it. tf32: whether float32 is also multiplied in TF32.
+        compiled: also compile the first function. search: let the compiler search for the fastest
+        products while time is left. tf32: also compute float32 products in TF32.
         """
         tensors = [arguments_of(each) for each in sets]
         for rounded in (False, True) if tf32 and dtype == "float32" else (False,):
@@ -124,25 +125,25 @@ class TorchPeers:
                 yield Contender(name + suffix, True, capture, arithmetic)
             if compiled:
                 first = next(iter(functions.values()))
-                made, note = self._compiling(first, tensors, rounded, search)
-                yield Contender("torch.compile" + suffix, True, made, arithmetic, note)
+                capture, note = self._compiling(first, tensors, rounded, search)
+                yield Contender("torch.compile" + suffix, True, capture, arithmetic, note)
 
     def _compiling(
         self, function: Function, tensors: list[Any], tf32: bool, search: bool
     ) -> tuple[Capture, Callable[[], str]]:
-        """What captures the compiled function, compiled at the first capture, and its note."""
-        made: list[Function] = []
+        """Return a function that compiles and captures, and a function that returns its note."""
+        compiled: list[Function] = []
         note = ""
 
         def capture(rounds: int) -> Captured:
             nonlocal note
-            if made:
-                return _capture(made[0], tensors, tf32, rounds)
+            if compiled:
+                return _capture(compiled[0], tensors, tf32, rounds)
             searched = search and self._searched_s < SEARCH_S
             note = SEARCH if searched else "products by cuBLAS, the rest tuned"
-            made.append(self.compiled(function, searched))
+            compiled.append(self.compiled(function, searched))
             start = perf_counter()
-            found = _capture(made[0], tensors, tf32, rounds)
+            found = _capture(compiled[0], tensors, tf32, rounds)
             if searched:
                 self._searched_s += perf_counter() - start
             return found
@@ -150,17 +151,17 @@ class TorchPeers:
         return capture, lambda: note
 
     def compiled(self, function: Function, search: bool = False) -> Function:
-        """The function, compiled for fixed shapes; search: for the fastest products."""
+        """Compile a function for fixed shapes. search: search for the fastest products."""
         from torch import _inductor  # noqa: PLC0415
         from torch._inductor import select_algorithm  # noqa: PLC0415
 
-        select_algorithm.PRINT_AUTOTUNE = False  # it prints a table for every product
+        select_algorithm.PRINT_AUTOTUNE = False  # suppress a printed table for every product
         options = _inductor.list_mode_options(SEARCH) if search else NO_SEARCH
         compiled: Function = torch.compile(function, dynamic=False, options=options)
         return compiled
 
     def repeated(self, function: Function, arguments: tuple[Any, ...]) -> Callable[[], Tensor]:
-        """The compiled function as a CUDA graph; a call replays it and returns its output."""
+        """Compile and capture a function; return a function that replays it for its output."""
         run = captured(self.compiled(function), [arguments], rounds=1)
 
         def replay() -> Tensor:
@@ -170,7 +171,7 @@ class TorchPeers:
         return replay
 
     def tidy(self) -> None:
-        """Free the memory of a work, and what was compiled for its shapes."""
+        """Free the memory of a work and the functions compiled for its shapes."""
         torch.compiler.reset()
         torch.cuda.empty_cache()
 
@@ -181,7 +182,7 @@ def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) ->
 
 
 def in_rows(out: Tensor) -> Tensor:
-    """An output in the order of ours: that of attention, (B, NH, T, HS), has heads before rows."""
+    """Return an output in gpt2block's order; attention's (B, NH, T, HS) becomes (B, T, NH, HS)."""
     return out.transpose(-2, -3) if out.ndim == 4 else out
 
 
@@ -192,8 +193,8 @@ def _array(out: Tensor) -> Any:
 
 
 def arguments_of(arrays: Host, convert: Callable[[Any], Tensor] = tensor) -> Any:
-    """The same memory as tensors, but vectors in the dtype of the first array, for PyTorch."""
-    found = [convert(array) for array in arrays.values()]
+    """Return tensors on the arrays' memory; PyTorch needs vectors in the first array's dtype."""
+    tensors = [convert(array) for array in arrays.values()]
     matrices = [isinstance(array, WeightMatrix) for array in arrays.values()]
-    dtype = found[0].dtype
-    return tuple(t if m else t.to(dtype) for t, m in zip(found, matrices, strict=True))
+    dtype = tensors[0].dtype
+    return tuple(t if m else t.to(dtype) for t, m in zip(tensors, matrices, strict=True))

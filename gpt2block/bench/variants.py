@@ -1,4 +1,4 @@
-"""What `gpt2block kernels` measures: the variants of an operation, compared with float64, timed."""
+"""Time the variants of an operation for `gpt2block kernels`, and compare them with float64."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import Operation, Variant
 
-REPLAY_BYTES = 8 << 30  # that the calls in one graph move
-MOST_LAUNCHES = 4096  # of a variant in one graph
-CEILINGS = ("float32", "float16")  # that results are compared with
+REPLAY_BYTES = 8 << 30  # bytes that the calls in one graph move
+MOST_LAUNCHES = 4096  # maximum number of a variant's calls in one graph
+CEILINGS = ("float32", "float16")  # arithmetics of cuBLAS with which results are compared
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One variant at one block size."""
+    """The measurement of one variant at one block size."""
 
     operation: str
     variant: str
-    block: int | None  # None: the variant has one block size, or chooses it
+    block: int | None  # threads per block; None: the variant has one block size, or chooses it
     sizes: Mapping[str, int]
-    gpu_us: float  # of one call; the inputs and outputs exceed the L2 cache
-    call_us: float | None  # host time of a call from Python, which allocates its output
+    gpu_us: float  # GPU time per call; inputs and outputs exceed the L2 cache
+    call_us: float | None  # host time per call from Python, including allocation of the output
     rate: float  # GB/s or TFLOP/s
     unit: str
-    percent: float  # of the ceiling
-    max_abs: float  # largest difference from float64
-    max_rel: float  # the same relative to the largest value
-    peers: Mapping[str, float] = field(default_factory=dict)  # name → its GPU µs
+    percent: float  # rate as % of the ceiling
+    max_abs: float  # largest absolute difference from float64
+    max_rel: float  # max_abs relative to the largest absolute value
+    peers: Mapping[str, float] = field(default_factory=dict)  # name of a peer → its GPU µs
     dtype: str = "float32"
 
     @property
     def right(self) -> bool:
-        """Whether the error is rounding; False for NaN."""
+        """Whether rounding explains the error; False for NaN."""
         return self.max_rel <= measure.tolerance(self.dtype)
 
 
@@ -55,11 +55,11 @@ def measure_variants(
     sweep: bool = False,
     peer: str | None = None,
 ) -> tuple[list[Measurement], list[str]]:
-    """A measurement of every variant, and a line for each that cannot run at these sizes.
+    """Return the measurements of the variants, and a line for each variant that cannot run.
 
-    stored: dtype and layout, as `measure.check_storage` returns them. sweep: measure every block
-    size. peer: "torch" or None. Raises InputError if no variant can run, or for sizes or peers that
-    do not fit; DeviceError without a GPU.
+    stored: (dtype, layout), as `measure.check_storage` returns them. sweep: measure every block
+    size. peer: "torch" or None. Raises InputError if no variant can run, or for invalid sizes or an
+    unavailable peer; DeviceError without a GPU.
     """
     doctor.require_cuda("kernels")
     dtype, layout = stored
@@ -73,7 +73,7 @@ def measure_variants(
     entrants = torch_peers().operation_peers(of, inputs, dtype) if peer else []
     peers = [each.name for each in entrants]
     outs: list[Any] = [None] * len(inputs)
-    found: list[tuple[Variant, int | None, tuple[float, float], partial[Any]]] = []
+    measured: list[tuple[Variant, int | None, tuple[float, float], partial[Any]]] = []
     skipped = []
     for variant in variants:
         for block in (variant.blocks or (None,)) if sweep else (None,):
@@ -86,17 +86,17 @@ def measure_variants(
                 continue
             _restore(inputs[0], host, bound[0].out)
             measure.poison(bound[0].out, inputs[0])
-            # Before the capture, which runs every launch: an operation may have a state.
+            # Check before the capture, which runs every launch: an operation may change a state.
             off = measure.errors(bound[0].run(), truth)
             capture = partial(capture_bound, bound)
             entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
-            found.append((variant, block, off, partial(getattr(ops, of), *inputs[0], **options)))
-    if not found:
+            measured.append((variant, block, off, partial(getattr(ops, of), *inputs[0], **options)))
+    if not measured:
         raise InputError(f"{of}: {skipped[-1]}")
     timed, _ = race(entrants, len(inputs), rounds=rounds_for(len(inputs), traffic))
     us = {each.contender.name: each.us for each in timed}
     rows = []
-    for variant, block, (max_abs, max_rel), call in found:
+    for variant, block, (max_abs, max_rel), call in measured:
         gpu_us = us[f"{variant.name}/{block}"]
         rate, unit, percent = _rate(operation, counted, dtype, gpu_us, ceilings)
         rows.append(
@@ -120,26 +120,26 @@ def measure_variants(
 
 
 def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
-    """Undo what an earlier variant, which works in place, has done to its input."""
+    """Restore the input that an earlier variant, which works in place, has overwritten."""
     for array, before in zip(inputs, host, strict=True):
         if array is out:
             array.set(before)
 
 
 def rounds_for(copies: int, traffic: int) -> int:
-    """Rounds over all copies in one graph: some milliseconds, long against launching the graph."""
+    """Return the rounds over all copies for one graph, which then takes some milliseconds."""
     return max(1, min(REPLAY_BYTES // (copies * traffic), MOST_LAUNCHES // copies))
 
 
 def ceiling_for(ceilings: Ceilings, dtype: str) -> float:
-    """TFLOP/s of cuBLAS that products of arrays of `dtype` are compared with."""
+    """Return the TFLOP/s of cuBLAS with which products of arrays of `dtype` are compared."""
     return ceilings.tflop_s["float32" if dtype == "float32" else "float16"]
 
 
 def _rate(
     operation: Operation, sizes: Mapping[str, int], dtype: str, us: float, ceilings: Ceilings
 ) -> tuple[float, str, float]:
-    """The rate of what limits the operation at these sizes, its unit, and % of the ceiling."""
+    """Return (rate, unit, % of the ceiling), for bytes or FLOPs, whichever limits the operation."""
     moved = 1e-3 * operation.traffic(sizes) / us
     computed = 1e-6 * operation.flops(sizes) / us
     of_copy = 100 * moved / ceilings.copy_gb_s

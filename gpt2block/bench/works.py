@@ -1,8 +1,8 @@
-"""What `gpt2block bench` times: blocks, matrix products and attention of GPT-2 small.
+"""Works of `gpt2block bench`: blocks, matrix products and attention of GPT-2 small.
 
 The inputs are random but repeat: sequences after some thousand tokens, rows of a product after a
-prime number of rows. So every value of the largest output is compared with float64, whose result
-NumPy computes within seconds.
+prime number of rows. NumPy therefore computes the distinct results in float64 within seconds, and
+every value of the largest output is compared with them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 C, NH = 768, 12
-TOKENS = 3072  # in different sequences
-ROWS = 509  # different rows of a product; a prime, so that no tile of rows divides it
+TOKENS = 3072  # tokens of all different sequences together
+ROWS = 509  # number of different rows of a product; a prime, so not a multiple of a tile's rows
 DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
-STEPS_OF_A_BLOCK = 7  # the result of each is rounded to the dtype of the block
-OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
+STEPS_OF_A_BLOCK = 7  # steps of a block whose results are rounded to the block's dtype
+OLDER = "mma"  # variant for GPUs before Hopper; it also runs on Hopper
 
 Sets = Sequence[Host]  # copies of the inputs in device memory
 Errors = tuple[float, float]  # absolute and relative, as `measure.errors` returns them
@@ -58,23 +58,23 @@ Errors = tuple[float, float]  # absolute and relative, as `measure.errors` retur
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to time.
+    """A computation to time.
 
-    name: its sizes in words, such as "8x1024 causal"; the same for all dtypes. flops: a
-    multiplication and an addition count as two; masked scores do not count. traffic: bytes, every
-    input and weight read once, the output written once. Both are the minimum that every
-    implementation needs.
+    name: its sizes in words, such as "8x1024 causal"; the same for all dtypes. flops: minimum
+    operations; a multiplication and an addition count as two, masked scores as none. traffic:
+    minimum bytes; every input and weight is read once, and the output is written once.
 
-    truth: gives the exact output, (n, columns), of which row i is row i mod n of the output; for
-    sequences of tokens, the exact logits after one. ours: the contenders of gpt2block, on copies of
-    the inputs and a device, of which the first one is what a user gets. Capturing shows whether
-    they run. for_peers: what peers compute the same from: options of a kernel, or a task of a whole
-    model (`tasks`); None: no peer takes part.
+    truth: returns the exact output (n, columns), whose row i mod n is compared with row i of an
+    output; for a task of a whole model, the exact logits after a sequence. ours: returns
+    gpt2block's contenders for copies of the inputs and a device, the default one first; a capture
+    shows whether a contender can run. for_peers: the peers' counterpart of `ours`: options of a
+    kernel, or a task of a whole model (`tasks`); None: no peers.
 
-    roundings: consecutive results that are rounded to the dtype. rounding: the dtype whose rounding
-    errors results may have; None: that of the arithmetic. rounds: of all copies in one turn; None:
-    some milliseconds. turns: of calls that return when their result is on the host; None: of
-    graphs. tokens: that a call writes; None for other works.
+    roundings: number of consecutive results that are rounded to the dtype. rounding: dtype whose
+    rounding errors are tolerated; None: the dtype of the arithmetic. rounds: rounds over all copies
+    in one turn; None: as many as take some milliseconds. turns: number of timed calls that return
+    when their results are in host memory; None: times of CUDA graphs. tokens: number of tokens that
+    a call generates; None without generation.
     """
 
     what: str
@@ -94,14 +94,15 @@ class Work:
     tokens: int | None = None
 
     def sets(self) -> Sets:
-        """Copies of the inputs in device memory, which calls use in turn."""
+        """Return copies of the inputs in device memory, which calls use in turn."""
         inputs = self.inputs()
         return measure.rotated(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
-        """Errors of the worst output of a replay.
+        """Return the largest errors of a replay's outputs.
 
-        Arrays are filled with NaN before it; functions give an output after it.
+        outs: arrays, which are filled with NaN before the replay, or functions, which return an
+        output after the replay.
         """
         for out in outs:
             if not callable(out):
@@ -111,22 +112,22 @@ class Work:
         return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
 
     def _errors(self, out: Any) -> Errors:
-        if isinstance(out, Written):
+        if isinstance(out, GeneratedSequences):
             return out.errors(self.truth)
         return measure.errors(out, self.truth())
 
     def times(self, replays: Mapping[str, Replay]) -> dict[str, float]:
-        """Name → median ms of a replay, all of them in turn."""
+        """Return {name: median ms of a replay}; the replays are interleaved."""
         if self.turns is None:
             return timing.interleaved_ms(replays)
         return timing.interleaved_host_ms(replays, self.turns)
 
 
-class Written(NamedTuple):
-    """Some of the sequences that a contender has continued.
+class GeneratedSequences(NamedTuple):
+    """Sequences that a contender has continued, for a check.
 
-    logprobs: the log-probability of the last token of each, if the contender returns it. greedy:
-    whether that token was the most likely one.
+    logprobs: the log-probability of each sequence's last token, if the contender returns it.
+    greedy: whether the last token was the most likely token.
     """
 
     sequences: Sequence[Ids]
@@ -134,9 +135,12 @@ class Written(NamedTuple):
     greedy: bool = True
 
     def errors(self, last_logits: Callable[[Ids], NDArray[np.float64]]) -> Errors:
-        """Errors of the last tokens: the difference of their logits from the largest ones, and
-        that of their log-probabilities; relative to the largest logit."""
-        found = []
+        """Return the largest errors of the last tokens, absolute and relative to the largest logit.
+
+        The errors are differences of log-probabilities and, for greedy sequences, of a token's
+        logit from the largest logit.
+        """
+        worst_of_each = []
         for i, ids in enumerate(self.sequences):
             logits = last_logits(ids[:-1])
             top, chosen = logits.max(), logits[ids[-1]]
@@ -144,18 +148,18 @@ class Written(NamedTuple):
             if self.logprobs is not None:
                 exact = chosen - top - np.log(np.exp(logits - top).sum())
                 off.append(abs(self.logprobs[i] - exact))
-            found.append((np.max(off), np.max(off) / np.abs(logits).max()))
-        worst, relative = np.max(found, axis=0)  # NaN if one of them is
+            worst_of_each.append((np.max(off), np.max(off) / np.abs(logits).max()))
+        worst, relative = np.max(worst_of_each, axis=0)  # NaN if one of them is
         return float(worst), float(relative)
 
 
 def block(dtype: str, B: int, T: int, causal: bool) -> Work:
-    """The whole block on (B, T, C)."""
+    """Return the work of a whole block of inputs (B, T, C)."""
     item = np.dtype(dtype).itemsize
     weights = block_weights(dtype)
 
     def inputs() -> Host:
-        """Weights as the skeleton plan takes them in float32; else matrices (N, K) in the dtype."""
+        """Return x and weights; matrices are (K, N) in float32, else (N, K) in the dtype."""
         tensors: dict[str, Any] = weights.tensors()
         if dtype != "float32":
             tensors |= {name: matrix(tensors[name], dtype, "NK") for name in MATRICES}
@@ -177,7 +181,7 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
 
 
 def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
-    """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
+    """Return the work of attention with 12 heads of 64 on packed rows: (B, T, 3C) → (B, T, C)."""
     return Work(
         "attention",
         _sequences_name(B, T, causal),
@@ -195,7 +199,7 @@ def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
 def gemm(
     dtype: str, product: str, M: int, N: int, K: int, gelu: bool = False, residual: bool = False
 ) -> Work:
-    """[residual +] [gelu](a w + bias): a (M, K), w (K, N)."""
+    """Return the work of a product [residual +] [gelu](a w + bias) with a (M, K), w (K, N)."""
     elements = M * K + K * N + (1 + residual) * M * N
 
     def inputs() -> Host:
@@ -216,7 +220,8 @@ def gemm(
         flops=2 * M * N * K,
         traffic=np.dtype(dtype).itemsize * elements + 4 * N,
         truth=truth,
-        ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),  # as in a block
+        # Options as in a block.
+        ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),
         for_peers={"gelu": gelu, "residual": residual},
         inputs=inputs,
     )
@@ -227,7 +232,7 @@ def _sequences_name(B: int, T: int, causal: bool) -> str:
 
 
 def _attention_flops(B: int, T: int, causal: bool) -> int:
-    """The scores, and their product with V."""
+    """Return the FLOPs of the scores and of their product with V."""
     return 4 * B * (T * (T + 1) // 2 if causal else T * T) * C
 
 
@@ -244,7 +249,7 @@ ATTENTIONS = tuple(
     (B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096)) for mask in (False, True)
 )
 WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
-    # kind → dtypes by default, and a work by its arguments after the dtype
+    # kind → (default dtypes, function that returns a work, its arguments after the dtype)
     "block": (("bfloat16", "float32"), block, BLOCKS),
     "gemm": (
         ("bfloat16",),
@@ -259,7 +264,7 @@ KINDS = tuple(WORKS)
 def chosen_works(
     what: str = "all", dtype: str | None = None, only: str | None = None
 ) -> list[Work]:
-    """The works in the order they are timed; only those with `only` in their name.
+    """Return works in the order they are timed; with `only`, works whose name contains it.
 
     Raises InputError.
     """
@@ -272,15 +277,15 @@ def chosen_works(
         for each in ((dtype,) if dtype else dtypes)
         for sizes in rows
     ]
-    found = [work for work in works if only is None or only in work.name]
-    if not found:
-        raise InputError(f"--only {only!r}: no name contains it; a name is such as '8x1024 causal'")
-    return found
+    chosen = [work for work in works if only is None or only in work.name]
+    if not chosen:
+        raise InputError(f"--only {only!r}: no name contains it; an example is '8x1024 causal'")
+    return chosen
 
 
 @lru_cache(maxsize=8)
 def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
-    """Different sequences (n, T, width), as stored."""
+    """Return different random sequences (n, T, width) in the dtype."""
     count = max(1, TOKENS // T)
     rng = np.random.default_rng(T)
     return rng.standard_normal((count, T, width), dtype=np.float32).astype(dtype)
@@ -288,7 +293,7 @@ def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
 
 @lru_cache(maxsize=4)
 def block_weights(dtype: str) -> BlockWeights:
-    """In float32, of values that the dtype has."""
+    """Return random weights in float32 whose values `dtype` can represent."""
     random = BlockWeights.random(0)
     tensors = {n: a.astype(dtype).astype(np.float32) for n, a in random.tensors().items()}
     return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
@@ -298,7 +303,7 @@ def block_weights(dtype: str) -> BlockWeights:
 def _product_inputs(
     N: int, K: int, dtype: str
 ) -> tuple[NDArray[Any], WeightMatrix, NDArray[Any], NDArray[Any]]:
-    """a, w, bias and residual; a bias of values that the dtype has."""
+    """Return random a, w, bias and residual; `dtype` can represent the values of the bias."""
     rng = np.random.default_rng(N + K)
     a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(dtype)
     w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
@@ -322,9 +327,10 @@ def _attention_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
 def bind_copies(
     bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
 ) -> list[Bound]:
-    """`bind(arrays, out)` for each copy; `outs`, at first None, then holds the outputs.
+    """Return `bind(arrays, out)` for each copy of the inputs.
 
-    So the variants of an operation share one output for each copy.
+    outs: initially None for each copy, and replaced by the outputs, so that the variants of an
+    operation share one output for each copy.
     """
     bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
     outs[:] = [each.out for each in bound]
@@ -337,13 +343,13 @@ def capture_bound(
     overlapping: bool = False,
     outs: Sequence[Any] = (),
 ) -> Captured:
-    """A graph of all launches, with the first and the last of `outs`, or of all outputs.
+    """Capture a graph of all launches; it returns the first and last of `outs` or of all outputs.
 
-    overlapping: every kernel waits for the previous one itself, so launches may overlap.
+    overlapping: every kernel waits for the previous kernel itself, so that launches may overlap.
     """
     launches = [launch for each in bound for launch in each.launches]
     if overlapping:
-        launches = [overlap.early(launch) for launch in launches]
+        launches = [overlap.overlapped(launch) for launch in launches]
     ends = first_and_last(outs or [each.out for each in bound])
     return Captured(timing.captured(launches * rounds), ends, bound)
 
@@ -351,7 +357,7 @@ def capture_bound(
 def _variants(
     name: str, options: Mapping[str, Any], dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """The variants of an operation, the default one first."""
+    """Yield contenders for the variants of an operation, the default variant first."""
     operation = OPERATIONS[name]
     inputs = [tuple(each.values()) for each in sets]
     outs: list[Any] = [None] * len(inputs)
@@ -374,9 +380,9 @@ def _variants(
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """The fused block, the same with variant `mma` instead of Hopper's, and the skeleton.
+    """Yield the fused block, the fused block with variant `mma`, and the skeleton block.
 
-    A block reads the weights of `sets`, of which each copy of x has its own.
+    sets: copies of x and the weights; each call reads the weights of its copy.
     """
     for kernels in ("fused", "skeleton"):
         try:
@@ -396,7 +402,7 @@ def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:
 
 
 class _Variant(Machine):
-    """Runs the steps of a machine, matrix products and attention by a variant."""
+    """A Machine that runs matrix products and attention by one variant."""
 
     def __init__(self, do: Machine, variant: str) -> None:
         super().__init__(do.tensors)
@@ -411,9 +417,10 @@ class _Variant(Machine):
 def _bound_block(
     spec: BlockSpec, sets: Sets, variant: str | None = None
 ) -> tuple[list[Recording], Capture]:
-    """A block for each copy of x and weights; the copies share the memory of activations.
+    """Return a recorded block for each copy of x and weights, and the function that captures them.
 
-    variant: of matrix products and attention; None is the default one.
+    The blocks share the memory of activations. variant: variant of matrix products and attention;
+    None: the default variant.
     """
 
     def run(do: Machine) -> Value:
@@ -434,6 +441,6 @@ def _bound_block(
 
 
 def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
-    """The arrays with the matrices as float32 on tensor cores takes them."""
+    """Replace the matrices by TwoPartMatrix, which float32 products on tensor cores read."""
     matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in spec.matrices}
     return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}

@@ -1,4 +1,4 @@
-"""Batch inference: `Predictor`, a model as a function of batches, and jobs that run it on Dask.
+"""Batch inference: `Predictor` maps a model over batches of records; jobs run it on Dask.
 
 records.py reads the input, shards.py writes the results and the manifest, job.py computes one
 shard, cluster.py starts or connects to the workers, and driver.py distributes the shards. Only

@@ -1,4 +1,4 @@
-"""The workers: local processes, one for each GPU, or the workers of a running Dask cluster."""
+"""Start Dask workers on this machine, one for each GPU, or connect to a running Dask cluster."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from gpt2block.errors import DeviceError, InputError
 
 ALLOWED_FAILURES = 10  # workers that may die while they compute a shard before the shard fails
 CONNECT_SECONDS = 10
-# The profiler of Dask's dashboard samples the stacks of all threads every 10 ms. Python runs one
-# thread at a time, so the thread that launches kernels would wait for it.
+# Dask's profiler samples the stacks of all threads every 10 ms. Python runs one thread at a time,
+# so the thread that launches kernels would wait for the profiler.
 NO_PROFILING = {"distributed.worker.profile.enabled": False}
 
-# Dask makes malloc return freed memory to the system at once (a threshold of 64 KiB). A model
-# allocates and frees arrays of some MB all the time: mapping them again takes longer than computing
-# them. Environment variables that the user has set take precedence.
+# By default Dask makes malloc return freed blocks of 64 KiB or more to the system at once. A model
+# allocates and frees arrays of some MB all the time, and mapping their pages again takes longer
+# than computing the arrays. Environment variables that the user has set take precedence.
 KEEP_MEMORY = {
     f"distributed.nanny.pre-spawn-environ.{name}": 10**9
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 }
-_METRIC = "gpt2block"  # the worker metric that reports `_computed`
+_METRIC = "gpt2block"  # name of the worker metric that reports the counter `_computed`
 
 
 @contextmanager
 def local(
     workers: int | None, engine: str, threads: int = 1, most: int | None = None
 ) -> Iterator[Client]:
-    """Start a local cluster, which ends with this process.
+    """Start a local cluster that ends with this process; yield its client.
 
-    workers: the number of processes; by default one for each visible GPU or, without a GPU, one for
-    each CPU core. threads: shards that each process works on at once. most: the maximum number of
-    processes on the CPU; ignored with `workers`.
+    workers: the number of processes. Default: one for each visible GPU or, without a GPU, one for
+    each CPU core. threads: the number of shards that each process works on at once. most: the
+    maximum number of processes on the CPU; ignored if `workers` is set.
     """
     gpus = visible_gpus() if engine == "cuda" else []
     count = workers or len(gpus) or min(dask.system.CPU_COUNT, most or dask.system.CPU_COUNT)
@@ -69,7 +69,7 @@ def local(
     try:
         with _uninterrupted():
             with warnings.catch_warnings(), dask.config.set({**NO_PROFILING, **KEEP_MEMORY}):
-                # Dask then chooses another port.
+                # If the dashboard's port is in use, Dask chooses another one.
                 warnings.filterwarnings("ignore", "Port 8787 is already in use")
                 cluster = stack.enter_context(_started(
                     workers=specs, scheduler=scheduler, name="gpt2block",
@@ -94,19 +94,20 @@ def _started(**options: Any) -> SpecCluster:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block: a partly started cluster cannot be closed.
+    """Delay Ctrl-C until the end of the with block: a partly started cluster cannot be closed.
 
-    Processes started in the block inherit a blocked SIGINT. A terminal sends Ctrl-C to all of its
-    processes, but only the client may end the workers.
+    Processes started in the with block inherit a blocked SIGINT. A terminal sends Ctrl-C to all of
+    its processes, but only the client may end the workers.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # starting it later would unblock SIGINT in this thread
+    # Starting multiprocessing's resource tracker later would unblock SIGINT in this thread.
+    resource_tracker.ensure_running()
     held: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Another thread, for example of a BLAS, may still receive the signal; Python then calls this.
+    # Another thread, for example of a BLAS, may still receive SIGINT and thus run this handler.
     signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
@@ -114,14 +115,15 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
     if held:
-        # Not raise_signal, which is for this thread: it may leave SIGINT to one that waits for it.
+        # os.kill sends SIGINT to the process, so that a thread in sigwait can receive it;
+        # signal.raise_signal would send it to this thread only.
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def silence() -> None:
-    """Silence Dask's logs: an interrupted connection would be reported many times.
+    """Silence Dask's logs, which would report an interrupted connection many times.
 
-    And Python's warnings of calls that an interrupt has left without an answer.
+    Also silence Python's warnings about coroutines that an interrupt left without an await.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
@@ -129,7 +131,7 @@ def silence() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return an identifier for CUDA_VISIBLE_DEVICES for each visible GPU. Raises DeviceError."""
+    """Return identifiers of the visible GPUs, for CUDA_VISIBLE_DEVICES. Raises DeviceError."""
     doctor.require_cuda("a GPU")
     count = len(doctor.probe_driver().devices)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -141,7 +143,7 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def running(address: str) -> Iterator[Client]:
-    """Connect to the cluster at an address such as tcp://host:8786. Raises InputError."""
+    """Yield a client of the scheduler at an address such as tcp://host:8786. Raises InputError."""
     try:
         with dask.config.set({"distributed.comm.timeouts.connect": CONNECT_SECONDS}):
             client = Client(address, timeout=CONNECT_SECONDS)
@@ -158,16 +160,17 @@ def running(address: str) -> Iterator[Client]:
 
 
 def check(client: Client, device: str | None) -> tuple[str, bool]:
-    """Return the engine of all workers, "cuda" or "cpu", and whether all read blocks of GGUF files.
+    """Return the workers' engine, "cuda" or "cpu", and whether all multiply GGUF blocks directly.
 
-    Raises InputError where workers have different engines, or other versions of gpt2block, Python
-    or a library than this process; DeviceError where device is "cuda" and a worker has no GPU.
+    Raises InputError if the engines of workers differ, or if the version of gpt2block, Python or a
+    library on a worker differs from this process; DeviceError if device is "cuda" and a worker has
+    no GPU.
     """
     try:
         _compare_versions("the scheduler", client.run_on_scheduler(identity.versions))
     except ImportError as error:
         raise InputError(
-            f"the scheduler: {_message(error)}: install gpt2block there, too"
+            f"the scheduler: {_message(error)}: install gpt2block on its machine, too"
         ) from error
     engines, read = set(), True
     for address, answer in _answers(client, job.worker_properties, device):
@@ -177,7 +180,7 @@ def check(client: Client, device: str | None) -> tuple[str, bool]:
         engines.add(answer["engine"])
         read &= answer["reads_blocks"]
     if len(engines) > 1:
-        raise InputError("some workers have a GPU and some have none: give --device cuda or cpu")
+        raise InputError("some workers have a GPU and some have none: set --device to cuda or cpu")
     return str(engines.pop()), read
 
 
@@ -191,7 +194,7 @@ def _answers(client: Client, call: Any, *arguments: Any) -> Iterator[tuple[str, 
 
 
 def _compare_versions(process: str, theirs: dict[str, str]) -> None:
-    """Raise InputError where a version differs from that of this process."""
+    """Raise InputError if a version in `theirs` differs from the version in this process."""
     for name, version in identity.versions().items():
         if theirs.get(name) != version:
             raise InputError(
@@ -213,11 +216,11 @@ async def _prepare(given: Job, files: Sequence[tuple[str, int]], token: str) -> 
     return await asyncio.to_thread(job.prepare, given, files, token)
 
 
-_computed: Counter[str] = Counter()  # of this worker: records computed, by job and shard
+_computed: Counter[str] = Counter()  # records computed by this worker, for each job and shard
 
 
-def run_shard(given: Job, shard: Shard, token: str) -> shards.Done | Failed | str:
-    """Call `job.run_shard` in a worker; its heartbeats report the number of computed records."""
+def run_shard(given: Job, shard: Shard, token: str) -> shards.ShardEntry | Failed | str:
+    """Call `job.run_shard` in a worker, whose heartbeats report the number of computed records."""
     get_worker().metrics.setdefault(_METRIC, lambda worker: dict(_computed))
     key = f"{token}-{shard.number}"
 
@@ -232,21 +235,21 @@ def run_shard(given: Job, shard: Shard, token: str) -> shards.Done | Failed | st
 
 def progress(client: Client, token: str) -> dict[int, int]:
     """Return {shard: computed records} for unfinished shards, as the workers last reported."""
-    found: dict[int, int] = {}
-    # The caller checks whether the scheduler is still there.
+    counts: dict[int, int] = {}
+    # The caller checks whether the scheduler still runs.
     with suppress(OSError, TimeoutError, asyncio.TimeoutError, CancelledError):
-        found = client.run_on_scheduler(_reported, token)
-    return found
+        counts = client.run_on_scheduler(_reported, token)
+    return counts
 
 
 def _reported(token: str, dask_scheduler: Any) -> dict[int, int]:
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for worker in dask_scheduler.workers.values():
         for key, records in worker.metrics.get(_METRIC, {}).items():
             name, _, shard = key.rpartition("-")
             if name == token:
-                found[int(shard)] = records
-    return found
+                counts[int(shard)] = records
+    return counts
 
 
 def _message(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""`run`: execute a job on Dask, from its input to its output. Arguments are checked first."""
+"""Run a job on Dask: check its arguments, divide its input into shards, compute and write them."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ from gpt2block.config.formats import USUAL
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
 from gpt2block.run.model import weight_bytes
 
-RETRIES = 2  # of a shard that raised an error that a retry may avoid
-ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
-AHEAD = 4  # shards submitted for each thread: no worker is idle, and the scheduler holds few
-RECOUNT_SECONDS = 5.0  # between two counts of the workers' threads
+RETRIES = 2  # retries of a shard after an error that a retry may avoid
+ANSWER_SECONDS = 60  # time limit for the scheduler to transfer a finished result
+AHEAD = 4  # shards submitted per thread: keeps workers busy and the scheduler's queue short
+RECOUNT_SECONDS = 5.0  # interval between two counts of the workers' threads
 LOST = "the connection to the scheduler is lost"
 
 
 class JobError(PrintableError, RuntimeError):
-    """The job has stopped. The same command continues it."""
+    """The job has stopped. Running the same command again continues the job."""
 
 
 @dataclass
 class Outcome:
-    """The counts of the whole output, and of what this run computed."""
+    """Counts of records, errors and tokens in the whole output and in this run."""
 
-    records: int = 0
-    errors: int = 0
+    records: int = 0  # records with a result in the whole output
+    errors: int = 0  # records with an error in the whole output
     failed: dict[int, str] = field(default_factory=dict)  # shard that cannot be computed → reason
-    done_now: int = 0  # records of this run, including errors
-    tokens_now: int = 0  # of this run
+    done_now: int = 0  # records computed by this run, including errors
+    tokens_now: int = 0  # tokens computed by this run
     seconds: float = 0.0  # computing time of this run
     start_up: float = 0.0  # seconds until the workers had loaded the model
-    first_error: str = ""  # of the first record with an error
-    lines: int = 0  # of the input
-    lines_done: int = 0  # in finished shards, also of earlier runs
+    first_error: str = ""  # error message of the first record that has one
+    lines: int = 0  # lines of the input
+    lines_done: int = 0  # lines in finished shards, including shards of earlier runs
 
 
 class Watcher(Protocol):
-    """Receives the progress of a job."""
+    """Interface of an object that receives the progress of a job."""
 
     def say(self, line: str) -> None:
         """Report a message of one line."""
 
     def show(self, outcome: Outcome, inside: int) -> None:
-        """Called when computing begins, after each shard and once a second.
+        """Show the counts. Called when computing begins, after each shard and once a second.
 
         inside: the number of records computed in unfinished shards.
         """
@@ -74,10 +74,10 @@ def run(
     workers: int | None = None,
     scheduler: str | None = None,
 ) -> Outcome:
-    """Compute the shards of a job that its output does not hold yet.
+    """Compute the shards of a job that are missing in its output.
 
-    Raises InputError, CheckpointError, DeviceError before anything is computed, and JobError when
-    the job cannot continue: the disk is full, or the scheduler is lost.
+    Raises InputError, CheckpointError, DeviceError before anything is computed, and JobError if
+    the job cannot continue because the disk is full or the scheduler is lost.
     """
     begun = perf_counter()
     paths.require_working_directory()
@@ -125,14 +125,15 @@ def run(
                     watcher.say(f"{finished:,} of {lines:,} lines are done already")
                 work.compute(client, todo)
         with _job_errors(f"{folder} cannot be written", OSError):
-            manifest.write(manifest.job or described)  # in order; also of an input without lines
+            # Sort the entries by shard. An input without lines gets its manifest only here.
+            manifest.write(manifest.job or described)
         return work.finished()
 
 
 def _read_input(
     job: Job, inputs: Sequence[str], watcher: Watcher
 ) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
-    """Return the job with what depends on the input; the files with their sizes; the shards.
+    """Return the job completed by properties of the input; the files with their sizes; the shards.
 
     Raises InputError, CheckpointError.
     """
@@ -147,7 +148,7 @@ def _read_input(
         try:
             job = job.checked(has_text=True)
         except CheckpointError:
-            if of_text:  # else the records of text have this error
+            if of_text:  # without text first, only records of text report this error
                 raise
     return job, sizes, cut
 
@@ -155,12 +156,12 @@ def _read_input(
 def _open_manifest(
     folder: Path, described: dict[str, Any], cut: Sequence[Shard], watcher: Watcher
 ) -> shards.Manifest:
-    """Return the folder's manifest without damaged shards. InputError if it is of another job."""
+    """Return the folder's manifest without damaged shards. Raises InputError for another job's."""
     manifest, form = shards.Manifest(folder), described["form"]
     _compare(manifest, described)
     manifest.check([shard.lines for shard in cut])
     for name in manifest.forget_damaged(form):
-        watcher.say(f"{name} was changed or removed after it was written: it is computed again")
+        watcher.say(f"{name} was changed or removed after it was written: its shard is recomputed")
     unknown = manifest.unknown_parts(form, len(cut))
     if unknown:
         many = f"{folder} has {len(unknown):,} part files that are not of this job"
@@ -171,7 +172,7 @@ def _open_manifest(
 
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
-    """Return the useful number of CPU workers: one per shard, and models that fit in memory."""
+    """Return the maximum number of CPU workers: one per shard, as many as models fit in memory."""
     weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, USUAL)
     return max(1, min(len(todo), int(MEMORY_LIMIT) // (2 * weights)))
 
@@ -184,13 +185,14 @@ class _Work:
         self.outcome = Outcome()
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._submitted: dict[Future, Shard] = {}
-        # Dask reports every shard that was assigned to a dead worker, not only the one it computed.
+        # When a worker dies, Dask reports every shard that was assigned to it, not only the shard
+        # that it was computing. Suspects are therefore computed again, one at a time.
         self._suspects: deque[Shard] = deque()
         self._tried_alone: set[int] = set()
         self._threads, self._counted = 1, -RECOUNT_SECONDS
 
     def compute(self, client: Client, todo: Sequence[Shard]) -> None:
-        """Compute all of these shards. Raises JobError when the job cannot continue."""
+        """Compute the shards of `todo`. Raises JobError if the job cannot continue."""
         begun = perf_counter()
         waiting = deque(todo)
         self._watcher.show(self.outcome, 0)
@@ -198,7 +200,8 @@ class _Work:
             while waiting or self._submitted or self._suspects:
                 while waiting and len(self._submitted) < self._capacity(client):
                     self._submit(client, waiting.popleft())
-                if not self._submitted:  # one at a time: a worker that dies now died of this shard
+                # A suspect is computed alone: if a worker dies now, this shard is the cause.
+                if not self._submitted:
                     self._submit(client, self._suspects.popleft())
                 self._collect(client)
         except BaseException:
@@ -209,7 +212,7 @@ class _Work:
         self.outcome.seconds = perf_counter() - begun
 
     def _capacity(self, client: Client) -> int:
-        """Return how many shards may be submitted at once; workers may join or leave."""
+        """Return the number of shards to submit at once; count threads, as workers come and go."""
         if perf_counter() > self._counted + RECOUNT_SECONDS:
             self._counted = perf_counter()
             self._threads = max(1, sum(client.nthreads().values()))
@@ -221,7 +224,7 @@ class _Work:
             self.job,
             shard,
             self._token,
-            # A key that no other client and no earlier attempt uses.
+            # The key differs from keys of other clients and of earlier attempts.
             key=f"gpt2block-{self._token}-{shard.number}-{shard.number in self._tried_alone:d}",
             retries=RETRIES,
             priority=-shard.number,
@@ -242,7 +245,7 @@ class _Work:
                 raise self._stopped(LOST) from None
             return
         shard = self._submitted.pop(future)
-        if future.status == "error":  # raised by a worker, after all retries
+        if future.status == "error":  # a worker raised an error in all retries
             error = future.exception()
             if isinstance(error, KilledWorker):
                 if shard.number not in self._tried_alone:
@@ -258,8 +261,8 @@ class _Work:
             raise self._stopped(LOST) from error
         self._take(shard, result)
 
-    def _take(self, shard: Shard, result: shards.Done | Failed | str) -> None:
-        """Process what `run_shard` returned."""
+    def _take(self, shard: Shard, result: shards.ShardEntry | Failed | str) -> None:
+        """Process a shard's result: its manifest entry, a failure or a reason to stop the job."""
         if isinstance(result, str):
             raise self._stopped(result)
         if isinstance(result, Failed):
@@ -280,7 +283,7 @@ class _Work:
         return JobError(f"{reason}; {done:,} shards are done: the same command continues the job")
 
     def finished(self) -> Outcome:
-        """Return the outcome, with the counts of the whole output."""
+        """Complete the outcome by the counts of the whole output, and return it."""
         done = self._manifest.done
         self.outcome.records = sum(entry.records for entry in done.values())
         self.outcome.errors = sum(entry.errors for entry in done.values())
@@ -295,7 +298,7 @@ class _Work:
 
 @contextmanager
 def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
-    """Convert these errors to JobErrors."""
+    """Convert exceptions of the types `errors` to JobErrors that begin with `problem`."""
     try:
         yield
     except errors as error:
@@ -304,9 +307,9 @@ def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
-    """Raise InputError where the manifest is of another job.
+    """Raise InputError if the manifest belongs to another job.
 
-    An engine or a dtype of None, which only workers can tell, matches any.
+    An engine or dtype of None, not yet known from the workers, matches any value.
     """
     if manifest.job is None:
         return
@@ -315,7 +318,8 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
         if ours[name] is None:
             del now[name]
             was.pop(name, None)
-    for name in {"gpt2block": None, **now, **was}:  # another version may have other arguments
+    # The version comes first: another version of gpt2block may have other arguments.
+    for name in {"gpt2block": None, **now, **was}:
         if (name in now) != (name in was) or now[name] != was[name]:
             before, after = (
                 f"{reprlib.repr(entries[name]):.40}" if name in entries else "absent"
@@ -329,11 +333,11 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
 
 
 def _flat(job: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested objects: their entries are named `outer.inner`."""
-    found: dict[str, Any] = {}
+    """Return a flat copy of a nested mapping: key `inner` in `outer` becomes `outer.inner`."""
+    flat: dict[str, Any] = {}
     for name, value in job.items():
         if isinstance(value, dict):
-            found |= {f"{name}.{key}": entry for key, entry in value.items()}
+            flat |= {f"{name}.{key}": entry for key, entry in value.items()}
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat

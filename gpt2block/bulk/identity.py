@@ -1,4 +1,4 @@
-"""Hashes that identify a model, a tokenizer and this program, to compare jobs and workers."""
+"""Hash a model, a tokenizer and this program, to compare those of jobs and workers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def of_model(name: str, revision: str | None = None) -> str:
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:
-    """Return the SHA-256 of the tokenizer's rules, tokens, ids and end token; None for None."""
+    """Return the SHA-256 of a tokenizer's rules, tokens, ids and end token; None if it is None."""
     if encoding is None:
         return None
-    found = hashlib.sha256(f"{rules(encoding)} {end_of_text(encoding)}".encode())
+    digest = hashlib.sha256(f"{rules(encoding)} {end_of_text(encoding)}".encode())
     for token_id, token in tokens_of(encoding):
-        found.update(b"%d %d " % (token_id, len(token)) + token)
+        digest.update(b"%d %d " % (token_id, len(token)) + token)
     for name in sorted(encoding.special_tokens_set):
-        found.update(b"%d " % special_id(encoding, name) + name.encode())
-    return found.hexdigest()
+        digest.update(b"%d " % special_id(encoding, name) + name.encode())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=1)
 def of_program() -> str:
-    """Return the SHA-256 of gpt2block's sources, which also changes between two releases."""
+    """Return the SHA-256 of gpt2block's sources, which also distinguishes unreleased versions."""
     import kernels_cu  # noqa: PLC0415
 
     package = Path(__file__).parent.parent
@@ -51,8 +51,8 @@ def of_program() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must agree between the client, the scheduler and all workers."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    """Return the versions, by name, that client, scheduler and workers must have in common."""
+    by_name = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("numpy", "dask", "distributed"):
-        found[name] = importlib.metadata.version(name)
-    return {**found, "gpt2block": of_program()[:12]}
+        by_name[name] = importlib.metadata.version(name)
+    return {**by_name, "gpt2block": of_program()[:12]}

@@ -23,25 +23,28 @@ from gpt2block.checks import check_choice, check_count
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.tokenizers.lookup import Lookup
 
-FORMAT = 2  # of the manifest
-# How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
+FORMAT = 2  # version of the manifest's format
+# Interval after which Python switches threads, so that the thread that launches kernels waits at
+# most this long for the interpreter lock; Python's default is 5 ms.
 SWITCH_SECONDS = 1e-4
-# The hashes identify the model and the tokenizer, wherever their files are; formats do themselves.
+# Fields left out of the manifest's description, or replaced: hashes identify the model and the
+# tokenizer independently of their paths, and `formats.identity()` describes the formats.
 _APART = ("output", "model", "revision", "tokenizer", "device", "formats")
 
 
 def threads_of(task: str, engine: str) -> int:
-    """Return how many shards a worker works on at once.
+    """Return the number of shards that a worker processes at once, each in its own thread.
 
-    With two, the worker reads or writes one while the GPU computes the other. Generation uses one,
-    as each shard needs a KV cache of its own; NumPy uses one, as its products use all CPU cores.
+    With two shards, the worker reads or writes one while the GPU computes the other. Generation
+    uses one shard, as each shard needs its own KV cache. NumPy uses one shard, as its matrix
+    products use all CPU cores.
     """
     return 2 if engine == "cuda" and task != "generate" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Arguments):
-    """The arguments of a Predictor, and an output: what every worker is sent."""
+    """The arguments of a Predictor and the job's output; the client sends a Job to every worker."""
 
     output: str
     column: str = "text"
@@ -53,13 +56,13 @@ class Job(Arguments):
     typed: bool = False  # whether kept fields have their Arrow types in the results
 
     def checked(self, has_text: bool = False) -> Job:
-        """Return the job with absolute paths and the hashes of its model and tokenizer.
+        """Return a copy with absolute paths and the hashes of the model and the tokenizer.
 
-        And with the dtype of the weights, unless it depends on the GPU that computes the job.
+        The copy also has the dtype of the weights, unless the dtype depends on the workers' GPUs.
+        No weights are loaded.
 
-        has_text: whether the input has texts, for which the tokenizer may be downloaded. No weights
-        are loaded. Raises InputError, CheckpointError for arguments that would fail on every
-        worker.
+        has_text: whether the input has texts, for which the tokenizer may be downloaded. Raises
+        InputError, CheckpointError for arguments that would fail on every worker.
         """
         check_count("shard_size", self.shard_size)
         if self.device not in (None, "cuda", "cpu"):
@@ -93,14 +96,14 @@ class Job(Arguments):
     def described(
         self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
     ) -> dict[str, Any]:
-        """Return the manifest's description: equal for runs whose output has the same bytes.
+        """Return the manifest's description of the job; jobs with equal ones write equal bytes.
 
-        inputs: the files as `records.described` returns them.
+        inputs: the description of the input files that `records.described` returns.
         """
-        given = {name: each for name, each in asdict(self).items() if name not in _APART}
+        arguments = {name: each for name, each in asdict(self).items() if name not in _APART}
         return {
             "gpt2block map": FORMAT,
-            **json.loads(json.dumps(given | self.formats.identity())),
+            **json.loads(json.dumps(arguments | self.formats.identity())),
             "engine": engine,
             "inputs": inputs,
             "lines": lines,
@@ -110,25 +113,28 @@ class Job(Arguments):
 
 
 def absolute(name: str | Path) -> str:
-    """Return an existing path as an absolute one, for workers in other directories; else `name`."""
+    """Return the absolute path if `name` is an existing path, for workers in other directories.
+
+    Otherwise return `name` unchanged.
+    """
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUNDLED_NAMES and path.exists() else str(name)
 
 
 def engine_of(device: str | None) -> str:
-    """Return "cuda" or "cpu", the engine of a model on this machine. Raises DeviceError."""
+    """Return the engine for a `device` option here, "cuda" or "cpu". Raises DeviceError."""
     return "cpu" if resolve_device(device) is None else "cuda"
 
 
 _predictors: dict[str, Predictor] = {}
 _loading = threading.Lock()
-_KEPT = 2  # models kept in memory, for two clients that alternate
+_KEPT = 2  # models kept in memory: two clients can alternate without loading again
 
 
 def predictor(job: Job) -> Predictor:
-    """Return the job's Predictor, loaded once per process, also for jobs with other outputs.
+    """Return the job's Predictor, loaded once per process and shared by jobs with other outputs.
 
-    Raises InputError where the model or the tokenizer is not the one that the job identifies.
+    Raises InputError if the hash of the model or of the tokenizer differs from the job's.
     """
     arguments = [getattr(job, each.name) for each in fields(Arguments)]
     key = repr((arguments, job.model_sha256, job.tokenizer_sha256))
@@ -136,24 +142,27 @@ def predictor(job: Job) -> Predictor:
         if key not in _predictors:
             here = f"{job.model} on {socket.gethostname()}"
             if identity.of_model(job.model, job.revision) != job.model_sha256:
-                raise InputError(f"{here} is not the client's model: copy it there")
+                raise InputError(f"{here} is not the client's model: copy the client's files there")
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]
-            found = Predictor.later(job)
+            loaded = Predictor.later(job)
             if job.tokenizer_sha256 is not None:
-                found.load_tokenizer()
-            if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
-                raise InputError(f"{here} does not have the client's tokenizer: copy it there")
+                loaded.load_tokenizer()
+            if identity.of_tokenizer(loaded.encoding) != job.tokenizer_sha256:
+                raise InputError(
+                    f"{here} does not have the client's tokenizer: copy the client's files there"
+                )
             if job.device == "cuda":
                 sys.setswitchinterval(SWITCH_SECONDS)
-            _predictors[key] = found
+            _predictors[key] = loaded
         return _predictors[key]
 
 
 def worker_properties(device: str | None) -> dict[str, Any]:
-    """Return this worker's versions, engine, and why it has no GPU (None where it has one).
+    """Return this worker's properties: versions, engine, reads_blocks and no_cuda.
 
-    And whether it multiplies the blocks of GGUF files.
+    reads_blocks: whether it multiplies GGUF blocks directly. no_cuda: the reason why it does not
+    use a GPU; None if it uses one.
     """
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     engine = "cpu" if problem else "cuda"
@@ -166,18 +175,18 @@ def worker_properties(device: str | None) -> dict[str, Any]:
 
 
 def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:
-    """Load the model and return a description of the device.
+    """Load the model on this worker and return a description of its device.
 
     files: the input's paths and sizes in bytes. token: the content of the client's lock file.
-    Raises InputError where this worker cannot compute the job.
+    Raises InputError if this worker cannot compute the job.
     """
     host = socket.gethostname()
     if job.form == "parquet" or any(records.kind_of(Path(path)) == "parquet" for path, _ in files):
         records.require_pyarrow()
     for path, size in files:
-        found = Path(path).stat().st_size if Path(path).is_file() else None
-        if found != size:
-            got = "no file" if found is None else f"{found:,} bytes"
+        actual = Path(path).stat().st_size if Path(path).is_file() else None
+        if actual != size:
+            got = "no file" if actual is None else f"{actual:,} bytes"
             raise InputError(f"{path}: expected {size:,} bytes, {host} has {got}")
     lock = Path(job.output) / shards.LOCK
     if not lock.is_file() or lock.read_text() != token:
@@ -191,20 +200,20 @@ def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:
 
 @dataclass(frozen=True)
 class Failed:
-    """A shard that fails in every attempt, and why."""
+    """The result of a shard that fails in every attempt, with the reason."""
 
     reason: str
 
 
 def run_shard(
     job: Job, shard: Shard, token: str, progress: Callable[[int], None] = lambda records: None
-) -> shards.Done | Failed | str:
-    """Compute and write a shard.
+) -> shards.ShardEntry | Failed | str:
+    """Compute a shard and write its files.
 
-    Returns its manifest entry; Failed where it cannot be computed; or a message why nothing can be
-    written, which stops the job. A shard is always computed as a whole, so its bytes do not depend
-    on restarts. Raises only errors that a retry may avoid: OSError, MemoryError, DeviceError.
-    progress: called with the number of records computed since the last call.
+    Returns the shard's manifest entry, or Failed if it cannot be computed, or a message that stops
+    the job because nothing can be written. A shard is always computed as a whole, so its bytes do
+    not depend on restarts. Raises only errors that a retry may avoid: OSError, MemoryError,
+    DeviceError. progress: called with the number of records computed since the last call.
     """
     try:
         return _run_shard(job, shard, token, progress)
@@ -216,17 +225,17 @@ def run_shard(
 
 def _run_shard(
     job: Job, shard: Shard, token: str, progress: Callable[[int], None]
-) -> shards.Done | str:
-    found = list(records.read(shard, job.column, job.keep))
+) -> shards.ShardEntry | str:
+    inputs = list(records.read(shard, job.column, job.keep))
     loaded = predictor(job)
     part: shards.Part = shards.JsonPart(loaded.columns)
     if job.form == "parquet":
         types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
         part = shards.ParquetPart(loaded.columns, job.keep, types)
-    rows = _computed(loaded, found, job.options.get("seed", 0), progress)
+    rows = _computed(loaded, inputs, job.options.get("seed", 0), progress)
     done = tokens = without_memory = 0
     errors: list[dict[str, Any]] = []
-    for record, row in zip(found, rows, strict=True):
+    for record, row in zip(inputs, rows, strict=True):
         count = row if isinstance(row, Problem) else _add(part, record, row)
         if isinstance(count, Problem):
             place = {"index": record.index, "file": record.file, "line": record.line + 1}
@@ -247,19 +256,20 @@ def _run_shard(
         sha256 = shards.replace_file(folder / shards.part_name(shard.number, job.form), part.data())
     except OSError as error:
         return f"{folder} cannot be written on {socket.gethostname()}: {error.strerror or error}"
-    return shards.Done(shard.number, done, len(errors), tokens, sha256, digest)
+    return shards.ShardEntry(shard.number, done, len(errors), tokens, sha256, digest)
 
 
 def _computed(
-    loaded: Predictor, found: Sequence[Record], seed: int, progress: Callable[[int], None]
+    loaded: Predictor, inputs: Sequence[Record], seed: int, progress: Callable[[int], None]
 ) -> list[Row | Problem]:
-    """Return the rows, or end the process after a CUDA error, which leaves the context unusable.
+    """Return the rows of the records, or end this process after a CUDA error.
 
-    Dask then starts another process and assigns the shard to a free worker.
+    A CUDA error makes the process's CUDA context unusable. Dask then starts another process and
+    assigns the shard to a free worker.
     """
     try:
-        seeds = [record_seed(seed, record.index) for record in found]
-        return loaded.rows([record.value for record in found], seeds, progress)
+        seeds = [record_seed(seed, record.index) for record in inputs]
+        return loaded.rows([record.value for record in inputs], seeds, progress)
     except Exception as error:
         if "CUDA" in type(error).__name__:
             print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
@@ -268,7 +278,7 @@ def _computed(
 
 
 def _add(part: shards.Part, record: Record, row: Row) -> int | Problem:
-    """Add a record to the results; return its number of tokens, or why it cannot be written."""
+    """Add a record to the part; return its number of tokens, or its Problem if that fails."""
     try:
         part.add(record.index, record.kept, row)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Checks of paths given by the user, and hashes of files."""
+"""Check paths that the user passed, and hash files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from gpt2block.errors import InputError
 
-NAMED = 3  # files listed in a message at most
+NAMED = 3  # maximum number of files listed in a message
 _GONE = "the working directory was deleted: change to one that exists"
 
 
-def absolute(name: str, given: str | Path) -> Path:
-    """Return the path `given`, absolute and with `~` expanded; it need not exist.
+def absolute(name: str, path: str | Path) -> Path:
+    """Return `path` as an absolute path with `~` expanded; no file need exist there.
 
-    Raises InputError, with the argument's `name`, where it is not a path.
+    name: the argument's name for error messages. Raises InputError if `path` is not a valid path.
     """
-    text = str(given)
+    text = str(path)
     if not text:
         raise InputError(f"{name}: expected a path, got an empty string")
     if "\0" in text:
@@ -31,7 +31,7 @@ def absolute(name: str, given: str | Path) -> Path:
 
 
 def require_working_directory() -> None:
-    """Raise InputError where the working directory was deleted: no process starts from there."""
+    """Raise InputError if the working directory was deleted, as no process can start in it."""
     try:
         Path.cwd()
     except OSError as error:
@@ -39,20 +39,20 @@ def require_working_directory() -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names for a message, with an ellipsis for the others."""
+    """Join the first NAMED names for a message; an ellipsis stands for the others."""
     return ", ".join(names[:NAMED]) + ", …" * (len(names) > NAMED)
 
 
 def reason(error: Exception) -> str:
-    """Return the system's error message without the path."""
+    """Return the operating system's message for an error, without the path."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def sha256(files: Iterable[Path], start: bytes = b"") -> bytes:
     """Return the SHA-256 of `start` and the content of the files. Raises OSError."""
-    found = hashlib.sha256(start)
+    digest = hashlib.sha256(start)
     for path in files:
         with path.open("rb") as file:
             while chunk := file.read(2**24):
-                found.update(chunk)
-    return found.digest()
+                digest.update(chunk)
+    return digest.digest()

@@ -1,4 +1,4 @@
-"""`Predictor`: a model as a function of batches, for Dask, Ray or your own loop."""
+"""`Predictor`: a callable that maps a model over batches, for Dask, Ray or your own loop."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gpt2block.tokenizers import tokenizer as tokenizers
 from gpt2block.tokenizers.encoding import Encoding
 from gpt2block.tokenizers.lookup import Lookup, of_outputs
 
-Batch = Mapping[str, Any]  # column → one value per record
+Batch = Mapping[str, Any]  # column name → one value per record
 INPUTS = ("text", "tokens")
-_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # dtype, and the value of a record without a result
+_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # (dtype, value of a record without a result)
     "float": (np.float64, np.nan), "int": (np.int64, 0), "text": (object, ""),
     "texts": (object, []), "floats": (object, np.empty(0, np.float32)),
     "ints": (object, np.empty(0, np.int32)), "vector": (np.float32, np.nan),
 }  # fmt: skip
-GROUP = 8192  # tokens that the CUDA engine scores or embeds at once, its TOKENS_AT_ONCE
+GROUP = 8192  # tokens that the CUDA engine scores or embeds at once (its TOKENS_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Arguments:
     formats: FormatOptions = BY_DEFAULT
     tokenizer: str | Path | None = None
     revision: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of the task
+    options: dict[str, Any] = field(default_factory=dict)  # options of the task
     batch_tokens: int = 16384
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of a pickle from before there were Formats, which has their fields."""
+        """Restore a pickle; an older pickle has `dtype` and `kv_dtype` instead of `formats`."""
         if "formats" not in state:
             refuse_removed(name for name in state if state[name] is not None)
             names = {"dtype", "kv_dtype", *REMOVED}
@@ -60,7 +60,7 @@ class Arguments:
         vars(self).update(state)
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
-        """Return the task for a model. Raises InputError for an unknown one and wrong options."""
+        """Return the task for a model. Raises InputError for an unknown task or wrong options."""
         check_choice("task", self.task, TASKS)
         check_count("batch_tokens", self.batch_tokens)
         try:
@@ -70,23 +70,24 @@ class Arguments:
 
 
 class Predictor:
-    """Scores, continues or embeds the records of a batch.
+    """A callable that scores, continues or embeds the records of a batch.
 
-    task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, revision: as in
+    task: "score" (options: stride, logprobs), "generate" (options of `GPT2.generate`, and logprobs)
+    or "embed" (options: pooling, overflow). model, device, dtype, kv_dtype, revision: as in
     `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
-    maximum number of tokens scored or embedded together; `rows_at_once` is the number of rows
-    generated together.
+    maximum number of tokens scored or embedded together. Generation uses the engine's
+    `rows_at_once` instead.
 
-    For token ids a tokenizer is used only if its files are next to the weights, or named here.
+    Records of token ids use a tokenizer only if its files are next to the weights, or named by
+    `tokenizer`.
 
-    The constructor loads the model. A pickled Predictor holds the arguments only; an unpickled one
-    loads the model at its first call, so each process loads it once; a GGUF file by default in the
-    dtype of that process's device.
+    The constructor loads the model. A pickled Predictor contains the arguments only. An unpickled
+    Predictor loads the model at its first call, so each process loads it once. The default dtype of
+    a GGUF file depends on the device of that process.
 
     The result of a record depends on the record, its seed and the options, not on the rest of the
     batch. With NumPy each record is computed separately, as the last bits of a BLAS product depend
-    on its number of rows; the CUDA kernels compute each row independently of the others.
+    on its number of rows. The CUDA kernels compute each row independently of the other rows.
 
     Raises InputError for wrong options, CheckpointError, DeviceError.
     """
@@ -119,10 +120,10 @@ class Predictor:
 
     @classmethod
     def later(cls, arguments: Arguments) -> Predictor:
-        """Return a Predictor that loads the model when it is used, like an unpickled one."""
-        found = cls.__new__(cls)
-        found.arguments = arguments
-        return found
+        """Return a Predictor that loads its model at the first call, as after unpickling."""
+        predictor = cls.__new__(cls)
+        predictor.arguments = arguments
+        return predictor
 
     def __getstate__(self) -> dict[str, Any]:
         return {"arguments": self.arguments}
@@ -130,8 +131,10 @@ class Predictor:
     @cached_property
     def model(self) -> Model[Any]:
         """The loaded model."""
-        given = self.arguments
-        return load(given.model, given.device, given.formats, revision=given.revision)
+        arguments = self.arguments
+        return load(
+            arguments.model, arguments.device, arguments.formats, revision=arguments.revision
+        )
 
     @cached_property
     def _lookup(self) -> Lookup:
@@ -142,14 +145,14 @@ class Predictor:
     _has_text = False  # whether the tokenizer has been loaded for text
 
     def load_tokenizer(self) -> None:
-        """Look the tokenizer up, as the first batch of texts does; it may be downloaded."""
+        """Find the tokenizer, or download it, as the first batch of texts does."""
         if not self._has_text:
             self._has_text = True
             vars(self).pop("_task", None)
 
     @property
     def encoding(self) -> Encoding | None:
-        """The tokenizer; None where there is none, or none at hand before `load_tokenizer`."""
+        """The tokenizer, or None. Before `load_tokenizer`, None unless its files are local."""
         return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property
@@ -166,14 +169,14 @@ class Predictor:
 
         batch: "text", or "tokens" (rows of ids), and optionally "seed", an integer from 0 to
         2**64 - 1 for each record; by default it is derived from the option `seed` and the record.
-        `error` is "" or the reason why a record has no result; its other results are then NaN, 0 or
-        empty.
+        The result column `error` is "", or the reason why a record has no result; the other result
+        columns of such a record are NaN, 0 or empty.
 
         score: log_likelihood (nats), perplexity, n_tokens and n_bytes (predicted), logprobs.
         generate: completion, finish_reason, n_tokens, completion_tokens, logprobs.
         embed: embedding (n_embd,), n_tokens.
 
-        Raises InputError where batch is not a mapping from names to columns of one length.
+        Raises InputError unless batch is a mapping from names to columns of one length.
         """
         if not isinstance(batch, Mapping):
             raise InputError(
@@ -206,19 +209,18 @@ class Predictor:
         seeds: Sequence[Any] | None = None,
         progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
-        """Return for each record its columns, or a Problem.
+        """Return the result columns of each record, or the Problem of a record that raises.
 
-        values: texts or token ids, or Problems, which are returned. An error that a record raises
-        becomes its Problem. progress: called with the number of records computed since the last
-        call.
+        values: texts, token ids or Problems; a Problem is returned unchanged. progress: called with
+        the number of records computed since the last call.
         """
-        found: list[Row | Problem | None] = [None] * len(values)
+        results: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
         own: dict[int, int] = {}
         base = self.arguments.options.get("seed", 0)
         for index, value in enumerate(values):
             if isinstance(value, Problem):
-                found[index] = value
+                results[index] = value
                 continue
             try:
                 tokens = self._ids(value)
@@ -229,15 +231,15 @@ class Predictor:
                     own[index] = check_integer("seed", seeds[index], 0, 2**64 - 1, expected)
                 ids[index] = tokens
             except BaseException as error:
-                found[index] = problem_of(error)
+                results[index] = problem_of(error)
         for part in self._batches(ids):
             for index, row in zip(part, self._run(part, ids, own), strict=True):
-                found[index] = row
+                results[index] = row
             progress(len(part))
-        return [row for row in found if row is not None]
+        return [row for row in results if row is not None]
 
     def _ids(self, value: Any) -> Ids:
-        """Return the token ids. Raises InputError for a record that cannot be computed."""
+        """Return a record's token ids. Raises InputError for a record that cannot be computed."""
         if isinstance(value, str):
             if self.encoding is None:
                 raise InputError(f"text needs a tokenizer: {self._missing()}")
@@ -250,7 +252,7 @@ class Predictor:
             ids = tokenizers.token_ids(self.encoding, value, vocab_size, task)
         except InputError as error:
             raise InputError(str(error).removeprefix(f"{task}: ")) from error
-        except (ValueError, OverflowError, TypeError) as error:  # tiktoken's, NumPy's
+        except (ValueError, OverflowError, TypeError) as error:  # raised by tiktoken or NumPy
             raise InputError(f"cannot be read as tokens: {error}") from error
         problem = self._task.problem(ids)
         if problem:
@@ -258,18 +260,19 @@ class Predictor:
         return ids
 
     def _missing(self) -> str:
-        """Return why there is no tokenizer."""
+        """Return the reason why there is no tokenizer."""
         try:
             self._lookup.encoding  # noqa: B018  (raises)
         except CheckpointError as error:
             return str(error)
-        return "the first record of the input has token ids: give texts a job of their own"
+        return "the first record of the input has token ids: put texts into a separate job"
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
-        """Yield batches of records of similar length, the longest first, which need most memory.
+        """Yield batches of records of similar length; the longest, which need most memory, first.
 
         The engine computes groups of GROUP tokens, and a partly filled group takes as long as a
-        full one. A batch therefore starts another group only if the task allows a full one.
+        full group. A batch therefore starts another group only if the task allows enough tokens to
+        fill it.
         """
         separate = isinstance(self.model.engine, NumpyModel)
         most = self._task.tokens_at_once
@@ -294,7 +297,7 @@ class Predictor:
     def _run(
         self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Mapping[int, int]
     ) -> list[Row | Problem]:
-        """Compute a batch; where it fails, compute its halves."""
+        """Compute a batch; if it fails, compute each half of it separately."""
         records, own = [ids[index] for index in part], [seeds[index] for index in part]
         try:
             return list(self._task.run(self.model.engine, records, own))
@@ -307,7 +310,7 @@ class Predictor:
         return [row for half in halves for row in self._run(half, ids, seeds)]
 
     def _column(self, kind: Kind, values: list[Any]) -> Any:
-        """Return an array of the values, in which None stands for a record without a result."""
+        """Return an array of the values. A value of None is a record without a result."""
         dtype, blank = _COLUMNS[kind]
         entry = (self.model.config.n_embd,) if kind == "vector" else ()
         column = np.empty((len(values), *entry), dtype)
@@ -317,19 +320,19 @@ class Predictor:
 
 
 def _entries(name: str, column: Any) -> list[Any]:
-    """Return a column's entries, one per record. InputError where it is not a column."""
+    """Return a column's entries, one per record. Raises InputError for other values."""
     if isinstance(column, np.ma.MaskedArray):
         raise InputError(
             f"{name}: expected an array without a mask, got a NumPy masked array: leave out the "
             "masked records, or use .filled()"
         )
-    if isinstance(column, Iterator):  # the result has the columns of the batch, too
+    if isinstance(column, Iterator):  # the result contains the batch's columns: a second reading
         raise InputError(
             f"{name}: expected a column that can be read twice, got {type(column).__name__}: use "
             "list(column)"
         )
     if not isinstance(column, (str, bytes, Mapping, set, frozenset)):
-        with suppress(TypeError):  # also raised by arrays of zero dimensions
+        with suppress(TypeError):  # raised by scalars and by arrays of zero dimensions
             return list(column)
     raise InputError(
         f"{name}: expected a column with an entry for each record, got {type(column).__name__}"
@@ -337,9 +340,9 @@ def _entries(name: str, column: Any) -> list[Any]:
 
 
 def record_seed(seed: int, record: int | bytes) -> int:
-    """Return a record's seed of 64 bits.
+    """Return a record's seed of 64 bits, a keyed hash of the record.
 
-    seed: the job's. record: the record's index, or its bytes.
+    seed: the job's seed, the key. record: the record's index, or its bytes.
     """
     if isinstance(record, int):
         record = record.to_bytes(8, "little")

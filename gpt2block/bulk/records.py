@@ -1,4 +1,4 @@
-"""The input: JSONL, Parquet or lines of text, divided into shards that workers read separately."""
+"""Divide the input (JSONL, Parquet, lines of text) into shards, and read the records of a shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"
 }  # fmt: skip
 _EXPECTED = f"a file that ends in {', '.join(_KINDS)}"
-LONGEST = 2**24  # bytes of a line at most; a longer line becomes an error
+LONGEST = 2**24  # maximum bytes of a line; a longer line becomes an error
 _CHUNK = 2**24  # bytes read at once
 
 
@@ -32,35 +32,35 @@ class ChangedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: the bytes from `start` to `end`, or those rows of a Parquet file."""
+    """A range of bytes from `start` to `end` in a file, or a range of rows in a Parquet file."""
 
     path: str
     start: int
     end: int
-    line: int  # number of the first line, from 0
-    lines: int
+    line: int  # number of the first line in the file, from 0
+    lines: int  # number of lines
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The lines that are computed and written together."""
+    """A range of input lines that are computed together and written to one part file."""
 
     number: int
     first: int  # index of the first line in the whole input
     lines: int
     spans: tuple[Span, ...]
-    sha256: str  # of the bytes of the spans; for a Parquet file, of the whole file
+    sha256: str  # hash of the bytes of the spans; for a Parquet file, of the file's hash
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value in an Arrow column, whose type Python may not have."""
+    """A value in an Arrow column; Python may have no equivalent of its type."""
 
     column: Any  # pyarrow.ChunkedArray
     row: int
 
     def value(self) -> Any:
-        """Return a Python object. Raises an error of Arrow where Python has no such value."""
+        """Return the value as a Python object. Raises an Arrow error if Python cannot hold it."""
         return self.column[self.row].as_py()
 
     def chunks(self) -> list[Any]:
@@ -70,10 +70,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Record:
-    """A line. `index` counts the lines of the whole input, `line` those of the file.
+    """A record, read from one line of the input.
 
-    value: a text or token ids, or the Problem of a line that cannot be read. kept: fields to copy
-    into the results; for a Parquet file they are Cells.
+    index: the line's number in the whole input. line: its number in the file. value: a text or
+    token ids, or the Problem of a line that cannot be read. kept: fields to copy into the results,
+    as Cells for a Parquet file.
     """
 
     index: int
@@ -86,9 +87,10 @@ class Record:
 def find_files(
     given: Sequence[str | Path], say: Callable[[str], None] = lambda line: None
 ) -> list[Path]:
-    """Return the input's files in the given order, those of a folder by name. Raises InputError.
+    """Return the input's files in the order of `given`; a folder yields its files sorted by name.
 
     say: called with a message about ignored entries of a folder: subfolders and other file types.
+    Raises InputError.
     """
     files: list[Path] = []
     for name in given:
@@ -113,7 +115,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except (OSError, UnicodeEncodeError) as error:  # half of a surrogate pair in the name
+    except (OSError, UnicodeEncodeError) as error:  # UnicodeEncodeError: a lone surrogate in `path`
         raise InputError(f"{path}: cannot be read: {paths.reason(error)}") from error
 
 
@@ -139,16 +141,19 @@ def kind_of(path: Path) -> str | None:
 
 
 def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
-    """Return the files with their lengths in bytes. Raises InputError."""
-    found = []
+    """Return (file, size in bytes) for each file. Raises InputError."""
+    file_sizes = []
     for path in files:
         with _reading(path):
-            found.append((path, path.stat().st_size))
-    return found
+            file_sizes.append((path, path.stat().st_size))
+    return file_sizes
 
 
 def described(files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
-    """Return the manifest's description of the input: the files' names, formats and lengths."""
+    """Return the manifest's description of the input: names, formats and sizes of the files.
+
+    files: pairs of a file and its size in bytes.
+    """
     kinds = dict.fromkeys(kind_of(path) for path, _ in files)
     names = hashlib.sha256()
     for path, size in files:
@@ -162,7 +167,7 @@ def described(files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
 
 
 def check_kept(files: Sequence[Path], column: str, keep: Sequence[str]) -> None:
-    """Raise InputError for a field other than `column` where the input has a text file."""
+    """Raise InputError if a kept field is not `column` and the input includes a text file."""
     other = next((name for name in keep if name != column), None)
     text = next((path for path in files if kind_of(path) == "text"), None)
     if text is not None and other is not None:
@@ -173,7 +178,7 @@ def check_kept(files: Sequence[Path], column: str, keep: Sequence[str]) -> None:
 
 
 def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
-    """Return whether the kept fields have Arrow types, which needs an input of Parquet files only.
+    """Return whether the kept fields have Arrow types: only if all input files are Parquet files.
 
     Raises InputError for a field whose types differ between files.
     """
@@ -200,9 +205,10 @@ def arrow_types(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]:
-    """Divide the input into shards of `size` lines, the last one shorter; read every byte once.
+    """Divide the input into shards of `size` lines; the last shard may have fewer.
 
-    columns: the columns that a Parquet file must have. Raises InputError.
+    Reads and hashes every byte once. columns: names of columns that a Parquet file must have.
+    Raises InputError.
     """
     cutter = _Cutter(size)
     for path in files:
@@ -216,12 +222,12 @@ def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]
 
 
 class _Cutter:
-    """Collects spans until a shard is full."""
+    """Collect spans of files into shards of a fixed number of lines."""
 
     def __init__(self, size: int) -> None:
         self.shards: list[Shard] = []
         self._size, self._first = size, 0
-        self._room = size  # lines that the shard lacks
+        self._room = size  # lines that the current shard still needs
         self._spans: list[Span] = []
         self._hash = hashlib.sha256()
 
@@ -242,12 +248,12 @@ class _Cutter:
             self._spans, self._hash = [], hashlib.sha256()
 
     def add_lines(self, path: Path) -> None:
-        start = at = line = lines = 0  # of the current span
+        start = at = line = lines = 0  # state of the current span; `at`: offset of the chunk
         ended = True
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-                taken = used = 0  # consumed line ends and bytes of the chunk
+                taken = used = 0  # line ends and bytes of the chunk that earlier spans contain
                 while len(ends) - taken >= self._room - lines:
                     taken += self._room - lines
                     lines = self._room
@@ -271,10 +277,10 @@ class _Cutter:
 
 
 def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the records of a shard, without blank lines of JSONL.
+    """Yield the records of a shard; blank lines of JSONL are skipped.
 
-    Raises OSError for a file that cannot be read, and at the end ChangedError where the bytes
-    differ from the shard's hash.
+    Raises OSError for a file that cannot be read, and at the end ChangedError if the hash of the
+    bytes differs from the shard's hash.
     """
     found, index = hashlib.sha256(), shard.first
     for span in shard.spans:
@@ -299,13 +305,16 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
 
 
 def begins_with_text(shards: Sequence[Shard], column: str) -> bool:
-    """Return whether the first record that can be read is a text. Raises OSError."""
+    """Return whether the first readable record of the first shard is a text. Raises OSError."""
     values = (record.value for shard in shards[:1] for record in read(shard, column))
     return isinstance(next((v for v in values if not isinstance(v, Problem)), None), str)
 
 
 def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
-    """Yield the lines without line ends, None for a line that is too long. Hashes every byte."""
+    """Yield the span's lines without line ends, or None for a line longer than LONGEST.
+
+    Every byte of the span is added to the hash.
+    """
     with open(span.path, "rb") as file:
         file.seek(span.start)
         at, whole = span.start, True
@@ -314,7 +323,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
             found.update(line)
             at += len(line)
             if not line:
-                return  # the file has become shorter, which the hash will show
+                return  # the file has become shorter: the comparison of hashes reports it
             begins, whole = whole, line.endswith(b"\n") or at == span.end
             if whole:
                 yield line.removesuffix(b"\n").removesuffix(b"\r") if begins else None
@@ -327,7 +336,7 @@ def _record(
     keep: Sequence[str],
     as_json: bool,
 ) -> Record | None:
-    """Parse a line: a JSON object, or the text of the only field, `column`. None: a blank line."""
+    """Parse a line, a JSON object or a text for field `column`. Return None for a blank line."""
     if line is None:
         return Record(*place, Problem(f"a line of more than {LONGEST:,} bytes"))
     try:

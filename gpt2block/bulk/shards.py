@@ -1,4 +1,4 @@
-"""The output: part files, each written completely or not at all, and the manifest of them."""
+"""Write a job's output: part files, each complete or absent, and the manifest that lists them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 
 @dataclass(frozen=True)
-class Done:
-    """A finished shard's entry in the manifest."""
+class ShardEntry:
+    """The entry of a finished shard in the manifest."""
 
     shard: int
     records: int
     errors: int
     tokens: int  # sum of the results' n_tokens
-    sha256: str  # of the part file
-    errors_sha256: str | None  # of the errors file; None without errors, which has no file
+    sha256: str  # hash of the part file
+    errors_sha256: str | None  # hash of the errors file; None without errors, hence without a file
 
 
 def part_name(shard: int, form: str) -> str:
@@ -49,7 +49,7 @@ def errors_name(shard: int) -> str:
 
 
 def replace_file(path: Path, data: bytes) -> str:
-    """Write a file as `files.replacing` does, and return its SHA-256. Raises OSError."""
+    """Write a file atomically with `files.replacing`; return its SHA-256. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         file.write(data)
@@ -69,7 +69,7 @@ def _json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to types of JSON. A float32 gets the fewest digits that identify it."""
+    """Convert a value to JSON types. A float32 gets the fewest digits that identify it."""
     if isinstance(value, Cell):
         return _plain(value.value())
     if isinstance(value, Mapping):
@@ -78,7 +78,8 @@ def _plain(value: Any) -> Any:
         numbers = map(float, value.ravel().astype("S32").tolist())
         return [number if math.isfinite(number) else None for number in numbers]
     if isinstance(value, (list, tuple, np.ndarray)):
-        simple = type(value) is list and {*map(type, value)} <= {int, str}  # such as token ids
+        # A list of int and str alone, such as token ids, needs no conversion.
+        simple = type(value) is list and {*map(type, value)} <= {int, str}
         return value if simple else [_plain(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -86,14 +87,14 @@ def _plain(value: Any) -> Any:
 
 
 class JsonPart:
-    """The results of a shard, one object per line: the index, the kept fields, the results."""
+    """A JSONL file of a shard. Each line is an object: index, kept fields, result columns."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         self._columns = tuple(columns)
         self._lines: list[bytes] = []
 
     def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Add a record's kept fields and results; raises an error where they cannot be written."""
+        """Add a record's kept fields and results. Raises an error if they cannot be encoded."""
         results = {name: row[name] for name in self._columns}
         self._lines.append(json_lines([{"index": index, **kept, **results}]))
 
@@ -118,7 +119,7 @@ class ParquetPart:
             "texts": pa.list_(pa.string()), "vector": pa.list_(pa.float32()),
             "floats": pa.list_(pa.float32()), "ints": pa.list_(pa.int32()),
         }  # fmt: skip
-        if "texts" in columns.values():  # of several samples; then lists have a list for each
+        if "texts" in columns.values():  # several samples: lists have an entry for each sample
             of_kind |= {kind: pa.list_(of_kind[kind]) for kind in ("floats", "ints")}
         self._kept = {name: types.get(name, pa.string()) for name in keep}
         self._typed = frozenset(types)
@@ -127,22 +128,22 @@ class ParquetPart:
         self._values: dict[str, list[Any]] = {name: [] for name in self._types}
 
     def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """As `JsonPart.add`."""
+        """Add a record's kept fields and results, as `JsonPart.add` does."""
         fields = {name: self._field(name, kept[name]) for name in self._kept}
-        found = {**row, "index": index, **fields}
+        entry = {**row, "index": index, **fields}
         for name, values in self._values.items():
-            values.append(found[name])
+            values.append(entry[name])
 
     def _field(self, name: str, value: Any) -> Any:
         if name in self._typed:
             return value
         plain = _plain(value)
         text = plain if isinstance(plain, str) else _json(plain).decode()
-        text.encode()  # raises for a lone surrogate here rather than when the part is written
+        text.encode()  # a lone surrogate must raise here rather than when the part is written
         return text
 
     def data(self) -> bytes:
-        """As `JsonPart.data`."""
+        """Return the content of the file, as `JsonPart.data` does."""
         pa = self._pa
         columns = []
         for name, kind in self._types.items():
@@ -162,15 +163,15 @@ Part = JsonPart | ParquetPart
 
 
 class Manifest:
-    """DIR/manifest.ndjson: the job in its first line, then a line for each finished shard.
+    """DIR/manifest.ndjson: the job's description in line 1, then a line for each finished shard.
 
-    Lines are appended as shards finish; `write` sorts them.
+    `add` appends a line when a shard finishes; `write` sorts the lines.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / MANIFEST
         self.job: dict[str, Any] | None = None
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, ShardEntry] = {}
         if self.path.exists():
             self._read()
 
@@ -184,17 +185,17 @@ class Manifest:
             self.job, *rest = (json.loads(line) for line in lines)
             if not isinstance(self.job, dict):
                 raise ValueError("its first line is not a job")
-            found = [_done(entry) for entry in rest]
+            entries = [_parse_entry(entry) for entry in rest]
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read: {reason(error)}") from error
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{self.path}: damaged, or not a manifest: {error}: choose another --output"
             ) from error
-        self.done = {entry.shard: entry for entry in found}
+        self.done = {entry.shard: entry for entry in entries}
 
     def check(self, lines: Sequence[int]) -> None:
-        """Raise InputError unless its shards fit an input with `lines[shard]` lines in each."""
+        """Raise InputError unless each entry fits an input with `lines[shard]` lines per shard."""
         for entry in self.done.values():
             if entry.shard >= len(lines) or entry.records + entry.errors > lines[entry.shard]:
                 raise InputError(
@@ -212,13 +213,13 @@ class Manifest:
         return [name for name in names if name not in ours]
 
     def write(self, job: dict[str, Any]) -> None:
-        """Rewrite the file: the job, and its finished shards in order."""
+        """Rewrite the manifest with this job and the finished shards, sorted by number."""
         self.job = job
         entries = [asdict(self.done[shard]) for shard in sorted(self.done)]
         replace_file(self.path, json_lines([job, *entries]))
 
-    def add(self, entry: Done) -> None:
-        """Append a finished shard."""
+    def add(self, entry: ShardEntry) -> None:
+        """Append the entry of a finished shard to the file, and sync the file to disk."""
         with self.path.open("ab") as file:
             file.write(json_lines([asdict(entry)]))
             file.flush()
@@ -226,7 +227,7 @@ class Manifest:
         self.done[entry.shard] = entry
 
     def forget_damaged(self, form: str) -> list[str]:
-        """Remove shards whose files are missing or changed; return the names of these files."""
+        """Remove entries of shards whose files are missing or changed; return the files' names."""
         folder, damaged = self.path.parent, []
         for shard, entry in list(self.done.items()):
             files = [(folder / part_name(shard, form), entry.sha256)]
@@ -239,9 +240,9 @@ class Manifest:
         return damaged
 
 
-def _done(entry: Any) -> Done:
+def _parse_entry(entry: Any) -> ShardEntry:
     """Parse a manifest entry. Raises ValueError unless `Manifest.add` could have written it."""
-    names = [field.name for field in fields(Done)]
+    names = [field.name for field in fields(ShardEntry)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"expected an object with {', '.join(names)}, got {reprlib.repr(entry)}")
     for name, value in entry.items():
@@ -255,11 +256,11 @@ def _done(entry: Any) -> Done:
             raise ValueError(f"{name} is {reprlib.repr(value)}")
     if (entry["errors_sha256"] is None) != (entry["errors"] == 0):
         raise ValueError(f"{entry['errors']} errors, errors_sha256 {entry['errors_sha256']!r}")
-    return Done(**entry)
+    return ShardEntry(**entry)
 
 
 def _sha256(path: Path) -> str | None:
-    """Return a file's SHA-256; None where it cannot be read or is not a regular file."""
+    """Return a file's SHA-256, or None if it cannot be read or is not a regular file."""
     try:
         return sha256([path]).hex() if path.is_file() else None
     except OSError:
@@ -268,11 +269,11 @@ def _sha256(path: Path) -> str | None:
 
 @contextmanager
 def locked(folder: Path, token: str) -> Iterator[None]:
-    """Create the folder and hold its lock; the system releases it when the process ends.
+    """Create the folder and hold its lock, which the system releases when the process ends.
 
-    The lock file holds the token, by which workers recognize their client's folder. Folders that
-    were created and stayed empty are removed at the end. Raises InputError where the folder is
-    locked, holds other files or cannot be written.
+    The lock file contains the token, by which workers recognize their client's folder. Folders that
+    this function created and that stayed empty are removed at the end. Raises InputError if the
+    folder is locked, contains other files or cannot be written.
     """
     with ExitStack() as at_end:
         with output_errors(folder):
@@ -298,7 +299,7 @@ def locked(folder: Path, token: str) -> Iterator[None]:
 
 
 def _check_output(folder: Path) -> None:
-    """Raise InputError unless the folder is new, empty or holds a job."""
+    """Raise InputError unless the folder is new, empty or contains a job's output."""
     if folder.is_symlink() and not folder.exists():
         raise InputError(f"--output {folder}: a broken link, expected a folder")
     if not folder.exists() or (folder / MANIFEST).exists():
@@ -323,7 +324,7 @@ def _remove_empty(folder: Path) -> None:
 
 @contextmanager
 def output_errors(folder: Path) -> Iterator[None]:
-    """Convert the system's errors about the output to InputErrors, before anything is computed."""
+    """Convert system errors about the output folder, in checks before the job, to InputErrors."""
     try:
         yield
     except InputError:

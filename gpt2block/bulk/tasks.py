@@ -1,4 +1,4 @@
-"""The tasks on tokenized records: score, generate, embed; `Problem`, the error of one record."""
+"""Tasks on tokenized records (score, generate, embed), and `Problem`, the error of a record."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from gpt2block.tokenizers.encoding import Encoding, token_sizes
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
-Row = dict[str, Any]  # the results of a record by column, and perhaps others
-# Interrupts, and errors of the model or the device, which no record causes.
+Row = dict[str, Any]  # results of a record by column name, perhaps with more than Task.columns
+# Interrupts, and errors of the model or the device: not caused by a record.
 _NOT_FROM_RECORD = (
     KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
 )  # fmt: skip
 
 
 class Problem(NamedTuple):
-    """Why a record has no result."""
+    """The reason why a record has no result."""
 
     reason: str
-    no_memory: bool = False  # the machine may be the cause rather than the record
+    no_memory: bool = False  # memory ran out: the machine may be the cause, not the record
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the Problem of the record that raised `error`; re-raise an error of no single record.
+    """Return the Problem of a record that raised `error`; re-raise an error that no record causes.
 
-    error: a BaseException, as a tokenizer written in Rust raises its panics as such. The functions
-    that compute a task number their inputs; this record is their only one.
+    error: a BaseException, as panics of a tokenizer written in Rust are BaseExceptions. The prefix
+    "prompt 0: " and the like is removed: a task numbers its inputs, and the record is the only one.
     """
     if isinstance(error, MemoryError):
         return Problem(printable(f"not enough memory: {error}"), True)
@@ -57,17 +57,17 @@ class Task(Protocol):
     """A task whose options have been checked."""
 
     columns: dict[str, Kind]  # the result columns and their kinds, in order
-    tokens_at_once: int  # the maximum number of tokens in a batch of several records
+    tokens_at_once: int  # maximum number of tokens in a batch of several records
 
     def problem(self, ids: Ids) -> str | None:
-        """Return why this record cannot be computed; None where it can."""
+        """Return the reason why this record cannot be computed; None if it can be computed."""
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        """Return the records' rows in order. Raises InputError where computing one fails."""
+        """Return the rows of results in the records' order. Raises InputError if a record fails."""
 
 
 class Scoring(Task):
-    """The log-likelihood of each record's tokens after the first.
+    """Task `score`: the log-likelihood of each record's tokens after the first.
 
     stride: as in `scoring.score`. logprobs: also return the log-probability of every token.
     """
@@ -84,7 +84,7 @@ class Scoring(Task):
         most = config.n_ctx - 1
         stride = max(1, config.n_ctx // 2) if stride is None else stride
         self._stride = check_integer("stride", stride, 1, most, f"1 to {most}, less than n_ctx")
-        # of all tokens: a Score would count those of its own text again and again
+        # Bytes of every token in the vocabulary, counted once rather than for each record.
         self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
         self.columns = {"log_likelihood": "float", "perplexity": "float", "n_tokens": "int"}
         if encoding is not None:
@@ -112,11 +112,11 @@ class Scoring(Task):
 
 
 class Generating(Task):
-    """A continuation of each record, or `samples` of them.
+    """Task `generate`: `samples` continuations of each record.
 
     options: the keywords of `GPT2.generate`. logprobs: also return the tokens and their
-    log-probabilities. A batch has any number of records: the engine computes `rows_at_once` of them
-    together.
+    log-probabilities. The number of records in a batch is not limited: the engine computes
+    `rows_at_once` rows together.
     """
 
     tokens_at_once = 2**31
@@ -131,20 +131,20 @@ class Generating(Task):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        Sampling(seed=seed)  # checks it
+        Sampling(seed=seed)  # raises InputError for an invalid seed
         self._config, self._encoding = config, encoding
         self._options = Options.of({**options, "samples": samples, "seed": 0})
-        self._start([[0]])  # checks what depends on the model
+        self._start([[0]])  # raises InputError for options that do not fit the model
         text: Kind = "texts" if samples > 1 else "text"
         self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
-        # With several samples these are lists of lists.
+        # With several samples these columns hold lists of lists.
         if logprobs or encoding is None:
             self.columns["completion_tokens"] = "ints"
         if logprobs:
             self.columns["logprobs"] = "floats"
 
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
-        """Check the prompts; nothing is computed yet, so that an engine is not needed."""
+        """Check the prompts and return their Run. Checks alone do not need an engine."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(engine or config, self._encoding, prompts, self._options)
 
@@ -170,13 +170,13 @@ class Generating(Task):
                 "completion_tokens": [list(one.tokens) for one in group],
                 "logprobs": [np.array(one.logprobs, np.float32) for one in group],
             }
-            found = row if samples > 1 else {name: values[0] for name, values in row.items()}
-            rows.append({**found, "n_tokens": sum(len(one.tokens) for one in group)})
+            results = row if samples > 1 else {name: values[0] for name, values in row.items()}
+            rows.append({**results, "n_tokens": sum(len(one.tokens) for one in group)})
         return rows
 
 
 class Embedding(Task):
-    """A vector for each record: the mean or the last of its states after the final LayerNorm.
+    """Task `embed`: a vector per record, the mean or the last of its states after the final norm.
 
     overflow: as in `scoring.embed`.
     """

@@ -1,4 +1,4 @@
-"""Setup that the workers of a local cluster preload."""
+"""Set up a worker of a local cluster; Dask preloads this module in each worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def dask_setup(worker: Any) -> None:
     """Ignore Ctrl-C, which a terminal sends to all processes: the client ends its workers.
 
-    The client may do so during a shard or a heartbeat; the warnings about that are silenced.
+    Warnings are silenced, as the client may end a worker during a shard or a heartbeat.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("distributed.worker.state_machine").setLevel(logging.ERROR)
@@ -18,5 +18,5 @@ def dask_setup(worker: Any) -> None:
 
 
 def _not_about_scheduler(record: logging.LogRecord) -> bool:
-    """Drop messages about a lost scheduler: it runs in the client, which reports how it ended."""
+    """Drop messages about a lost scheduler, which ends with the client: the client reports why."""
     return "Failed to communicate with scheduler" not in record.getMessage()

@@ -1,7 +1,7 @@
 """Compile and launch CUDA kernels through CuPy.
 
-`cupy` is a proxy of the module of that name. It imports CuPy on first use, and no other code does:
-every module of the package can be imported without CuPy.
+`cupy` is a proxy of the module cupy. It imports CuPy on first use, and no other code imports CuPy,
+so that every module of the package can be imported without it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 from gpt2block.errors import DeviceError
 
-NOT_INITIALIZED = 3  # the error of every CUDA function in such a process, also of cuInit
+NOT_INITIALIZED = 3  # error code of all CUDA calls, even cuInit, in a process forked too late
 FORKED = "this process was forked after CUDA had been initialized, and CUDA does not work in it"
 FORKED_FIX = "start processes with multiprocessing's method 'spawn' or 'forkserver'"
 
 
 class _CuPy:
-    """CuPy's names as attributes, each looked up once.
+    """A proxy with CuPy's names as attributes, each of which is looked up once.
 
-    DeviceError where CuPy is missing, and in a process that was forked too late.
+    Raises DeviceError if CuPy is missing, or in a process forked after CUDA was initialized.
     """
 
-    _module: Any = None  # the replacement of CuPy, as in `replaced_by`
-    _forked = False  # whether CUDA may not work because this process was forked
+    _module: Any = None  # replacement of CuPy while `replaced_by` is active
+    _forked = False  # whether this process was forked, so that CUDA may not work
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":  # inspection looks up any of them
+        if name.startswith("__") and name != "__version__":  # inspection must not import CuPy
             raise AttributeError(name)
         if self._module is None:
             try:
@@ -42,7 +42,7 @@ class _CuPy:
                 raise DeviceError(
                     f"CuPy cannot be imported ({error}): `gpt2block check` says what is missing"
                 ) from error
-            if self._forked and name != "ndarray":  # which tells CuPy's arrays from others
+            if self._forked and name != "ndarray":  # isinstance checks with ndarray need no CUDA
                 _check_fork()
         else:
             found = getattr(self._module, name)
@@ -60,31 +60,31 @@ def _check_fork() -> None:
 
 
 def initialized() -> int:
-    """The result of cuInit, which creates no context: 0 if CUDA works, or an error.
+    """Return the result of cuInit, which creates no context: 0 if CUDA works, or an error code.
 
-    After a fork, CUDA's runtime still answers from what the parent process knew.
+    CUDA's runtime cannot tell: after a fork it returns cached answers of the parent process.
     """
     try:
         return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
-    except OSError:  # no driver: the next call of CuPy says so
+    except OSError:  # no driver: the next call of CuPy reports it
         return 0
 
 
 def begin(device: str | None) -> None:
-    """Let a thread create the context of a GPU, which takes 0.2 s, while the caller imports CuPy.
+    """Start a thread that creates a GPU's context in 0.2 s while the caller imports CuPy.
 
-    device: "cuda", "cuda:N", or None for the GPU if there is one; nothing begins for other names.
-    Whatever fails here fails again, with a message, when the device is used.
+    device: "cuda", "cuda:N", or None for the GPU if there is one; other names are ignored. Errors
+    are ignored here, as they occur again, with a message, when the device is used.
     """
     kind, _, index = ("cuda" if device is None else str(device)).partition(":")
     if kind == "cuda" and not replaced() and "cupy" not in sys.modules and find_spec("cupy"):
         number = int(index) if index.isdecimal() and len(index) < 10 else 0
-        # Not a daemon: a process that ends early must not leave while the driver works.
+        # Not a daemon thread: the process must not exit while the driver works in the thread.
         threading.Thread(target=_create_context, args=(number,), name="CUDA").start()
 
 
 def _create_context(number: int) -> None:
-    """Create the context that CUDA's runtime, and so CuPy, uses."""
+    """Create the primary context, which CUDA's runtime and therefore CuPy use."""
     if initialized() == 0:
         with suppress(OSError):
             driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
@@ -93,7 +93,7 @@ def _create_context(number: int) -> None:
 
 
 def _after_fork() -> None:
-    """Let a forked process look up all names again, with `_check_fork`."""
+    """Clear the proxy's attributes in a forked process, so that each lookup calls `_check_fork`."""
     if not replaced():
         vars(cupy).clear()
         cupy._forked = True
@@ -104,14 +104,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is a CuPy array. Does not import CuPy: an array exists only after its import."""
+    """Return whether x is a CuPy array, without an import of CuPy if it is not imported yet."""
     if not replaced() and "cupy" not in sys.modules:
         return False
     return isinstance(x, cupy.ndarray)
 
 
 def replaced() -> bool:
-    """Whether `replaced_by` is active."""
+    """Return whether `replaced_by` is active."""
     return cupy._module is not None
 
 

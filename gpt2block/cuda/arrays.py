@@ -1,4 +1,4 @@
-"""Checks of CUDA arrays that all operations share, and the result of binding an operation."""
+"""Check CUDA arrays for all operations; `Bound`, the result of binding an operation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
-PIECES, PIECE_BYTES = 2, 2**24  # in flight to the host
-READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU, and bytes of a piece
+PIECES, PIECE_BYTES = 2, 2**24  # pieces in flight to the host, bytes per piece
+READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU, bytes per piece
 
 
 class Bound(NamedTuple):
     """An operation bound to checked arrays, ready to `run`.
 
-    `extra` holds further outputs, such as a LayerNorm's mean and rstd; launches keep none alive.
+    `extra` holds outputs other than `out`, such as mean and rstd of a LayerNorm. The launches do
+    not keep the arrays alive.
     """
 
     out: CudaArray
@@ -45,33 +46,37 @@ class Bound(NamedTuple):
 
 
 class Composite:
-    """Base of the matrices of `gpt2block.weights`, which have several arrays, NumPy or CuPy.
+    """Base class of the matrices in `gpt2block.weights`, which consist of several arrays.
 
-    PARTS: for each array the suffix of its name in messages, and its attribute, which may be None.
+    PARTS: for each NumPy or CuPy array, (suffix of its name in messages, attribute); the attribute
+    may be None.
     """
 
     PARTS: ClassVar[tuple[tuple[str, str], ...]]
 
     @classmethod
     def trusted(cls, **attributes: Any) -> Self:
-        """One of attributes that are known to match, which are not checked."""
-        made = cls.__new__(cls)
-        vars(made).update(attributes)
-        return made
+        """Create a matrix without checks, from attributes that are known to match."""
+        matrix = cls.__new__(cls)
+        vars(matrix).update(attributes)
+        return matrix
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays of the matrix, by the suffix of their names in messages."""
+        """Return the arrays of the matrix by the suffixes of their names in messages."""
         return arrays_of("", self)
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
-        """The matrix with a function applied to its arrays, which keeps their shapes and dtypes."""
+        """Apply a function to each array and return the matrix of the results.
+
+        The function must keep shapes and dtypes.
+        """
         parts = {part: getattr(self, part) for _, part in self.PARTS}
-        made = {part: function(array) for part, array in parts.items() if array is not None}
-        return self.trusted(**{**vars(self), **made})
+        results = {part: function(array) for part, array in parts.items() if array is not None}
+        return self.trusted(**{**vars(self), **results})
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
-    """The arrays of an argument, by their names in messages."""
+    """Return the arrays of an argument by their names in messages."""
     if isinstance(value, Composite):
         found = ((name + suffix, getattr(value, part)) for suffix, part in value.PARTS)
         return {part: array for part, array in found if array is not None}
@@ -79,12 +84,12 @@ def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """An argument with a function applied to each of its arrays; a matrix remains one."""
+    """Apply a function to an array, or to each array of a Composite matrix."""
     return value.mapped(function) if isinstance(value, Composite) else function(value)
 
 
 class Expected(NamedTuple):
-    """An array, and what `check` expects of it."""
+    """An array and the properties that `check` expects."""
 
     name: str
     array: Any
@@ -94,7 +99,7 @@ class Expected(NamedTuple):
 
 
 def check_each(arrays: Iterable[Expected]) -> None:
-    """`check` arrays in turn."""
+    """Call `check` for each array."""
     for name, array, dtype, strided, multiple in arrays:
         check(name, array, None, dtype, strided, multiple)
 
@@ -109,8 +114,9 @@ def check(
 ) -> None:
     """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
 
-    It must have exactly this `dtype`, this `shape` if one is given, and at least one element.
-    strided: it need not be contiguous. multiple: of bytes, to which its address is aligned.
+    The array must have exactly this `dtype`, this `shape` unless it is None, and at least one
+    element. strided: whether it need not be contiguous. multiple: required alignment of its
+    address in bytes.
     """
     if not isinstance(array, cupy.ndarray):
         raise InputError(
@@ -141,7 +147,7 @@ def check_alignment(name: str, array: CudaArray) -> None:
         not array.flags.c_contiguous and any(s % item for s in array.strides)
     ):
         raise InputError(
-            f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
+            f"{name}: expected data aligned to its elements' {array.itemsize} bytes: pass a copy"
         )
 
 
@@ -156,10 +162,10 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
 def check_apart(
     name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise InputError where an output overlaps an input that other thread blocks still read.
+    """Raise InputError if an output overlaps an input that other thread blocks may still read.
 
-    apart: arrays, WeightMatrix, TwoPartMatrix or None by name. in_place: inputs that `out` may be
-    identical to, but not overlap in part.
+    apart: inputs that `out` must not overlap, by name; arrays, WeightMatrix, TwoPartMatrix or None.
+    in_place: inputs that may be identical with `out`, but must not overlap it in part.
     """
     for written in arrays_of(name, out).values():
         first, last = _extent(written)
@@ -174,14 +180,14 @@ def check_apart(
 
 
 def same_memory(a: CudaArray, b: CudaArray) -> bool:
-    """Whether both arrays have the same elements in the same memory."""
+    """Return whether both arrays have the same elements in the same memory."""
     return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
 
 
 def element_strides(array: CudaArray) -> tuple[int, ...] | None:
-    """The strides of all axes except the last, in elements; 0 for an axis of size 1.
+    """Return the strides of all axes except the last, in elements; 0 for an axis of size 1.
 
-    None when the last axis is not contiguous.
+    Return None if the last axis is not contiguous.
     """
     item = array.dtype.itemsize
     *strides, last = (s if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True))
@@ -191,9 +197,9 @@ def element_strides(array: CudaArray) -> tuple[int, ...] | None:
 
 
 def row_stride(name: str, x: CudaArray) -> int | None:
-    """The distance between rows of x (..., K) in elements; K where there is one row.
+    """Return the distance between rows of x (..., K) in elements, or K if there is one row.
 
-    None when rows are not contiguous or not equally spaced: the kernels then need a contiguous
+    Return None if rows are not contiguous or not equally spaced: kernels then need a contiguous
     copy. Raises InputError unless x is a CuPy array with at least one element.
     """
     if not isinstance(x, cupy.ndarray) or x.ndim == 0 or x.size == 0:
@@ -201,7 +207,7 @@ def row_stride(name: str, x: CudaArray) -> int | None:
     strides = element_strides(x)
     if strides is None:
         return None
-    distance, rows = 0, 1  # of the axes so far, from the last one on
+    distance, rows = 0, 1  # distance and number of rows for the axes processed so far, last first
     for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
         if n == 1:
             continue
@@ -214,25 +220,25 @@ def row_stride(name: str, x: CudaArray) -> int | None:
 
 
 def checked_row_stride(name: str, x: CudaArray) -> int:
-    """`row_stride`, or InputError where there is none."""
+    """Return `row_stride`. Raises InputError if it is None."""
     stride = row_stride(name, x)
     if stride is None:
         raise InputError(
-            f"{name}: expected contiguous rows at one distance, got strides {x.strides} for shape "
+            f"{name}: expected equally spaced contiguous rows, got strides {x.strides} for shape "
             f"{x.shape}: use cupy.ascontiguousarray"
         )
     return stride
 
 
 def in_rows(x: Any) -> Any:
-    """x itself, or a contiguous copy of a CuPy array without a `row_stride`."""
+    """Return x, or a contiguous copy if x is a CuPy array without a `row_stride`."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
         return _copied(x)
     return x
 
 
 def _extent(array: CudaArray) -> tuple[int, int]:
-    """The addresses of the first and the last byte."""
+    """Return the addresses of the first and the last byte of an array."""
     if array.flags.c_contiguous:
         start = array.data.ptr
         return start, start + array.nbytes - 1
@@ -243,7 +249,7 @@ def _extent(array: CudaArray) -> tuple[int, int]:
 
 
 def alignment(*addresses: int) -> int:
-    """The largest power of two, up to 16, that divides all of these byte addresses or sizes."""
+    """Return the largest power of two, up to 16, that divides all of these addresses or sizes."""
     together = 16
     for address in addresses:
         together |= address
@@ -251,21 +257,21 @@ def alignment(*addresses: int) -> int:
 
 
 def row_alignment(n: int, *arrays: CudaArray | None) -> int:
-    """The largest power of two, up to 16, that divides the byte address of every row.
+    """Return the largest power of two, up to 16, that divides the byte address of every row.
 
-    n: elements of a row; rows are contiguous. None is ignored.
+    n: elements per row; rows are contiguous. None among the arrays is ignored.
     """
     given = [array for array in arrays if array is not None]
     return alignment(*(a.data.ptr for a in given), *(n * a.itemsize for a in given))
 
 
 def device_attribute(name: str) -> int:
-    """An attribute of the current device, such as "MultiProcessorCount", cached."""
+    """Return an attribute of the current device, such as "MultiProcessorCount"; cached."""
     return _attribute(cupy.cuda.Device().id, name)
 
 
 def compute_capability() -> int:
-    """The compute capability of the current device, such as 90."""
+    """Return the compute capability of the current device, such as 90; cached."""
     return _capability(cupy.cuda.Device().id)
 
 
@@ -280,20 +286,21 @@ def _attribute(device: int, name: str) -> int:
 
 
 def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
-    """An array in pinned host memory, which the GPU reads and writes asynchronously."""
+    """Allocate an array in pinned host memory, which the GPU reads and writes asynchronously."""
     count = prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(np.dtype(dtype).itemsize * count)
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
-    """Copy the rows of 2-D arrays, one after another, to `rows`, which may have fewer columns.
+    """Copy the rows of 2-D arrays, one array after another, to `rows`.
 
-    They pass through pinned memory in pieces: the GPU copies one while the host takes the one
-    before it. The next part, which may be in the same memory, is requested after those copies have
-    been queued on the current stream.
+    `rows` may have fewer columns. The rows pass through pinned memory in pieces: the GPU copies a
+    piece while the host takes the previous piece. The next part, which may be in the same device
+    memory, is requested after all copies of a part have been queued on the current stream.
     """
-    waiting: deque[tuple[NDArray[Any], Any, int]] = deque()  # pieces, their copies' ends, and rows
+    # (piece, event at the end of its copy, first row)
+    waiting: deque[tuple[NDArray[Any], Any, int]] = deque()
 
     def take() -> None:
         piece, copied, first = waiting.popleft()
@@ -318,12 +325,14 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
 
 
 def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
-    """Fill `out`, bytes, with parts of so many bytes: read(begin, array) gives those from begin on.
+    """Fill `out`, an array of bytes, with parts.
 
-    Threads read pieces into pinned memory while the GPU copies those before them.
+    parts: pairs of a function and a number of bytes; read(begin, array) fills the array with the
+    part's bytes from `begin` on. Threads read pieces into pinned memory while the GPU copies
+    earlier pieces.
     """
     reading: deque[tuple[Future[None], NDArray[Any]]] = deque()
-    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # ends of copies, which keep their memory
+    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # (event at the end of a copy, its memory)
     at = 0
 
     def copy() -> None:
@@ -352,7 +361,7 @@ def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:
-    """Copy those CuPy arrays that are not C-contiguous; return everything else unchanged."""
+    """Copy CuPy arrays that are not C-contiguous; return other arguments unchanged."""
     return tuple(
         _copied(array)
         if isinstance(array, cupy.ndarray) and not array.flags.c_contiguous
@@ -362,7 +371,7 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
 
 
 def on_16_bytes(name: str, array: Any) -> Any:
-    """The CuPy array, or a copy, C-contiguous and aligned to 16 bytes."""
+    """Return the CuPy array if it is C-contiguous and aligned to 16 bytes, else such a copy."""
     (array,) = contiguous(array)
     if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
         check_alignment(name, array)
@@ -371,6 +380,6 @@ def on_16_bytes(name: str, array: Any) -> Any:
 
 
 def _copied(array: CudaArray) -> CudaArray:
-    """A C-contiguous copy. Raises InputError for elements that CuPy's kernel cannot read."""
+    """Return a C-contiguous copy. Raises InputError for misaligned elements."""
     check_alignment("an input", array)
     return cupy.ascontiguousarray(array)

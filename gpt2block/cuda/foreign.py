@@ -1,4 +1,4 @@
-"""CUDA arrays of other libraries: views as CuPy arrays, and the order of work on them."""
+"""View CUDA arrays of other libraries as CuPy arrays, and order work on them between streams."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MOST_VIEWS = 64  # cached, of torch tensors
-LEGACY = 1  # the default stream in `__cuda_array_interface__`; CUDA's functions take 0 as well
+MOST_VIEWS = 64  # maximum number of cached views of torch tensors
+LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions also accept 0 for it
 
 
 class InOrder:
-    """Orders a call's work on CuPy's current stream with that of other libraries on theirs.
+    """Order a call's work on CuPy's current stream with work of other libraries on their streams.
 
-    CUDA itself orders the default stream with blocking streams, and no other two. PyTorch's are
-    non-blocking, CuPy's can be. So the call's stream waits for each different one by an event, and
-    each one for the call. Raises InputError where a stream is capturing a graph.
+    CUDA itself orders only the default stream with blocking streams. PyTorch's streams are
+    non-blocking, and CuPy's can be. Therefore the call's stream waits by an event for each
+    different stream, and each of these streams waits for the call. Raises InputError if a stream
+    is capturing a graph.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class InOrder:
             raise _capturing("the current stream")
 
     def join(self, array: Any) -> None:
-        """Let the call's stream wait for the work that the array's library has queued."""
+        """Make the call's stream wait for the work that the array's library has queued."""
         theirs = _stream_of(array)
         if theirs == self.stream.ptr or theirs in self._others:
             return
@@ -46,7 +47,7 @@ class InOrder:
         self._others.add(theirs)
 
     def release(self, done: Any) -> None:
-        """Let the other streams wait for the event `done`, and the host for an unknown stream."""
+        """Make other streams wait for the event `done`; for an unknown stream the host waits."""
         for theirs in self._others:
             if theirs is None:
                 done.synchronize()
@@ -55,13 +56,14 @@ class InOrder:
 
 
 def _capturing(stream: str) -> InputError:
-    return InputError(f"{stream} is capturing a graph: a Block captures its own")
+    return InputError(f"{stream} is capturing a graph: a Block captures graphs itself")
 
 
 def _stream_of(array: Any) -> int | None:
-    """The stream on which the array's library works, 0 for the default one; None: not known.
+    """Return the stream on which the array's library works, 0 for the default stream.
 
-    None as well in an interface stands for the default stream, as Numba uses it.
+    Return None if it is not known. In `__cuda_array_interface__`, None also stands for the default
+    stream, as in Numba.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -74,22 +76,27 @@ def _stream_of(array: Any) -> int | None:
 
 
 def _torch_stream(torch: Any, device: int) -> int:
-    """The current stream of a device. Making torch's Stream takes most of the public way."""
+    """Return torch's current stream of a device.
+
+    torch's private function is preferred, as the public function spends most of its time on
+    creating a Stream object.
+    """
     raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
     stream = torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
     return int(stream)
 
 
 def on_torch_gpu(array: Any) -> bool:
-    """Whether this is a torch tensor in device memory; faster than DLPack says so."""
+    """Return whether this is a torch tensor in device memory. Faster than a query by DLPack."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor) and array.is_cuda
 
 
 def as_cupy(array: Any) -> CudaArray:
-    """View a CUDA array of any library.
+    """Return a CuPy view of a CUDA array of any library.
 
-    array: an object with DLPack or `__cuda_array_interface__`. Raises InputError for anything else.
+    array: an object that supports DLPack or `__cuda_array_interface__`. Raises InputError for other
+    objects.
     """
     if isinstance(array, cupy.ndarray):
         return array
@@ -97,7 +104,7 @@ def as_cupy(array: Any) -> CudaArray:
     if view is not None:
         return view
     if hasattr(array, "__dlpack__") and host_array(array) is None:
-        # Preferred to the interface below: it orders streams also where the library's is not known.
+        # DLPack is preferred, as it orders streams even if the library's stream is not known.
         return imported(cupy.from_dlpack, array)
     if hasattr(array, "__cuda_array_interface__"):
         return imported(cupy.asarray, array)
@@ -108,9 +115,9 @@ def as_cupy(array: Any) -> CudaArray:
 
 
 def _torch_view(array: Any) -> CudaArray | None:
-    """The same view of a plain torch tensor as by DLPack, in a fifth of the host time.
+    """Return the view of a torch tensor that DLPack would give, in a fifth of the host time.
 
-    None for other types, and for tensors that torch does not export.
+    Return None for other types, and for tensors that torch does not export.
     """
     torch = sys.modules.get("torch")
     if torch is None or type(array) is not torch.Tensor:
@@ -121,11 +128,11 @@ def _torch_view(array: Any) -> CudaArray | None:
     return _new_view(array.data_ptr(), array.dtype, array.shape, array.stride(), device)
 
 
-@lru_cache(MOST_VIEWS)  # which several threads may use
+@lru_cache(MOST_VIEWS)  # lru_cache is thread-safe
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:
-    """A view that does not keep the memory alive; None for empty arrays and other dtypes."""
+    """Return a view that does not keep the memory alive; None for empty arrays and other dtypes."""
     stored = FLOATS.get(str(dtype).removeprefix("torch."))
     if stored is None or 0 in shape:
         return None

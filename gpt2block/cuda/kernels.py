@@ -1,8 +1,8 @@
-"""From a `.cu` file to a launch: signatures, compilation by NVRTC, typed arguments.
+"""Turn a `.cu` file into launches: parse signatures, compile with NVRTC, check arguments.
 
 A kernel's parameters are declared only in its source. The prototype is parsed, and every launch is
-checked against it, because CuPy passes arguments unchecked. CuPy is imported when the first kernel
-is loaded.
+checked against the prototype, because CuPy passes arguments unchecked. CuPy is imported when the
+first kernel is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpt2block.cuda.tensor_maps import TensorMap
 from gpt2block.errors import KernelError
 
 SOURCE_DIR = Path(kernels_cu.__file__).parent
-Defines = tuple[tuple[str, str | int], ...]  # hashable, so that kernels can be cached by it
+Defines = tuple[tuple[str, str | int], ...]  # (macro, value) pairs; hashable, as a key of caches
 
 _KERNEL = re.compile(
     r'(?P<own>extern\s+"C"\s+)?__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+'
@@ -40,9 +40,9 @@ _IDEA = re.compile(
 )
 _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # with the lines that continue it
+_DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # a directive with its continuation lines
 _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTILINE)
-# Headers whose names NVRTC gets from prelude.cuh, or for which it and g++ need none.
+# Headers to leave out: prelude.cuh has their declarations, or NVRTC and g++ do not need them.
 _HOST_HEADER = re.compile(
     r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
     r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
@@ -56,10 +56,10 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "double": np.float64,
     "unsigned char": np.uint8,
 }
-TENSOR_MAP = TensorMap.__name__  # by value
+TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
 
-# Constants that define the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh), by
-# dtype. FP8 is stored in arrays of uint8; W and KV are T unless they are FP8.
+# dtype → macros that define the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh).
+# FP8 is stored in arrays of uint8. W and KV are T unless they are FP8.
 STORAGE: Mapping[str, Defines] = {
     "float32": (),
     "float16": (("STORAGE_FP16", 1),),
@@ -73,10 +73,10 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e5m2": (("CACHE_E5M2", 1),),
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
-_LARGE_CLUSTERS = 14  # CUfunction_attribute: whether clusters may have more than 8 blocks
-TWO_PART = "two_part"  # weights in two float16 parts, with activations of float32
-IN_BYTES = (*FP8, GGUF)  # weights in arrays of uint8
-WEIGHTS: Mapping[str, Defines] = {  # that are not T
+_LARGE_CLUSTERS = 14  # CUfunction_attribute that allows clusters of more than 8 blocks
+TWO_PART = "two_part"  # weights in two float16 parts, multiplied with float32 activations
+IN_BYTES = (*FP8, GGUF)  # weight formats stored in arrays of uint8
+WEIGHTS: Mapping[str, Defines] = {  # format of weights `W` that differ from `T` → macros
     **FP8,
     TWO_PART: (("WEIGHT_TWO_PART", 1),),
     GGUF: (("WEIGHT_GGUF", 1),),
@@ -84,23 +84,23 @@ WEIGHTS: Mapping[str, Defines] = {  # that are not T
 
 
 def cache_dtype(weights: str) -> str:
-    """The dtype of a KV cache that has none of its own, for weights stored as this dtype."""
+    """Return the default dtype of a kv_cache for weights stored as this dtype."""
     return "float32" if weights == TWO_PART else own_cache_dtype(weights)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel argument: `ctype` without const and __restrict__, such as "float*" or "int"."""
+    """A kernel parameter. ctype: type without const and __restrict__, such as "float*" or "int"."""
 
     ctype: str
     name: str
-    const: bool = False  # a pointer the kernel only reads through
-    restrict: bool = False  # declared __restrict__
+    const: bool = False  # whether it is a pointer to const
+    restrict: bool = False  # whether it is declared __restrict__
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel's prototype; `file` is relative to kernels_cu."""
+    """A kernel's prototype. file: path relative to kernels_cu."""
 
     file: str
     name: str
@@ -117,17 +117,17 @@ class Geometry(NamedTuple):
     defines: Defines = ()
 
     def with_defines(self, more: Defines) -> Geometry:
-        """The same launch of a kernel with further constants."""
+        """Return the same launch configuration with additional macros."""
         return self._replace(defines=(*self.defines, *more))
 
 
 def sources() -> list[str]:
-    """Every `.cu` file, relative to kernels_cu."""
+    """Return the paths of all `.cu` files, relative to kernels_cu."""
     return sorted(path.relative_to(SOURCE_DIR).as_posix() for path in SOURCE_DIR.rglob("*.cu"))
 
 
 def read_source(file: str) -> str:
-    """The text of a `.cu` file; KernelError lists the known files."""
+    """Return the text of a `.cu` file. Raises KernelError, which lists the known files."""
     path = SOURCE_DIR / file
     if not path.is_file():
         raise KernelError(f"no kernel file {file!r}: expected one of {', '.join(sources())}")
@@ -136,12 +136,12 @@ def read_source(file: str) -> str:
 
 @cache
 def signatures(file: str) -> dict[str, Signature]:
-    """Kernel name → signature, for every kernel of a file, in the file's order."""
+    """Return {kernel name: signature} for every kernel of a file, in the file's order."""
     return parse(read_source(file), file)
 
 
 def parse(text: str, file: str) -> dict[str, Signature]:
-    """Kernel name → signature, from the text of a source."""
+    """Return {kernel name: signature} from the text of a source."""
     return {
         each["name"]: Signature(file, each["name"], _parameters(each["parameters"]))
         for each in _prototypes(without_comments(text))
@@ -149,7 +149,7 @@ def parse(text: str, file: str) -> dict[str, Signature]:
 
 
 def _prototypes(plain: str) -> list[re.Match[str]]:
-    """The kernels with C linkage: `extern "C"` is before each, or before a block around them."""
+    """Find the prototypes of kernels with C linkage, by `extern "C"` before them or their block."""
     blocks = [
         range(each.start(), _end(plain, each, len(plain))) for each in _C_BLOCK.finditer(plain)
     ]
@@ -162,19 +162,19 @@ def _prototypes(plain: str) -> list[re.Match[str]]:
 
 @lru_cache(maxsize=64)
 def without_comments(text: str) -> str:
-    """The text of a source with spaces in place of comments: every place in it stays."""
+    """Replace comments in a source by spaces, so that offsets in the text do not change."""
     return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
 
 
 @cache
 def ideas(file: str) -> dict[str, str]:
-    """Kernel name → its idea in one sentence, as the comment that opens the file states it.
+    """Return {kernel name: idea in one sentence} from the comment at the top of a file.
 
-        //   add_kernel: one thread per element. What follows the first full stop is no part of it
+        //   add_kernel: one thread per element. Text after the first full stop is left out.
 
-    Lines that continue it are indented further. Kernels can share one: "mean, rstd: …". Where
-    variants of an operation launch one kernel in different ways, each has its own, by a name such
-    as "to_fp8_kernel (vectors)".
+    Continuation lines are indented further. Kernels can share an idea: "mean, rstd: …". If variants
+    of an operation launch one kernel in different ways, the key contains the variant, such as
+    "to_fp8_kernel (vectors)".
     """
     found: dict[str, str] = {}
     lines = read_source(file).splitlines(keepends=True)
@@ -187,7 +187,7 @@ def ideas(file: str) -> dict[str, str]:
 
 
 def idea_of(file: str, kernel: str, variant: str) -> str:
-    """The idea of a kernel, as a variant of an operation launches it. Raises KernelError."""
+    """Return the idea of a kernel that a variant of an operation launches. Raises KernelError."""
     known = ideas(file)
     found = known.get(f"{kernel} ({variant})") or known.get(kernel)
     if not found:
@@ -199,14 +199,14 @@ def idea_of(file: str, kernel: str, variant: str) -> str:
 
 
 def without_host_headers(text: str) -> str:
-    """The text of a user's file without the headers that a compiler for the host has."""
+    """Remove includes of host headers, which NVRTC lacks, from the text of a user's file."""
     return _HOST_HEADER.sub("", text)
 
 
 def with_only(kernel: str, text: str) -> str:
-    """The text of a source without its other kernels, with as many lines.
+    """Return the text of a source without its other kernels, with the same number of lines.
 
-    Everything else stays, such as functions that kernels share.
+    All other text stays, such as functions that kernels share.
     """
     parts, at = [], 0
     for name, start, end in extents(text):
@@ -218,13 +218,16 @@ def with_only(kernel: str, text: str) -> str:
 
 @lru_cache(maxsize=64)
 def extents(text: str) -> list[tuple[str, int, int]]:
-    """Name, start and end of each kernel of a source; one that lacks a brace ends at its start."""
+    """Return (name, start, end) of each kernel of a source; end = start if a brace is missing."""
     plain = without_comments(text)
     return [(m["name"], m.start(), _end(plain, m, m.start())) for m in _prototypes(plain)]
 
 
 def _end(plain: str, start: re.Match[str], unclosed: int) -> int:
-    """The end of the function or block that begins there; `unclosed` if a brace is missing."""
+    """Return the end of the function or block that begins at `start`.
+
+    Return `unclosed` if a brace is missing.
+    """
     depth = 0
     for found in _CLOSING.finditer(plain, start.end()):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -253,12 +256,13 @@ def launch_at(
     weights: str | None = None,
     cache: str | None = None,
 ) -> Launch:
-    """A checked launch on the current device; requests the kernel, which its first run waits for.
+    """Return a checked launch on the current device, and request its kernel.
 
-    args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
-    storage: the dtype of the source's `T`, one of `STORAGE`. weights, cache: those of its `W` and
-    `KV` if they are one of `FP8`, of `W` also `TWO_PART`. Raises KernelError when the arguments do
-    not match the prototype, or the grid exceeds CUDA's limits.
+    The first run of the launch waits for the kernel. args: CuPy arrays (or None for a null pointer)
+    and Python numbers, in the prototype's order. storage: the dtype of the source's type `T`, a key
+    of `STORAGE`. weights, cache: the formats of its types `W` and `KV`, keys of `WEIGHTS` and
+    `FP8_CACHE`, or None. Raises KernelError if the arguments do not match the prototype, or if the
+    grid exceeds CUDA's limits.
     """
     name, grid, block, shared, defines = geometry
     typed = typed_arguments(signatures(file)[name], args, storage, weights, cache)
@@ -270,12 +274,12 @@ def launch_at(
 
 
 def float_define(name: str, value: float | None, default: float | None = None) -> Defines:
-    """A constant of a kernel, or none where it has the value that the kernel has without it."""
+    """Return the macro of a kernel's float constant, or no macro if it has the default value."""
     return () if value == default else ((name, f"{float(np.float32(value))!r}f"),)
 
 
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
-    """The constants that define `T`, `W` and `KV` of a source."""
+    """Return the macros that define the types `T`, `W` and `KV` of a source."""
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
@@ -286,7 +290,7 @@ def typed_arguments(
     weights: str | None = None,
     cache: str | None = None,
 ) -> tuple[Scalar, ...]:
-    """The arguments as NumPy scalars of exactly the prototype's types; KernelError otherwise."""
+    """Convert arguments to NumPy scalars of the prototype's types. Raises KernelError."""
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
@@ -314,7 +318,7 @@ def _typed(
 
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, which NumPy computes each time; such as ">f4" for another byte order."""
+    """Return the cached `dtype.name`, or a string such as ">f4" for a foreign byte order."""
     return str(dtype.name if dtype.isnative else dtype.str)
 
 
@@ -326,7 +330,7 @@ def element(
     weights: str | None = None,
     cache: str | None = None,
 ) -> tuple[str, str]:
-    """The name of a pointer's element dtype, and a description of the argument for messages."""
+    """Return the dtype name of a pointer's elements, and a description of it for messages."""
     types = {"T": None, "W": weights, "KV": cache}
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
@@ -339,7 +343,7 @@ def element(
 
 
 def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
-    """A Python number as the NumPy scalar of the prototype's type, unchanged in value."""
+    """Convert a Python number to a NumPy scalar of the prototype's type. Raises KernelError."""
     scalar, label = _dtype(kernel, parameter)
     integral = issubclass(scalar, np.integer)
     if isinstance(arg, bool) or not isinstance(arg, int if integral else (int, float)):
@@ -353,7 +357,7 @@ def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
 
 @cache
 def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
-    """The NumPy type of an argument or its elements, and its description for messages."""
+    """Return the NumPy type of a parameter or its elements, and a description for messages."""
     label = f"{kernel}: {parameter.ctype} {parameter.name}"
     dtype = SCALARS.get(parameter.ctype.removesuffix("*"))
     if dtype is None:
@@ -362,9 +366,9 @@ def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
 
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:
-    """Request a kernel for the current device: a `Function`, whose first use waits for it.
+    """Request a kernel for the current device; return a `Function`, whose first use waits for it.
 
-    Raises KernelError if the file is for another architecture.
+    Raises KernelError if the file requires another architecture.
     """
     return _function(cupy.cuda.Device().id, file, name, defines)
 
@@ -376,10 +380,10 @@ def _function(device: int, file: str, name: str, defines: Defines) -> Any:
 
 
 def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
-    """A `cupy.RawKernel`, compiled or from CuPy's cache; KernelError if it does not compile."""
-    found = cupy.cuda.Device(device)
-    found.use()  # a new thread has no device yet
-    flags = options(file, found.compute_capability)
+    """Return a `cupy.RawKernel`, compiled or from CuPy's cache. Raises KernelError."""
+    current = cupy.cuda.Device(device)
+    current.use()  # a new thread has no current device
+    flags = options(file, current.compute_capability)
     module = cupy.RawModule(code=program(file, defines, name), options=flags, backend="nvrtc")
     try:
         module.compile()
@@ -392,14 +396,15 @@ def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
 
 
 def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
-    """The text to compile: constants, then the source under its own name and line numbers.
+    """Return the text to compile: macros, then the source with its name and line numbers.
 
-    kernel: leave out the file's other kernels, which take as long to compile. A file that is not
-    in kernels_cu stays whole: it may have what the loader does not know. prelude.cuh precedes it.
+    kernel: the only kernel to keep, as each other kernel takes as long to compile. A file outside
+    of kernels_cu is kept whole, as it may use syntax that the parser does not know; prelude.cuh is
+    put before it.
 
-    CuPy's cache of compiled kernels is keyed by this text and the options but not by included
-    headers, so their hash is part of it. The constants are in the text, not in the options, because
-    CuPy runs the compiler once at start for every new set of options.
+    CuPy's cache of compiled kernels is keyed by this text and the options, but not by included
+    headers; the text therefore contains a hash of the headers. The macros are in the text, not in
+    the options, because CuPy runs the compiler one more time for every new set of options.
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     text = read_source(file)
@@ -413,7 +418,7 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
 
 @cache
 def prelude() -> str:
-    """What precedes a file that is not in kernels_cu."""
+    """Return the text that is put before a file outside of kernels_cu."""
     return Path(__file__).with_name("prelude.cuh").read_text("ascii")
 
 
@@ -425,19 +430,19 @@ def _headers_hash(folder: Path) -> str:
 
 @cache
 def architecture(file: str) -> str | None:
-    """The architecture that a file requires, such as "sm_90a", by its opening comment.
+    """Return the architecture that a file requires, such as "sm_90a", from its opening comment.
 
-    None for a file for any GPU.
+    Return None for a file for any GPU.
     """
-    found = _ARCHITECTURE.search(read_source(file))
-    return found.group(1) if found else None
+    match = _ARCHITECTURE.search(read_source(file))
+    return match.group(1) if match else None
 
 
 def options(file: str, capability: str) -> tuple[str, ...]:
-    """NVRTC options for a device of compute capability such as "90".
+    """Return NVRTC options for a file and a device of compute capability such as "90".
 
     Raises KernelError if the file requires another architecture; sm_90a, for example, requires
-    capability 9.0 exactly.
+    exactly compute capability 9.0.
     """
     common = ("-std=c++17", f"-I{SOURCE_DIR}")
     required = architecture(file)
@@ -453,7 +458,7 @@ def options(file: str, capability: str) -> tuple[str, ...]:
 
 @cache
 def toolkit_includes() -> tuple[str, ...]:
-    """Options for the folders of CUDA's own headers, which CuPy gives NVRTC in every compile."""
+    """Return the options for folders of CUDA's headers, which CuPy passes to every compilation."""
     return tuple(
         flag for flag in cupy._core.core.assemble_cupy_compiler_options(()) if flag.startswith("-I")
     )
@@ -468,10 +473,10 @@ class Compiled:
 
 
 def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None = None) -> Compiled:
-    """Compile for an architecture such as "sm_80" with NVRTC alone; no device or driver needed.
+    """Compile a file for an architecture such as "sm_80"; needs NVRTC, but no device or driver.
 
-    kernel: one of the file's, by default all. The log holds registers, shared memory and spills of
-    each. Raises KernelError.
+    kernel: name of the only kernel to compile; by default all. The log contains registers, shared
+    memory and spills of each kernel. Raises KernelError.
     """
     nvrtc = cupy.cuda.nvrtc
     flags = (
@@ -480,12 +485,12 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",
-        "--no-cache",  # results from NVRTC's cache have no report
+        "--no-cache",  # results from NVRTC's cache lack the report
     )
     handle = nvrtc.createProgram(program(file, defines, kernel), file, (), ())
     try:
         nvrtc.compileProgram(handle, flags)
-        # CuPy drops the last byte of a cubin, which is a zero.
+        # CuPy removes the last byte of a cubin, a zero.
         return Compiled(nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(handle) or str(error)
@@ -495,7 +500,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
 
 
 def compile_message(file: str, log: str) -> str:
-    """The compiler's log as file:line: message, then advice."""
+    """Return the errors of the compiler's log as "file:line: message", then advice."""
     errors = re.findall(r"^(.+?)\((\d+)\): (?:catastrophic )?error: (.+)$", log, re.MULTILINE)
     if not errors:
         return f"{file} does not compile: {log.strip() or 'the compiler gave no reason'}"

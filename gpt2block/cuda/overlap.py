@@ -1,6 +1,6 @@
-"""Launches that overlap the previous kernel (kernels_cu/lib/overlap.cuh), by the CUDA driver API.
+"""Launch kernels that overlap the previous kernel (kernels_cu/lib/overlap.cuh).
 
-CuPy's launch cannot set the attribute that this requires, so cuLaunchKernelEx is called directly.
+CuPy cannot set the launch attribute for this, so the driver's cuLaunchKernelEx is called directly.
 Source: CUDA driver API, "Execution Control"; CUDA programming guide, "Programmatic Dependent
 Launch".
 """
@@ -17,12 +17,12 @@ from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import DeviceError
 
-OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph
+OVERLAPS_FROM = 90, 12030  # minimum compute capability, driver version in graphs
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with the only value that is used of its 64-byte union."""
+    """CUlaunchAttribute, with only one of the values in its 64-byte union."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -33,7 +33,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The struct CUlaunchConfig."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -59,17 +59,17 @@ def _launch_kernel() -> Any:
 
 
 def possible() -> bool:
-    """Whether the current device and driver support such launches, also in graphs."""
+    """Return whether the current device and driver support overlapped launches, also in graphs."""
     capability, driver = OVERLAPS_FROM
     new = cupy.cuda.runtime.driverGetVersion() >= driver
     return new and compute_capability() >= capability
 
 
 def run(launch: Launch) -> None:
-    """`launch.run()`, but it may start before the previous kernel on the stream has ended.
+    """Run a launch that may start before the previous kernel on the stream has ended.
 
-    The kernel itself must wait for the previous one, as lib/overlap.cuh describes. Requires compute
-    capability 9.0 or newer. Raises DeviceError.
+    The kernel itself must wait for the previous kernel, as lib/overlap.cuh describes. Requires
+    compute capability 9.0 or newer. Raises DeviceError.
     """
     values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.values]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -88,15 +88,15 @@ def run(launch: Launch) -> None:
         raise DeviceError(f"{launch.name}: cuLaunchKernelEx failed with CUDA error {status}")
 
 
-class Early(Launch):
-    """A launch that may start before the previous one has ended; its kernel waits itself."""
+class OverlappedLaunch(Launch):
+    """A launch that may start before the previous launch ends; its kernel waits for that end."""
 
     def run(self) -> None:
         run(self)
 
 
-def early(launch: Launch) -> Launch:
-    """The launch as an `Early` one, or unchanged where that is not supported."""
+def overlapped(launch: Launch) -> Launch:
+    """Return an `OverlappedLaunch`, or the launch unchanged if overlapping is not supported."""
     if not possible():
         return launch
-    return Early(**{each.name: getattr(launch, each.name) for each in fields(launch)})
+    return OverlappedLaunch(**{each.name: getattr(launch, each.name) for each in fields(launch)})

@@ -1,5 +1,5 @@
-// What nvcc gives a file by the headers of C and C++, which NVRTC does not have. It precedes the kernels of users; on
-// the emulator g++ has the headers themselves.
+// Definitions from headers of C and C++, which nvcc includes in every file but NVRTC lacks. The loader puts them before
+// a user's file. The emulator's g++ has the headers themselves.
 #ifdef __CUDACC_RTC__
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)

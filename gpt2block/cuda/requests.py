@@ -1,8 +1,8 @@
-"""Launches, and their kernels, which are compiled, or loaded from CuPy's cache, in the background.
+"""Compile kernels, or load them from CuPy's cache, in the background; launch them.
 
-A kernel is requested when a launch is bound, and its first use waits for it. So the kernels of a
-whole plan, which are all bound before the first one runs, are compiled in parallel. At exit, and
-after Ctrl-C, a process waits for those that are being compiled, and not for the others.
+A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A plan
+binds all its launches before the first one runs, so that their kernels are compiled in parallel.
+At exit, and after Ctrl-C, a process waits only for kernels whose compilation has begun.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gpt2block.cuda.tensor_maps import TensorMap
 
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
-Compile = Callable[..., Any]  # of the arguments in a key: a `cupy.RawKernel`, compiled
-Watcher = Callable[[int, int], None]
-MOST_THREADS = 16  # a start has few more kernels, and each compile takes memory
+Compile = Callable[..., Any]  # function of a key's arguments; returns a compiled `cupy.RawKernel`
+Watcher = Callable[[int, int], None]  # receives (ready, requested)
+MOST_THREADS = 16  # a model needs few more kernels at its start, and each compilation takes memory
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}
@@ -34,8 +34,8 @@ _watchers: list[Watcher] = []
 class Function:
     """A requested kernel, with the attributes of a `cupy.RawKernel` that this package uses.
 
-    compile(*key) returns that. A call waits for it, and raises its error; the next call then
-    requests it again.
+    compile(*key) returns the `cupy.RawKernel`. A call waits for the compilation. If it fails, the
+    call raises its error, and the next call requests the kernel again.
     """
 
     def __init__(self, compile: Compile, key: tuple[Hashable, ...]) -> None:
@@ -46,7 +46,7 @@ class Function:
 
     @property
     def found(self) -> Any:
-        """The `cupy.RawKernel`; waits for it."""
+        """The `cupy.RawKernel`; waits until it is compiled."""
         if self._found is None:
             found = _result(self._compile, self._key)
             with _LIMITS:
@@ -64,8 +64,8 @@ class Function:
         return int(self.found.shared_size_bytes)
 
     def allow_shared(self, nbytes: int) -> None:
-        """Let launches have so much dynamic shared memory; the limit never shrinks."""
-        with _LIMITS:  # functions are shared by all threads
+        """Allow launches `nbytes` bytes of dynamic shared memory; the limit never decreases."""
+        with _LIMITS:  # threads share Function objects
             if nbytes > self._shared:
                 self._shared = nbytes
                 if self._found is not None:
@@ -79,10 +79,10 @@ class Function:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid, block and arguments fixed; `run` puts it on the current stream.
+    """A kernel with a fixed grid, block and arguments; `run` launches it on the current stream.
 
-    Pointers are stored as numbers: a launch does not keep the arrays alive. args: NumPy scalars,
-    and TensorMaps, which the first run encodes.
+    Pointers are stored as numbers, so that a launch does not keep the arrays alive. args: NumPy
+    scalars, and TensorMaps, which the first run encodes.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Launch:
 
     @cached_property
     def values(self) -> tuple[Scalar, ...]:
-        """The arguments as CuPy takes them. Raises DeviceError."""
+        """The arguments in the form for CuPy's launch. Raises DeviceError."""
         return tuple([a.encoded() if type(a) is TensorMap else a for a in self.args])
 
     def run(self) -> None:
@@ -102,20 +102,21 @@ class Launch:
 
 
 def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:
-    """The kernel, when it is ready."""
+    """Wait for a kernel and return it."""
     try:
         return _request(compile, key).result()
-    except CancelledError:  # the main thread has ended, this one goes on
+    except CancelledError:  # the main thread has ended, but this thread continues
         return _request(compile, key).result()
 
 
 def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
-    """The kernel; one that failed is requested again."""
+    """Return the Future of a kernel; request the kernel if it is new or its compilation failed."""
     with _REQUESTS:
         known = _kernels.get(key)
         if known is None or (known.done() and (known.cancelled() or known.exception())):
             known = Future()
-            if replaced() or not _main_thread_runs():  # the emulator is in CuPy's place for a time
+            # The emulator replaces CuPy only for a time, so its kernels are not left to threads.
+            if replaced() or not _main_thread_runs():
                 _run(known, compile, key)
             else:
                 _threads.submit(known, compile, key)
@@ -125,11 +126,11 @@ def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
 
 
 class _Threads:
-    """Threads that compile what is queued, and end when nothing is.
+    """Threads that compile queued kernels, and end when the queue is empty.
 
-    NVRTC releases Python's lock, and compiles in parallel. An exiting process waits for a thread
-    that is not a daemon, as it must for one inside NVRTC; the threads of `concurrent.futures` would
-    first compile all that is queued.
+    NVRTC releases Python's interpreter lock, so that threads compile in parallel. The threads are
+    not daemons: an exiting process must wait for a thread inside NVRTC. The threads of
+    `concurrent.futures` would compile all queued kernels before the process exits.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ _threads = _Threads()
 
 
 def most_threads() -> int:
-    """The number of kernels that are compiled at the same time."""
+    """Return the maximum number of kernels that are compiled at the same time."""
     return min(os.cpu_count() or 1, MOST_THREADS)
 
 
@@ -176,7 +177,7 @@ def _main_thread_runs() -> bool:
 
 
 def _run(future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
-    """Compile in this thread."""
+    """Compile a kernel in the calling thread, and set the Future's result or exception."""
     try:
         future.set_result(compile(*key))
     except Exception as error:
@@ -185,9 +186,9 @@ def _run(future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> No
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Until the context ends, call watcher(ready, requested) whenever a kernel is ready.
+    """Within this context, call watcher(ready, requested) whenever a kernel becomes ready.
 
-    The calls come from background threads. All kernels of the process are counted.
+    Background threads make the calls. The numbers count all kernels of the process.
     """
     _watchers.append(watcher)
     try:

@@ -1,4 +1,4 @@
-"""Tensor maps: descriptors of arrays for Hopper's copy engine (TMA), by the CUDA driver API.
+"""Create tensor maps, which describe arrays to Hopper's copy engine (TMA), by the CUDA driver API.
 
 Source: CUDA driver API, "Tensor Map Object Management"; CUDA programming guide, "Tensor Memory
 Access".
@@ -15,15 +15,15 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError
 
-BYTES = 128  # of a map, which is aligned to 64
+BYTES = 128  # size of a map, which is aligned to 64 bytes
 _DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _ITEM_BYTES = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
-_LONG_LINES = 3  # CUtensorMapL2promotion: 256 bytes
+_LONG_LINES = 3  # CUtensorMapL2promotion: promote L2 fetches to 256 bytes
 
 
 def _encode() -> Any:
-    """The driver's function. It needs a current context, which a new thread does not have yet."""
+    """Return the driver's function, after making a context current, as a new thread has none."""
     cupy.cuda.Device().use()
     return _driver_call()
 
@@ -47,32 +47,32 @@ def _driver_call() -> Any:
 
 
 class TensorMap(NamedTuple):
-    """What a map says of an array; a kernel takes `const __grid_constant__ TensorMap`, by value.
+    """The contents of a map; a kernel's parameter is `const __grid_constant__ TensorMap`, by value.
 
-    It does not keep the array alive.
+    A map does not keep the array alive.
     """
 
     address: int
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes
+    strides: tuple[int, ...]  # bytes between elements along each axis
     box: tuple[int, ...]
 
     def encoded(self) -> np.void:
-        """The map in the form of the copy engine. Raises DeviceError."""
+        """Encode the map in the format of the copy engine. Raises DeviceError."""
         return _encoded(*self) if self.address else np.void(bytes(BYTES))
 
 
-NO_MAP = TensorMap(0, "uint8", (), (), ())  # for a parameter that a kernel does not use
+NO_MAP = TensorMap(0, "uint8", (), (), ())  # argument for a parameter that a kernel does not use
 
 
 def tensor_map(array: Any, box: tuple[int, ...]) -> TensorMap:
-    """A map of a CuPy array whose last axis is contiguous; box: a shape in the same axis order.
+    """Return the map of a CuPy array whose last axis is contiguous.
 
-    The box's last axis has 32, 64 or 128 bytes, which determines the swizzle; the others have at
-    most 256 elements. The array and its rows are aligned to 16 bytes. In the kernel, a box's
-    coordinates start with the last axis. Elements outside the array are read as zeros and not
-    written.
+    box: shape of the copied boxes, in the same axis order. Its last axis has 32, 64 or 128 bytes,
+    which determines the swizzle; other axes have at most 256 elements. The array and its rows must
+    be aligned to 16 bytes. In a kernel, the coordinates of a box start with the last axis. Elements
+    outside the array are read as zeros and are not written.
     """
     return TensorMap(array.data.ptr, str(array.dtype.name), array.shape, array.strides, box)
 

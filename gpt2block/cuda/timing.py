@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from gpt2block.cuda import cupy
 
 REPLAYS = 7
-CALLS = 20  # from Python in one measurement; few enough that the host never waits for the GPU
-TARGET_MS = 2.0  # of one replay; long compared with the resolution of an event
+CALLS = 20  # calls from Python per measurement: so few that the host never waits for the GPU
+TARGET_MS = 2.0  # duration of one replay: long compared with the resolution of an event
 
 
 class Launchable(Protocol):
@@ -19,10 +19,10 @@ class Launchable(Protocol):
 
 
 def gpu_ms(launches: Iterable[Launchable]) -> float:
-    """Milliseconds that the launches take on the current device, one after another.
+    """Return the milliseconds that the launches take on the current device, one after another.
 
-    A CUDA graph holds many repetitions; the result is the median of seven replays. All repetitions
-    use the same arrays, so data that fits in the L2 cache is read from it.
+    A CUDA graph contains many repetitions, and the result is the median of seven replays. All
+    repetitions use the same arrays, so that data that fits in the L2 cache is read from it.
     """
     launches = tuple(launches)
     once = interleaved_ms({"": captured(launches)}, count=1)[""]
@@ -31,9 +31,9 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
 
 
 def event_ms(work: Callable[[], None]) -> float:
-    """Milliseconds between events before and after what `work` launches, in one run.
+    """Return the milliseconds between events before and after the launches of `work`, in one run.
 
-    Its kernels must be loaded already. Gaps between several launches count.
+    The kernels must be loaded already. Gaps between launches count.
     """
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
@@ -47,7 +47,7 @@ def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     """Capture the launches as one CUDA graph; the result replays it on the current stream."""
     launches = tuple(launches)
     for launch in {id(launch): launch for launch in launches}.values():
-        launch.run()  # loads the kernel, which a capture cannot do
+        launch.run()  # loads the kernel, which is not possible during a capture
     cupy.cuda.get_current_stream().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -65,9 +65,9 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Name → median ms of `count` replays, interleaved, so that a change of clocks affects all.
+    """Return {name: median ms of `count` replays}, interleaved, so that clock changes affect all.
 
-    lead: launches work before each replay, so that the GPU need not wait for the host's launch.
+    lead: launches work before each replay, so that the GPU does not wait for the host's launch.
     """
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
@@ -85,9 +85,9 @@ def interleaved_ms(
 def interleaved_host_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
-    """Name → median ms from the call of a replay to its return, in `count` turns.
+    """Return {name: median ms from the call of a replay to its return}, in `count` turns.
 
-    For replays that return when their result is on the host; each must have run before.
+    For replays that return when their results are in host memory. Each must have run before.
     """
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(count):
@@ -99,11 +99,11 @@ def interleaved_host_ms(
 
 
 def call_times(call: Callable[[], Any]) -> tuple[float, float]:
-    """GPU ms and host µs of a repeated call; calls are queued without waiting for the GPU."""
+    """Return GPU ms and host µs of a repeated call; calls are queued without a wait for the GPU."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     gpu: list[float] = []
     host: list[float] = []
-    for _ in range(REPLAYS + 1):  # the first one warms up: compiles, captures
+    for _ in range(REPLAYS + 1):  # the first turn warms up: kernels are compiled, graphs captured
         start.record()
         began = perf_counter()
         for _ in range(CALLS):

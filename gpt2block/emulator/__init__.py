@@ -1,7 +1,7 @@
-"""CUDA kernels on the CPU: the shipped sources, compiled by g++ with AddressSanitizer.
+"""Run CUDA kernels on the CPU: the shipped sources, compiled by g++ with AddressSanitizer.
 
-`run` launches one kernel on NumPy arrays; within `emulated()` all work for a GPU through CuPy runs
-on the CPU. g++ is required to launch a kernel.
+`run` launches one kernel on NumPy arrays. Within `emulated()`, all code that uses a GPU through
+CuPy runs on the CPU. A launch needs g++.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def emulated(
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
 
     order: the order of the threads of a block between two barriers, and of the blocks.
-    multiprocessors: the number that the device reports, on which launches depend. checks: what
-    every launch looks for. Yields the replacement of the cupy module, whose arrays every function
-    of this package accepts.
+    multiprocessors: the number of multiprocessors that the device reports, on which launches
+    depend. checks: the errors that every launch searches for. Yields the replacement of the cupy
+    module, whose arrays every function of this package accepts.
     """
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
+    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
     with replaced_by(stand_in), stand_in.device(order, multiprocessors, checks):
         yield stand_in
 
 
 def adopted(array: Any) -> Any:
-    """A NumPy array on the emulated device, sharing its memory if it is C-contiguous."""
+    """Return an array on the emulated device, which shares memory with a C-contiguous array."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)

@@ -1,6 +1,5 @@
-// The part of cooperative groups that kernels use most: a block, its tiles of at most a warp, and the lanes that are
-// active together. The loader puts the kernel file and its includes into an unnamed namespace, so this header includes
-// nothing itself.
+// The most used part of CUDA's cooperative groups: blocks, tiles of at most a warp, and coalesced threads. The loader
+// puts the kernel file and its includes into an unnamed namespace, so this header must not include other headers.
 #pragma once
 
 #define CALL_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -23,7 +22,7 @@ public:
 
 inline thread_block this_thread_block() { return {}; }
 
-// Without sync(): a kernel here is not launched as a cooperative one, and blocks run one after the other.
+// A grid group without sync(), as the emulator has no cooperative launches and runs one block after the other.
 class grid_group {
 public:
     static unsigned long long num_blocks() { return (unsigned long long)gridDim.x * gridDim.y * gridDim.z; }
@@ -42,12 +41,12 @@ public:
 
 inline grid_group this_grid() { return {}; }
 
-// The functions of lanes that a mask names. Self has mask(), and lane_of(rank) in the warp.
+// Base of groups of lanes in a warp. Self must define mask(), and lane_of(rank), the lane of a rank.
 template <typename Self>
 class lanes {
     const Self& self() const { return static_cast<const Self&>(*this); }
 
-    unsigned ranks(unsigned lanes) const {  // a bit for each rank, from one for each lane
+    unsigned ranks(unsigned lanes) const {  // converts a mask of lanes to a mask of ranks
         unsigned found = 0;
         for (unsigned rank = 0; rank < self().size(); ++rank) found |= (lanes >> self().lane_of(rank) & 1) << rank;
         return found;
@@ -105,7 +104,7 @@ public:
     static constexpr unsigned num_threads() { return SIZE; }
     unsigned lane_of(unsigned rank) const { return cuda_on_cpu::lane() / SIZE * SIZE + rank; }
 
-    unsigned mask() const {  // lanes of its warp
+    unsigned mask() const {  // mask of the tile's lanes in the warp
         return (0xffffffffu >> (32 - SIZE)) << (cuda_on_cpu::lane() / SIZE * SIZE);
     }
 };

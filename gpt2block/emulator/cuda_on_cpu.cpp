@@ -1,17 +1,18 @@
-// Runs kernel launches. Command-line words describe one, standard input holds the arguments, and the arrays are written
-// to standard output. Failures are reported on standard error and end the process. Without words it waits for launches
-// (programs.py) and runs one after the other.
+// Runs kernel launches. Command-line words describe a launch, standard input contains its arguments, and the arrays are
+// written to standard output. A failure is reported on standard error and ends the process. Without words, the program
+// waits for launches (programs.py) and runs one after the other.
 //
-// Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier or returns,
-// then the next one in the order runs. When all have stopped, the barrier opens and the next phase begins. This file is
-// compiled without AddressSanitizer, the kernels with it.
+// Blocks run one after the other. The threads of a block are fibers: a fiber runs until it waits at a barrier or
+// returns, then the next fiber in the order runs. When all fibers have stopped, the barrier opens and the next phase
+// begins. This file is compiled without AddressSanitizer, the kernels with it.
 //
-// A thread may wait for another one in a loop, for a flag or a lock. Programs with atomics or volatile accesses count
-// the basic blocks that they run (-fsanitize-coverage=trace-pc), and a thread that runs long makes way for the others.
+// A thread may wait in a loop for another thread, for a flag or a lock. Therefore programs with atomics or volatile
+// accesses count the basic blocks that they run (-fsanitize-coverage=trace-pc), and a thread that runs long yields.
 //
-// A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which kernels write. They are
-// poisoned for a thread until it waits for the previous kernel, or passes a barrier after another thread has waited.
-#include <cmath>  // before cuda_on_cpu.h, which leaves out a part of it
+// A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which earlier kernels may
+// write. They are poisoned for a thread until it waits for the previous kernel, or passes a barrier after another
+// thread has waited.
+#include <cmath>  // must precede cuda_on_cpu.h, which leaves out a part of <cmath>
 
 #include "cuda_on_cpu.h"
 #include "events.h"
@@ -38,7 +39,7 @@ dim3 blockDim, gridDim;
 __attribute__((noinit)) char shared_begin[32];
 
 extern "C" {
-// abort_on_error: both sanitizers then end the process in the same way, with SIGABRT.
+// abort_on_error: makes both sanitizers end the process with SIGABRT.
 const char* __asan_default_options() {
     return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0:quarantine_size_mb=16";
 }
@@ -55,14 +56,14 @@ enum class State { ready, at_barrier, at_exchange, returned };
 struct Thread {
     uint3 index;
     State state;
-    const char* file;  // of the barrier or exchange at which it waits
+    const char* file;  // file of the barrier or exchange at which the thread waits
     int line;
-    int passed;  // barriers and exchanges so far
-    std::size_t path;  // with exact_places: a hash of the calls that lead to the barrier or exchange
-    unsigned mask;  // of the exchange; 0: of the lanes that meet there (__activemask)
+    int passed;  // number of barriers and exchanges that the thread has passed
+    std::size_t path;  // with exact_places: hash of the call path to the barrier or exchange
+    unsigned mask;  // mask of the exchange; 0: __activemask, the lanes that meet at this place
     int delay;
     std::uint64_t value;
-    cuda_on_cpu::Gathered gathered;  // of the last exchange of which this is the first lane
+    cuda_on_cpu::Gathered gathered;  // values of the last exchange in which this is the first lane
     const cuda_on_cpu::Gathered* received;
     char* stack;
     bool started;
@@ -80,19 +81,21 @@ const cuda_on_cpu::Entry* kernel;
 std::vector<std::uint64_t> slots;
 std::vector<Array> arrays;
 constexpr std::size_t MOST_SIZES = 64;
-std::map<std::size_t, std::vector<char*>> unused;  // arrays of earlier launches, by their bytes
+std::map<std::size_t, std::vector<char*>> unused;  // size in bytes -> free arrays of earlier launches
 std::vector<Thread> threads;
 Thread* current;  // null while the scheduler runs
-bool overlaps, waited, late_visible = true;  // the launch; a thread of the block; not poisoned
-void* dynamic;    // the dynamic shared memory of the block
+bool overlaps;             // the launch overlaps the previous kernel
+bool waited;               // a thread of the block has waited for the previous kernel
+bool late_visible = true;  // late arrays are not poisoned
+void* dynamic;             // dynamic shared memory of the block
 std::size_t dynamic_bytes;
-int fill = 0xFF;    // the bytes of shared memory until they are written
-bool exact_places;  // the program is not optimised: barriers are told apart by the calls that lead to them
-char* stacks;       // of all threads
-int count;          // of the threads that gave true at the last barrier
+int fill = 0xFF;    // byte that fills shared memory before the first write
+bool exact_places;  // the program is not optimised: barriers are distinguished by their call paths
+char* stacks;       // stacks of all threads
+int count;          // number of threads whose predicate was true at the last barrier
 unsigned steps;     // basic blocks that the thread has run in this turn
 constexpr unsigned LONG_TURN = 100'000;
-unsigned turn;  // their number after which the others run; few as soon as one thread has needed as many
+unsigned turn;  // limit of steps per turn: LONG_TURN, and few as soon as a thread has reached the limit
 void* scheduler_point[5];
 
 std::string at(uint3 i) {
@@ -124,7 +127,7 @@ std::string describe(const Thread& thread) {
          ", " + describe(lane) + ": the mask names the lane of a thread that never comes");
 }
 
-// After a sanitizer's report: prints the thread, and the argument that the address belongs to or is next to.
+// Called after a sanitizer's report. Prints the thread, and the argument that contains the address or is next to it.
 void on_abort(int) {
     if (!current) _exit(4);
     const char* address = __asan_report_present() ? (const char*)__asan_get_report_address() : nullptr;
@@ -142,7 +145,7 @@ void on_abort(int) {
     _exit(4);
 }
 
-// Where the texts go that kernels print: to the standard output, before the arrays, and no more than a GPU keeps.
+// Bytes left for text that kernels print to standard output, before the arrays; a GPU's buffer is limited, too.
 std::size_t text_room;
 
 ssize_t write_text(void*, const char* text, std::size_t bytes) {
@@ -151,8 +154,8 @@ ssize_t write_text(void*, const char* text, std::size_t bytes) {
     return write(STDOUT_FILENO, text, kept) < 0 ? 0 : bytes;
 }
 
-// After the seconds in TIME_LIMIT: prints the line that the thread executes and, for a loop with a barrier, which may be
-// stopped between two threads, the last barrier of the thread that has passed the most.
+// Called after the seconds in TIME_LIMIT. Prints the line that the thread executes. In a loop with a barrier no thread
+// may be running, so that the last barrier of the thread that has passed most barriers is printed, too.
 void on_alarm(int) {
     std::fprintf(stderr, "cuda_on_cpu: %s does not end: block %s, thread %s still runs\n", kernel->name,
                  at(blockIdx).c_str(), at(threadIdx).c_str());
@@ -165,22 +168,22 @@ void on_alarm(int) {
     _exit(6);
 }
 
-void set_alarm(double seconds) {  // 0: none
+void set_alarm(double seconds) {  // 0: no alarm
     const double us = 1e6 * seconds;
     const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
     setitimer(ITIMER_REAL, &once, nullptr);
 }
 
-// GCC's own setjmp. It saves no signal mask, which would cost two system calls per switch. AddressSanitizer does not
-// intercept it; with libc's longjmp, it would assume that all frames have ended. The two halves are separate functions
-// that are never inlined, because GCC does not support both in one function.
+// GCC's built-in setjmp and longjmp. They save no signal mask, which would cost two system calls per switch of fibers.
+// AddressSanitizer does not intercept them; after libc's longjmp it would assume that all frames have ended. Each is in
+// a separate function that is never inlined, because GCC does not support both in one function.
 [[noreturn]] __attribute__((noipa)) void jump_to(void** point) { __builtin_longjmp(point, 1); }
 
 __attribute__((noipa)) void jump(void** from, void** to) {
     if (__builtin_setjmp(from) == 0) jump_to(to);
 }
 
-void stop_in(State state) {  // called on the fiber: returns to the scheduler until it resumes this thread
+void stop_in(State state) {  // called on a fiber: switches to the scheduler, which resumes this thread later
     Thread& self = *current;
     self.state = state;
     jump(self.resume_point, scheduler_point);
@@ -194,8 +197,8 @@ void fiber() {
     }
 }
 
-// ucontext sets up the new stack and is not used afterwards. Stacks begin in different lines of a cache: with as many
-// bytes in each, all of them would share a few lines, and a switch to another thread would wait for memory.
+// ucontext sets up the new stack and is not used afterwards. The stacks of threads begin at different offsets: with the
+// same offset, all of them would map to a few cache lines, and a switch to another thread would wait for memory.
 __attribute__((noipa)) void start(Thread& thread) {
     thread.started = true;
     ucontext_t context;
@@ -227,12 +230,12 @@ void resume(Thread& thread) {
     current = nullptr;
 }
 
-// Lets the other threads run before this one goes on.
+// Lets the other threads run before this thread continues.
 void make_way() {
     if (current) stop_in(State::ready);
 }
 
-// The return addresses from here to the kernel.
+// Returns a hash of the return addresses from this function up to the kernel.
 __attribute__((noinline)) std::size_t call_path() {
     std::size_t path = 0;
     const char* frame = static_cast<const char*>(__builtin_frame_address(0));
@@ -261,7 +264,7 @@ void open(Thread& thread) {
     ++thread.passed;
 }
 
-// Gives the lanes that wait for each other, and have all come, the values of each other.
+// Exchanges the values of `lanes`, which all wait at the exchange, and makes these threads ready.
 void meet(Thread* warp, unsigned lanes) {
     cuda_on_cpu::Gathered& gathered = warp[__builtin_ctz(lanes)].gathered;
     std::memset(gathered.values, fill, sizeof gathered.values);
@@ -275,7 +278,7 @@ void meet(Thread* warp, unsigned lanes) {
     if (cuda_on_cpu::lanes_meet) cuda_on_cpu::lanes_meet(warp - threads.data(), lanes);
 }
 
-// Lets the lanes of `first`'s mask exchange values once all of them wait. Returns false while a lane is still elsewhere.
+// Exchanges the values of the lanes of `first`'s mask if all of them wait. Returns false if a lane has not arrived yet.
 bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     const unsigned mask = first.mask;
     const Thread* returned = nullptr;
@@ -295,7 +298,7 @@ bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     return true;
 }
 
-// Lets the lanes meet that ask which ones are active at one place, when no other lane of the warp can come there.
+// Completes an __activemask() for the lanes that wait at the same place, if no other lane of the warp can still arrive.
 bool active_group(Thread* warp, int lanes) {
     unsigned met = 0;
     const Thread* first = nullptr;
@@ -309,7 +312,7 @@ bool active_group(Thread* warp, int lanes) {
     return met;
 }
 
-// Called when all threads have stopped: makes those ready that may continue. Returns false when all have returned.
+// Called when all threads have stopped. Makes ready the threads that may continue. Returns false if all have returned.
 bool open_barriers() {
     bool any = false;
     for (std::size_t w = 0; w < threads.size(); w += WARP) {
@@ -331,7 +334,7 @@ bool open_barriers() {
     }
     if (any) return true;
     for (const Thread& thread : threads) {
-        if (thread.state == State::ready) return true;  // it has made way
+        if (thread.state == State::ready) return true;  // the thread has yielded
     }
     for (const Thread& thread : threads) {
         if (!same_place(threads[0], thread)) divergent(threads[0], thread);
@@ -349,7 +352,7 @@ bool open_barriers() {
 struct Order {
     bool reverse, shuffled;
     std::uint64_t seed;
-    std::vector<std::size_t> places;  // the last one
+    std::vector<std::size_t> places;  // the last returned order
 
     const std::vector<std::size_t>& next(std::size_t n) {
         if (places.size() == n && !shuffled) return places;
@@ -363,13 +366,13 @@ struct Order {
     }
 };
 
-void (*firsts[4])();  // called before each block
+void (*firsts[4])();  // functions to call before each block
 
 void run_block(Order& order, unsigned number) {
     for (void (*first)() : firsts) {
         if (first) first();
     }
-    // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
+    // Written byte by byte through volatile: AddressSanitizer intercepts memset and would report the redzones.
     for (volatile char* p = shared_begin; p != shared_end; p = p + 1) *p = (char)fill;
     std::memset(dynamic, fill, dynamic_bytes);
     for (Thread& thread : threads) {
@@ -386,11 +389,11 @@ void run_block(Order& order, unsigned number) {
     if (!waited) fail(std::string(kernel->name) + ", block " + at(blockIdx) + ": no thread waits for the previous kernel");
 }
 
-// In the place of those of a launch with another number.
+// Replaces the threads of a previous launch that had another number of threads.
 void map_threads(std::size_t number) {
     if (!threads.empty()) munmap(stacks, threads.size() * STACK);
     threads.assign(number, {});
-    // Pages are allocated when touched. The first of a stack is never accessible, so that an overflow is caught.
+    // Pages are allocated at the first access. The first page of a stack is not accessible, to detect an overflow.
     constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* memory = mmap(nullptr, number * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
     stacks = static_cast<char*>(memory);
@@ -398,14 +401,14 @@ void map_threads(std::size_t number) {
         threads[i].stack = stacks + i * STACK;
         if (memory == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
     }
-    // AddressSanitizer takes them for one stack, so that it need not be told of every switch. The scheduler runs on
-    // another one, but is not compiled with it.
+    // Tell AddressSanitizer that all stacks are one stack, so that switches need not be reported to it. The scheduler
+    // runs on another stack, but is compiled without AddressSanitizer.
     void* other;
     __sanitizer_start_switch_fiber(&other, stacks, number * STACK);
     __sanitizer_finish_switch_fiber(other, nullptr, nullptr);
 }
 
-// Those of an earlier launch, which have all returned, if it had as many.
+// Prepares the threads of a launch; reuses the threads of the previous launch if it had the same number.
 void make_threads() {
     const std::size_t number = std::size_t(blockDim.x) * blockDim.y * blockDim.z;
     if (threads.size() != number) map_threads(number);
@@ -422,7 +425,8 @@ T read_value() {
     return value;
 }
 
-// The margins are as large as the array, because a typical overrun is a row or a tile, not an element.
+// Returns the size of the margins around an array: that of the array within limits, as a typical overrun is a row or
+// tile.
 std::size_t margin_of(std::size_t bytes) { return std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256; }
 
 void free_unused() {
@@ -448,9 +452,9 @@ Array read_array(const char* name, std::size_t bytes, bool late) {
     return {name, data, bytes, margin, late};
 }
 
-// An argument is one of: a size in bytes, the place in them that the pointer points to, and the bytes; -1 and a
-// slot (a number or a null pointer); -2, the index of an earlier argument, and a place in the bytes of that one. If the
-// launch overlaps, LATE_ARRAYS names the late arrays, with a comma before and after each.
+// Reads an argument from standard input. It is one of: a size in bytes, the pointer's offset in the bytes, and the
+// bytes; -1 and a slot (a number or a null pointer); -2, the index of an earlier argument, and an offset in its bytes.
+// If the launch overlaps, LATE_ARRAYS lists the late arrays, with a comma before and after each name.
 void read_argument(const char* name) {
     const auto size = read_value<std::int64_t>();
     const auto word = read_value<std::uint64_t>();
@@ -477,9 +481,9 @@ void launch(Order& order) {
     }
 }
 
-// Two launches on other values: every array moved by 16 bytes. What they leave in the variables of the file, which keep
-// their values between launches, must not change the result of the next launch. With one of two counters set back, the
-// second launch is right and the third one wrong.
+// Launches the kernel twice on other values: every array rotated by 16 bytes. The variables of the file keep their
+// values between launches, and these values must not change the result of the next launch. Two launches are needed: if
+// a kernel resets only one of two counters, the second launch may be right and the third wrong.
 void rehearse(Order& order) {
     std::vector<std::string> before;
     for (const Array& array : arrays) {
@@ -505,11 +509,11 @@ bool cuda_on_cpu::each_block_first(void (*first)()) {
     return true;
 }
 
-// Variables without a value then hold large numbers. Other programs initialise them with -ftrivial-auto-var-init=pattern,
-// which gives large negative ones.
+// Makes uninitialized variables of the kernel hold fill bytes. Programs that are optimised are compiled with
+// -ftrivial-auto-var-init=pattern instead, which fills these variables with large negative numbers.
 __attribute__((noipa, no_sanitize("address"))) void cuda_on_cpu::fill_stack() {
     if (!exact_places) return;
-    char below[16 << 10];  // where the frame of the kernel will be
+    char below[16 << 10];  // covers the future stack frame of the kernel
     std::memset(below, fill, sizeof below);
     asm volatile("" : : "r"(below) : "memory");
 }
@@ -548,12 +552,12 @@ unsigned cuda_on_cpu::active_lanes(const char* file, int line) {
 void cuda_on_cpu::sleep() { make_way(); }
 
 void cuda_on_cpu::atomic(const void* place, std::size_t bytes) {
-    if (steps + 64 > turn) make_way();  // and not between the two halves of the access
+    if (steps + 64 > turn) make_way();  // now, so that no switch occurs between the read and the write of the access
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 
-// The others run between a plain read and the comparison of its value, which they may change: a kernel that does not
-// try again is wrong then.
+// Lets the other threads run between a plain read and the atomicCAS that compares its value. They may change the value,
+// so that a kernel that does not retry gives a wrong result.
 void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t expected) {
     if (read_is_compared && read_is_compared(place, bytes, expected)) make_way();
     if (steps + 64 > turn) make_way();
@@ -564,12 +568,12 @@ void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);
 }
 
-// g++ guards shared arrays of classes with constructors, such as __half, although nothing initializes them. libstdc++
-// would wait for the fiber that has begun to, which never goes on then.
+// g++ guards the initialization of shared arrays of classes with constructors, such as __half, although there is none.
+// libstdc++'s guard would wait for the fiber that has begun the initialization, and that fiber would never run again.
 extern "C" int __cxa_guard_acquire(char* guard) { return *guard == 0; }
 extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
 
-// Called by each basic block of a kernel that may wait in a loop.
+// Called at the start of each basic block of a kernel that may wait in a loop.
 extern "C" void __sanitizer_cov_trace_pc() {
     if (++steps < turn || !current) return;
     turn = 1'000;
@@ -589,7 +593,7 @@ double cuda_on_cpu::bessel_i(double order, double x) { return std::cyl_bessel_i(
 
 int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }
 
-// The memory is that of every block. A variable outside a function asks for it before main.
+// All blocks use the same memory. An initializer of a namespace-scope variable calls this function before main.
 void* cuda_on_cpu::dynamic_shared(const char* name, std::size_t element) {
     if (!dynamic) {
         const char* bytes = std::getenv("DYNAMIC_BYTES");
@@ -600,7 +604,7 @@ void* cuda_on_cpu::dynamic_shared(const char* name, std::size_t element) {
     return dynamic;
 }
 
-// Whether the launch requested immediate copies; see mma_ptx.h.
+// Returns whether the launch requested immediate copies; see mma_ptx.h.
 bool cuda_on_cpu::copies_at_once() {
     static const bool asked_for = std::getenv("COPIES_AT_ONCE") != nullptr;
     return asked_for;
@@ -611,7 +615,7 @@ void cuda_on_cpu::wait_for_previous() {
     show_late_arrays(true);
 }
 
-// words: name, grid x y z, block x y z, order, seed, the arguments' names
+// Runs a launch. words: kernel name, grid x y z, block x y z, order, seed, names of the arguments.
 static void run(const std::vector<std::string>& words, std::FILE* results) {
     if (words.size() < 9) fail("expected at least 9 words");
     auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(words[i].c_str(), nullptr, 10)); };
@@ -650,7 +654,7 @@ static bool read_all(void* data, std::size_t bytes) {
     return true;
 }
 
-// In a process of its own, which finds the variables of the program as they were when it began.
+// Runs a launch in a forked process, so that the program's variables have the values from the program's start.
 static void run_apart(const std::vector<std::string>& words, std::FILE* results) {
     const pid_t child = fork();
     if (child < 0) fail("no process for a launch");
@@ -668,11 +672,11 @@ static void run_apart(const std::vector<std::string>& words, std::FILE* results)
     if (status) _exit(WEXITSTATUS(status));
 }
 
-// Standard input, a socket, holds for each launch the bytes of its words, the words, with a zero after each, and its
-// arguments. It gets a byte when the launch has ended well.
+// Reads launches from standard input, a socket: for each launch the number of bytes of its words, the words, each with
+// a zero after it, and the arguments. After a successful launch it writes a byte to the socket.
 static void wait_for_launches(std::FILE* results) {
-    const bool keeps = std::getenv("VARIABLES") || cuda_on_cpu::watch;  // what a launch leaves in variables
-    std::signal(SIGINT, SIG_IGN);  // of the keyboard, for whoever waits for a launch
+    const bool keeps = std::getenv("VARIABLES") || cuda_on_cpu::watch;  // a launch may leave values in variables
+    std::signal(SIGINT, SIG_IGN);  // Ctrl-C is for the process that waits for a launch
     std::int64_t bytes;
     while (read_all(&bytes, sizeof bytes)) {
         std::string text(bytes, '\0');
@@ -691,7 +695,7 @@ int main(int argc, char** argv) {
     if (const char* byte = std::getenv("FILL")) fill = std::atoi(byte);
     std::FILE* results = fdopen(STDOUT_FILENO, "wb");
     stdout = fopencookie(nullptr, "w", {nullptr, write_text, nullptr, nullptr});
-    setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines are there when the program ends in an error
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // complete lines are written even if the program ends in an error
     std::signal(SIGABRT, on_abort);
     std::signal(SIGALRM, on_alarm);
     if (argc > 1) {

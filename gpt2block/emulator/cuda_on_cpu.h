@@ -1,17 +1,17 @@
-// The part of CUDA C++ that kernels use, for g++. With it, tests run the shipped sources on the CPU under
+// The part of CUDA C++ that kernels use, implemented for g++, so that the shipped sources run on the CPU under
 // AddressSanitizer. The threads of a block are fibers; see cuda_on_cpu.cpp.
 #pragma once
 #include <cfenv>
 #include <cfloat>
 #include <climits>
 #include <cstdint>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // C++17's Bessel functions: with them, <cmath> takes four times as long
-#include <bits/stl_algobase.h>      // std::min and std::max: <algorithm> has much more
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // leaves out Bessel functions, which quadruple the compile time of <cmath>
+#include <bits/stl_algobase.h>      // std::min and std::max, without the rest of <algorithm>
 #include <cmath>
 #include <cstring>
 #include <ctime>  // clock()
 #include <limits>
-#include <math.h>    // the overloads of <cmath> and <cstdlib> without std::, as CUDA has them
+#include <math.h>    // overloads of <cmath> and <cstdlib> in the global namespace, as in CUDA
 #include <stdlib.h>
 #include <type_traits>
 #include <utility>
@@ -19,15 +19,15 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__  // kernel files are in an unnamed namespace, see the loader
+#define __constant__  // empty: the loader puts kernel files into an unnamed namespace
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__  // empty, so that __attribute__((__noinline__)) of system headers remains valid
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// The section .noinit, so that the runtime can fill all shared variables before each block: g++ ignores an attribute
-// that names a section on the static variables of templates. The loader replaces `extern __shared__` by
-// dynamic_shared().
+// Shared variables are in the section .noinit, so that the runtime can fill all of them before each block. (On static
+// variables of templates, g++ ignores an attribute that names another section.) The loader replaces
+// `extern __shared__` by dynamic_shared().
 #define __shared__ static __attribute__((noinit))
 
 #include "vectors.h"
@@ -38,7 +38,7 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-// Set by the runtime whenever it resumes a thread.
+// The runtime sets these variables whenever it resumes a thread.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
@@ -53,35 +53,37 @@ __forceinline__ To bits(const From& from) {  // copies the low bytes, with zeros
     return to;
 }
 
-struct Gathered {  // what the lanes of a warp have given each other
-    std::uint64_t values[32];  // the bytes of unwritten memory for lanes that did not take part
+struct Gathered {  // the values that lanes of a warp have exchanged
+    std::uint64_t values[32];  // for a lane that did not take part: the fill bytes of unwritten memory
     unsigned lanes;
 };
 
-// Defined in another translation unit, so that the compiler must assume that they change any memory.
+// These functions are in another translation unit, so that the compiler must assume that they change any memory.
 void barrier(const char* file, int line);
-// delay: turns of the other threads before the lanes exchange. The result is valid until the lane's next exchange.
+// Exchanges a value with the lanes of `mask`. delay: number of turns of the other threads before the exchange. The
+// result is valid until the lane's next exchange.
 const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int line, int delay = 0);
 unsigned active_lanes(const char* file, int line);
 int lane();
-double bessel_i(double order, double x);  // std::cyl_bessel_i
+double bessel_i(double order, double x);  // calls std::cyl_bessel_i
 void* dynamic_shared(const char* name, std::size_t element);
 bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
-bool each_block_first(void (*first)());  // calls it before every block; returns true
+bool each_block_first(void (*first)());  // registers a function to call before every block; returns true
 void sleep();  // lets the other threads run
-void atomic(const void* place, std::size_t bytes);  // before an atomic access
-void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // before an atomicCAS
+void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
+void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
 void fence(bool of_device);
 
-// A kernel as the runtime calls it: by name, with an 8-byte slot for every argument.
+// A kernel as the runtime finds and calls it: a name, and a function with an 8-byte slot for every argument.
 struct Entry {
     const char* name;
     void (*call)(const std::uint64_t* slots);
-    const std::size_t* elements;  // bytes of what each argument points to; 1 for numbers
+    const std::size_t* elements;  // bytes of each argument's element type; 1 for numbers
 };
 
-// Gives the variables of a kernel that is called next the values of unwritten memory, if it is not optimised.
+// Fills the stack below, so that uninitialized variables of the next called function hold fill bytes. Only for programs
+// that are not optimised.
 void fill_stack();
 
 template <auto KERNEL>
@@ -102,7 +104,7 @@ struct Call<KERNEL> {
 
     static void call(const std::uint64_t* slots) { spread(slots, std::index_sequence_for<P...>{}); }
 
-    // Nothing is called after fill_stack: the kernel's variables would hold what that had left.
+    // No other function may be called between fill_stack and the kernel, as it would overwrite the filled stack.
     template <std::size_t... I>
     __attribute__((no_sanitize("address", "undefined")))
     static void spread(const std::uint64_t* slots, std::index_sequence<I...>) {
@@ -118,7 +120,7 @@ extern const Entry* const entries;  // generated by the loader; ends with a null
 
 }  // namespace cuda_on_cpu
 
-// The defaults of these arguments are the caller's file and line.
+// Parameters whose default arguments are the caller's file and line.
 #define CALL_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 extern "C" int printf(const char* format, ...) __attribute__((format(printf, 1, 2)));

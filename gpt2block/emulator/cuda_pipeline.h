@@ -1,5 +1,5 @@
-// Asynchronous copies to shared memory. A copy arrives as late as the kernel may rely on, when it is waited for, and its
-// destination holds bytes of 0xFF until then. The loader puts this file into an unnamed namespace.
+// Asynchronous copies to shared memory. A copy happens as late as its semantics allow, when the kernel waits for it;
+// until then its destination holds bytes of 0xFF. The loader puts this file into an unnamed namespace.
 #pragma once
 
 namespace cuda_on_cpu_pipeline {
@@ -10,10 +10,10 @@ struct Copy {
     unsigned bytes, zeros, group;
 };
 
-constexpr int MOST = 256;  // copies of a thread in flight
+constexpr int MOST = 256;  // maximum number of copies in flight per thread
 static Copy copies[1024][MOST];
 static unsigned counts[1024], groups[1024];
-static const bool forgotten = cuda_on_cpu::each_block_first([] {  // what a block has not waited for
+static const bool forgotten = cuda_on_cpu::each_block_first([] {  // drop copies that the previous block did not await
     for (int thread = 0; thread < 1024; ++thread) counts[thread] = groups[thread] = 0;
 });
 

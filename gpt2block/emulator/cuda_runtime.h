@@ -1,2 +1,2 @@
-// Empty: a file may include it for editors; NVRTC and the emulator declare what it declares.
+// Empty: a kernel file may include cuda_runtime.h for editors; NVRTC and the emulator need no include for its contents.
 #pragma once

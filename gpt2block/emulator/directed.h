@@ -1,15 +1,15 @@
-// Arithmetic and conversions with the rounding that a name ends with: to nearest even (rn), toward zero (rz), down (rd)
+// Arithmetic and conversions whose name ends with the rounding mode: to nearest even (rn), toward zero (rz), down (rd)
 // or up (ru). Included by cuda_on_cpu.h.
 #pragma once
 
 namespace cuda_on_cpu {
 
 template <typename T>
-__forceinline__ void unknown(T& value) {  // to the compiler, which cannot compute with it before
+__forceinline__ void unknown(T& value) {  // keeps the compiler from computing with the value at compile time
     asm volatile("" : "+m"(value) : : "memory");
 }
 
-// op of the operands, with a rounding of <cfenv>.
+// Computes op(operands...) with the rounding mode `mode` of <cfenv>.
 template <typename Op, typename... Operands>
 __attribute__((noinline, no_sanitize("address", "undefined", "thread"))) auto rounded(int mode, Op op,
                                                                                       Operands... operands) {
@@ -60,7 +60,7 @@ inline double __int2double_rn(int x) { return x; }
 inline double __uint2double_rn(unsigned x) { return x; }
 inline float __frsqrt_rn(float x) { return (float)(1.0 / std::sqrt((double)x)); }
 
-// NaN becomes 0, and a number that is too large the largest one, as on a GPU.
+// Converts as a GPU does: NaN becomes 0, and a number out of range becomes the nearest number in range.
 template <typename To, typename From>
 To cuda_on_cpu_to_integer(From x) {
     if (std::isnan(x)) return 0;

@@ -1,4 +1,4 @@
-// kernels_cu/lib/fast.cuh for the CPU, without PTX. Used through `headers` of a Source.
+// Replacement of kernels_cu/lib/fast.cuh without PTX. The loader substitutes it (STAND_INS).
 #pragma once
 
 inline float exp2_fast(float x) { return exp2f(x); }

@@ -1,7 +1,7 @@
-"""Compiles a kernel file with g++ and AddressSanitizer and runs its kernels on NumPy arrays.
+"""Compile a kernel file with g++ and AddressSanitizer, and run its kernels on NumPy arrays.
 
-The source is the shipped one, unchanged except for `extern __shared__`. Launches run in other
-processes, where each array has a heap block of exactly its size; an error ends only that process.
+The source is the shipped file, unchanged except for `extern __shared__`. Launches run in separate
+processes, in which each array is a heap block of exactly its size. An error ends only the process.
 """
 
 from __future__ import annotations
@@ -33,56 +33,58 @@ from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
-# How a file is compiled. "patterned": variables begin with large negative numbers. "unoptimised":
-# with large positive ones; no access is left out, and barriers of one line differ.
+# How a file is compiled. "patterned": uninitialized variables hold large negative numbers.
+# "unoptimised": they hold large positive numbers, no access is optimised away, and the barriers of
+# one source line are distinguished.
 Build = Literal["usual", "patterned", "unoptimised"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
-END = "after the file"  # where g++ reports what a file lacks, such as a closing brace
-GRACE_S = 5.0  # for a program that cannot end itself
-TIMED_OUT = 6  # exit status of a program that has ended itself for its time limit
+END = "after the file"  # file name of g++'s errors after the last line, such as a missing brace
+GRACE_S = 5.0  # time after the limit in which a program can end itself before it is killed
+TIMED_OUT = 6  # exit status of a program that exceeded its time limit
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
     "lib/fast.cuh": "fast.h",
     "lib/overlap.cuh": "overlap.h",
-}  # header → file here
+}  # header of kernels_cu → file in this folder that replaces it
 
 _FLAGS = (
     "-std=c++17",
-    "-g1",  # line numbers for reports; the locations of variables, with -g, double the compile time
-    "-Og",  # a program takes a sixth less time to compile than with -O1
-    "-fira-region=one",  # for register allocation; saves an eighth of the compile time
+    "-g1",  # line numbers for reports; -g, with locations of variables, doubles the compile time
+    "-Og",  # compiles in a sixth less time than -O1
+    "-fira-region=one",  # simpler register allocation: saves an eighth of the compile time
     "-fno-omit-frame-pointer",
     "-ffp-contract=off",
-    *(("-fuse-ld=gold",) if shutil.which("ld.gold") else ()),  # takes half as long as ld
+    *(("-fuse-ld=gold",) if shutil.which("ld.gold") else ()),  # gold links twice as fast as ld
 )
 _SANITIZERS = (
     "-fsanitize=address,undefined",
-    # AddressSanitizer reports the accesses themselves, with the array's name. With these checks and
-    # that of variables used after their scope, a program takes half as long again to compile.
+    # The next two options leave out checks, with which compilation would take 50 % longer.
+    # AddressSanitizer reports invalid accesses anyway, with the array's name.
     "-fno-sanitize=object-size,pointer-overflow",
     "-fno-sanitize-address-use-after-scope",
     "-fno-sanitize-recover=all",
-    # Functions check the accesses: with instructions in their place, a program takes a fifth longer
-    # to compile, which is most of the time of an emulated kernel.
+    # Check accesses by function calls: inline checks lengthen compilation by a fifth, and
+    # compilation takes most of the time of an emulated kernel.
     "--param=asan-instrumentation-with-call-threshold=0",
 )
-# Without -fpie: the addresses of the file. DWARF 4: some addr2line confuse the files of DWARF 5.
+# -fno-pie: addresses at run time equal those in the file. DWARF 4: some versions of addr2line
+# confuse the file names of DWARF 5.
 _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
-_VOLATILE = "--param=tsan-distinguish-volatile=1"  # of GCC 11
-_PATTERN = "-ftrivial-auto-var-init=pattern"  # of GCC 12
+_VOLATILE = "--param=tsan-distinguish-volatile=1"  # since GCC 11
+_PATTERN = "-ftrivial-auto-var-init=pattern"  # since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # counts basic blocks, see cuda_on_cpu.cpp
 _WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
-# The bytes of shared memory, and of variables in an unoptimised program, until they are written: a
-# NaN, or a large positive or negative number, of which each differs from what a maximum, a minimum
-# or a sum begins with.
+# Byte that fills shared memory, and variables in an unoptimised program, before the first write.
+# As float it is NaN, a large positive or a large negative number. No maximum, minimum or sum starts
+# from such a number, so that a result computed from unwritten memory is wrong in some order.
 _FILLS = {"forward": 0xFF, "reverse": 0x7B, "shuffled": 0xFB}
 _WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
     "-Wall",
-    "-Wno-unknown-pragmas",  # unroll
-    "-Wno-sign-compare",  # threadIdx.x < n; NVRTC does not mind either
-    "-Wno-unused-function",  # a header's functions that this file does not use
+    "-Wno-unknown-pragmas",  # g++ does not know #pragma unroll
+    "-Wno-sign-compare",  # threadIdx.x < n is usual, and NVRTC does not warn either
+    "-Wno-unused-function",  # a file does not use all functions of its headers
     "-Wno-maybe-uninitialized",  # false alarms under AddressSanitizer
 )
 _ALIGNED = r"(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?"
@@ -90,11 +92,12 @@ _DYNAMIC_SHARED = re.compile(
     rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
     rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
 )
-_STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")  # which it is already
+# `static` is removed, as the emulator's __shared__ already means static.
+_STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")
 _SHARED_ALIGNED = re.compile(
     r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
-)  # in C++: before
-_DEVICE_VARIABLE = re.compile(  # also one of a function, which is static
+)  # g++ requires alignas before __shared__, which is `static`
+_DEVICE_VARIABLE = re.compile(  # variables that outlive a launch: __device__ or static
     r"\b__device__\s(?:(?:__align__|alignas)\s*\([^()]*\)|[^(){};=])*[=;{]"
     r"|\bstatic\s+(?!const|__)[\w:<> ]+\s\w+\s*(?:\[[^]]*\]\s*)*[=;{]"
 )
@@ -105,7 +108,7 @@ _TELLING = re.compile(
 )
 
 
-_PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # of races.cpp: an address in the program
+_PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # an address in a report of races.cpp
 _FOLDER = r"/\S*/(?=[\w.-]+:\d)"
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
@@ -114,13 +117,13 @@ _HEADER = "cuda_on_cpu.h"
 _WITH_HALVES = "with_halves.h"
 _POOL = ThreadPoolExecutor(2)
 _ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
-_messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
+_messages: dict[Path, str] = {}  # program compiled ahead and not yet requested → messages of g++
 
 
 class ShimError(Exception):
-    """A kernel does not compile, or made an error when it ran.
+    """A kernel does not compile, or a launch of it failed.
 
-    `report` is that of the compiler or of the run; the message says first what was launched.
+    report: the report of the compiler or of the launch. The message also names the launch.
     """
 
     def __init__(self, message: str, report: str = "") -> None:
@@ -129,15 +132,15 @@ class ShimError(Exception):
 
 
 class Checks(NamedTuple):
-    """What a launch looks for, how long it may take, and who gets what it prints and says."""
+    """The checks and the time limit of a launch, and functions that receive its output."""
 
-    races: bool = False  # instead of accesses out of bounds
-    limit_s: float | None = None  # by default TIMEOUT_S
-    printed: Callable[[str], None] = lambda _: None  # gets the text that a kernel prints
-    rehearsed: bool = False  # launch twice on other values before, in the same process
-    within: tuple[str, ...] = ()  # a command that runs the program, such as prlimit and its options
+    races: bool = False  # search for races instead of accesses out of bounds
+    limit_s: float | None = None  # time limit; None: TIMEOUT_S
+    printed: Callable[[str], None] = lambda _: None  # receives the text that a kernel prints
+    rehearsed: bool = False  # precede the launch by two launches on other values, in its process
+    within: tuple[str, ...] = ()  # command prefix that runs the program, such as prlimit
     build: Build = "usual"
-    noted: Callable[[str], None] = lambda _: None  # gets what may be why a result is wrong
+    noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
 
 
 USUAL = Checks()
@@ -153,23 +156,23 @@ class Source:
 
     @classmethod
     def shipped(cls, name: str) -> Source:
-        """A kernel file, with headers that implement PTX instructions in C++."""
+        """Return a kernel file, with headers that implement PTX instructions in C++."""
         headers = tuple(
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
         return cls(name, kernels.read_source(name), headers)
 
     def with_only(self, kernel: str) -> Source:
-        """A copy without the other kernels, which take as long to compile.
+        """Return a copy without other kernels, each of which takes as long to compile.
 
-        A file that is not in kernels_cu stays whole, as in `kernels.program`.
+        A file outside of kernels_cu is returned unchanged, as in `kernels.program`.
         """
         if Path(self.name).is_absolute():
             return self
         return replace(self, text=kernels.with_only(kernel, self.text))
 
     def edited(self, old: str, new: str, *, header: str = "") -> Source:
-        """A copy with the only occurrence of `old` replaced, in the file or an included header."""
+        """Return a copy with the only occurrence of `old` replaced, in the file or a header."""
         headers = dict(self.headers)
         if header and header not in headers:
             headers[header] = (kernels.SOURCE_DIR / header).read_text("ascii")
@@ -201,17 +204,17 @@ def run(
     build: Build = "usual",
     noted: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
+    """Launch a kernel on NumPy arrays, which it changes in place; None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; cache: the FP8
-    format of its `KV`, where that is not `T`. order: the order of the threads of a block between
-    two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
-    as late as its semantics allow. early: not None if the launch overlaps the previous kernel
-    (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
-    const __restrict__ and to these parameters. races: find accesses of two threads to one place
-    that nothing orders (races.cpp), instead of accesses out of bounds. build, noted: as in Checks.
-    An array that is passed twice is the same pointer twice. Raises ShimError with the report, and
-    changes no array then.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of the type `T`. cache:
+    the FP8 format of the type `KV`, if it is not `T`. order: the order of the threads of a block
+    between two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued,
+    instead of as late as its semantics allow. early: None, or for a launch that overlaps the
+    previous kernel (lib/overlap.cuh), names of parameters that the kernel may access before the
+    wait, in addition to const __restrict__ parameters; other early accesses are errors. races: find
+    unordered accesses of two threads to the same memory (races.cpp), instead of accesses out of
+    bounds. build, noted: as in Checks. An array that is passed twice becomes the same pointer
+    twice. Raises ShimError with the report; the arrays are then unchanged.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -223,7 +226,7 @@ def run(
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
     pairs = list(zip(args, parameters, strict=True))
-    spans: dict[int, DevicePointer] = {}  # copies, by the identity of the array
+    spans: dict[int, DevicePointer] = {}  # id of an array → pointer to its copy
     values: list[DevicePointer | np.generic] = []
     for arg, parameter in pairs:
         if not _is_pointer(parameter):
@@ -255,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """ShimError unless an array fits a pointer; returns the description of it for messages."""
+    """Raise ShimError unless an array fits a pointer; return its description for messages."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
@@ -267,7 +270,7 @@ def _check_array(
 
 
 class DevicePointer(NamedTuple):
-    """A pointer: an allocation, which other pointers may share, and a byte offset in it."""
+    """A pointer: an allocation, which several pointers can share, and a byte offset in it."""
 
     memory: NDArray[np.uint8]
     offset: int
@@ -287,12 +290,13 @@ def run_spans(
     seed: int = 0,
     copies_at_once: bool = False,
 ) -> None:
-    """Launch a kernel on allocations: pointers are a Span or 0, scalars have the prototype's types.
+    """Launch a kernel on allocations, which several pointers can share.
 
-    Pointers may share an allocation. Other arguments and errors: as in `run`.
+    args: a DevicePointer or 0 for each pointer; scalars of the types in the prototype. Other
+    arguments and errors: as in `run`.
     """
     parameters = _prototypes(source)[kernel].parameters
-    first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
+    first: dict[int, int] = {}  # address of an allocation → index of the argument with its bytes
     message = []
     for i, arg in enumerate(args):
         if not isinstance(arg, DevicePointer):
@@ -319,7 +323,8 @@ def run_spans(
 
     output = _execute(program, words, b"".join(message), launch, environment, checks, named)
     written = [arg.memory for i in first.values() if isinstance(arg := args[i], DevicePointer)]
-    start = len(output) - sum(memory.nbytes for memory in written)  # of the arrays, after the text
+    # The output is the text that the kernel printed, then the arrays.
+    start = len(output) - sum(memory.nbytes for memory in written)
     if start < 0:
         ended = "ended before all threads have returned, as by exit()"
         raise ShimError(f"{launch}: {ended}", ended)
@@ -330,7 +335,7 @@ def run_spans(
 
 
 def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
-    """Of a launch, as the runner takes them."""
+    """Return environment variables that tell the program about a launch's memory."""
     found = {"DYNAMIC_BYTES": str(shared)}
     if build != "usual":
         found["FILL"] = str(_FILLS[order])
@@ -351,9 +356,9 @@ def _late(
     args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
-    """The arrays that may not be accessed before the wait, as the runner takes them.
+    """Encode for the program which array arguments must not be accessed before the wait.
 
-    What a constant parameter shares with another one may be accessed early.
+    Memory that a const __restrict__ parameter shares with another parameter may be accessed early.
     """
     pointers = [
         (parameter, arg.memory.ctypes.data if isinstance(arg, DevicePointer) else 0)
@@ -382,14 +387,14 @@ def _execute(
     checks: Checks,
     variable: Callable[[int], str],
 ) -> bytes:
-    """What a program writes; `variable` gives the name of what has an address in it."""
+    """Run a program and return its output. variable: returns a variable's name for an address."""
 
     def place(found: re.Match[str]) -> str:
         address = int(found[2], 16)
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = {**extra, "TIME_LIMIT": str(limit_s)}  # the program then ends itself and says where
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # at the limit the program reports its line
     if checks.rehearsed:
         own["REHEARSAL"] = "1"
     late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
@@ -411,7 +416,7 @@ def _execute(
 
 
 def _readable(report: str) -> str:
-    """The lines about the kernel, the most informative one first, without shadow memory."""
+    """Return a report's lines about the kernel, most informative first, without shadow memory."""
     report = re.sub(_FOLDER, "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in (
@@ -433,7 +438,7 @@ INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libub
 
 
 def check() -> Check:
-    """Whether the emulator can run here, as a line of `gpt2block check`. Never raises."""
+    """Check whether the emulator can run on this machine. Never raises."""
     try:
         problem = missing()
         version = "" if problem else _output("g++", "-dumpfullversion")
@@ -445,10 +450,10 @@ def check() -> Check:
 
 
 def missing() -> str | None:
-    """What this machine lacks to run kernels on the CPU; None if nothing."""
+    """Describe the program or library that the emulator needs and that is missing, or None."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
-    for library in ("libasan.so", "libubsan.so"):  # a name without a folder is an unknown library
+    for library in ("libasan.so", "libubsan.so"):  # g++ prints no folder for an unknown library
         if os.sep not in _output("g++", f"-print-file-name={library}"):
             return f"g++ has no {library}"
     return None
@@ -460,10 +465,10 @@ def compile_kernel_file(
     races: bool = False,
     build: Build = "usual",
 ) -> Path:
-    """The program that runs any kernel of a file; compiled once per text and constants.
+    """Compile the program that runs any kernel of a file, once for each text and macros.
 
-    races: the program that finds races, instead of the one with AddressSanitizer. Warns with the
-    messages of g++, in the thread of the caller.
+    races: build the program that finds races, instead of the program with AddressSanitizer. Issues
+    warnings with the messages of g++, in the thread of the caller.
     """
     known = Source.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines, races, build))
@@ -479,8 +484,8 @@ def compile_ahead(
     races: bool = False,
     build: Build = "usual",
 ) -> None:
-    """Start to compile a file that will be run later, in another thread."""
-    _cache_dir(), _runtime()  # once, before several threads need them
+    """Start compiling a file in another thread, for a later launch."""
+    _cache_dir(), _runtime()  # create these once, before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
@@ -488,9 +493,9 @@ def compile_ahead(
 
 
 def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
-    """What g++ says of each variable that may be read before it has a value, one sentence each.
+    """Return a sentence for each variable that, according to g++, may be read uninitialized.
 
-    Only for a result that is already wrong: these warnings are not always right.
+    Use this only to explain a wrong result: these warnings can be false alarms.
     """
     warn = ("-Wuninitialized", "-Wmaybe-uninitialized")
     with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
@@ -498,7 +503,7 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
         _write(Path(folder), files)
         paths = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}")
         command = ("g++", "-std=c++17", "-O1", "-c", "unit.cpp", "-o", os.devnull, *warn, *paths)
-        env = {**os.environ, "LC_ALL": "C"}  # quotes in ASCII
+        env = {**os.environ, "LC_ALL": "C"}  # makes g++ use ASCII quotes
         said = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=False, env=env
         ).stderr
@@ -517,9 +522,10 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 
 @cache
 def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
-    """The header that a program begins with, precompiled where programs are kept.
+    """Precompile the header that programs begin with, if there is a folder for compiled programs.
 
-    A third of the time of a program; for the two or three of a process it does not pay.
+    It saves a third of the compile time of a program. For the two or three programs of a process
+    without such a folder it does not pay, and {} is returned.
     """
     if not os.environ.get(_KEPT):
         return {}
@@ -529,10 +535,10 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _first_header(source: Source) -> str:
-    """The header that a program begins with.
+    """Return the header that a program begins with.
 
-    A user's file has to include the types of 16 bits itself. NVRTC compiles the shipped ones, too,
-    and finds there what one of them does not include.
+    For a shipped file it includes the 16-bit types, so that it can be precompiled. A user's file
+    must include them itself. For shipped files, NVRTC reports a missing include.
     """
     shipped = not Path(source.name).is_absolute()
     return _WITH_HALVES if shipped and os.environ.get(_KEPT) else _HEADER
@@ -546,13 +552,13 @@ def _compile(
     build: Build = "usual",
     variables: bool = False,
 ) -> Path:
-    """variables: with the locations of variables, which change no address."""
+    """Compile a program. variables: add debug information for variables; addresses are equal."""
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     options = _options(source, races, build)
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
     salt, links = repr(sorted(headers.items())), _precompiled(_first_header(source), options)
-    first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # see events.h
+    first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # link order: see events.h
     if not races:
         return _build(source.name, files, (first, "unit.cpp", last, *flags), salt, links)
     # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
@@ -580,7 +586,7 @@ def _options(source: Source, races: bool, build: Build) -> tuple[str, ...]:
 
 
 def _version() -> int:
-    """Of g++, the first number."""
+    """Return the major version of g++."""
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
@@ -608,7 +614,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
 
 
 def _dynamic(found: re.Match[str]) -> str:
-    """A pointer to the dynamic shared memory, in as many lines as its declaration."""
+    """Define a pointer to dynamic shared memory, in as many lines as the declaration has."""
     element, name = (found[1] or "") + found[2], found[3]
     memory = f'cuda_on_cpu::dynamic_shared("{name}", sizeof({element}))'
     return f"{element}* {name} = static_cast<{element}*>({memory});" + "\n" * found[0].count("\n")
@@ -621,9 +627,9 @@ def _build(
     salt: str = "",
     links: Mapping[str, Path] = MappingProxyType({}),
 ) -> Path:
-    """Run g++ in a temporary folder; the result is renamed into the cache atomically.
+    """Run g++ in a temporary folder, and move the result into the cache atomically.
 
-    links: files of the cache, by the names that they have in the folder; they change no result.
+    links: name in the folder → file of the cache, which does not change the result.
     """
     own = "".join(
         path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
@@ -654,7 +660,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 
 @cache
 def _cache_dir() -> Path:
-    """$GPT2BLOCK_CPU_CUDA_CACHE, which persists, or a temporary folder of this process."""
+    """Return the folder for programs, $GPT2BLOCK_CPU_CUDA_CACHE or a temporary folder."""
     if kept := os.environ.get(_KEPT):
         Path(kept).mkdir(parents=True, exist_ok=True)
         return Path(kept).resolve()

@@ -1,12 +1,12 @@
-// The numbers of cuda_fp16.h and cuda_bf16.h, which include this file once each: NUMBER, a PAIR of them, and the NAME
-// in their functions. A result is computed so that rounding it to NUMBER is its only rounding; those of exp and the
-// like, which a GPU approximates, are the nearest numbers. The loader puts the kernel file and its includes into an
-// unnamed namespace, so this header includes nothing itself.
+// A 16-bit float type and its functions. cuda_fp16.h and cuda_bf16.h include this file once each, and define the macros
+// NUMBER (the type), PAIR (the type of two numbers) and NAME (its part of function names). A result is rounded once, to
+// NUMBER. Results of exp and similar functions, which a GPU approximates, are the nearest numbers. The loader puts the
+// kernel file and its includes into an unnamed namespace, so this header must not include other headers.
 //
-// All functions are inlined: -fsanitize=thread does not see that the result of a call is stored, if it is a class.
+// All functions are inlined: -fsanitize=thread does not instrument the store of a call's result if it is a class.
 
 #define JOIN3(a, b, c) a##b##c
-#define JOIN(a, b, c) JOIN3(a, b, c)  // with the macros among them replaced
+#define JOIN(a, b, c) JOIN3(a, b, c)  // expands macros among the arguments first
 
 struct alignas(2) NUMBER {
     std::uint16_t bits;
@@ -15,7 +15,7 @@ struct alignas(2) NUMBER {
     template <typename T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
     __forceinline__ NUMBER(T value) : bits(BITS_OF(cuda_on_cpu::odd_number(value))) {}
     template <typename T, std::enable_if_t<std::is_class_v<T> && std::is_convertible_v<T, float>, int> = 0>
-    __forceinline__ explicit NUMBER(T value) : bits(BITS_OF(value)) {}  // of the other one of the two formats
+    __forceinline__ explicit NUMBER(T value) : bits(BITS_OF(value)) {}  // converts the other 16-bit format
 
     __forceinline__ operator float() const { return VALUE_OF(bits); }
     __forceinline__ operator bool() const { return (bits & 0x7fff) != 0; }
@@ -54,7 +54,7 @@ __forceinline__ NUMBER JOIN(__float2, NAME, )(float f) { return f; }
 __forceinline__ NUMBER JOIN(__float2, NAME, _rn)(float f) { return f; }
 __forceinline__ NUMBER JOIN(__double2, NAME, )(double f) { return f; }
 
-// The neighbor of the nearest number in the direction of zero, minus or plus infinity, where that is not on its side.
+// Directed rounding: start from the nearest number, and step to its neighbor if it lies on the wrong side of f.
 __forceinline__ NUMBER JOIN(__float2, NAME, _rz)(float f) {
     NUMBER h = f;
     if (std::fabs(VALUE_OF(h.bits)) > std::fabs(f)) --h.bits;
@@ -108,10 +108,10 @@ __forceinline__ PAIR JOIN(__lows2, NAME, 2)(PAIR p, PAIR q) { return {p.x, q.x};
 __forceinline__ PAIR JOIN(__highs2, NAME, 2)(PAIR p, PAIR q) { return {p.y, q.y}; }
 __forceinline__ PAIR __lowhigh2highlow(PAIR p) { return {p.y, p.x}; }
 
-using ::__hadd;  // of integers
+using ::__hadd;  // the function for integers
 
-// --- arithmetic. The products of two numbers are exact in double; of quotients, sqrt and the like, the error of double
-// is too small to change the rounding.
+// --- arithmetic. The product of two numbers is exact in double. For quotients, sqrt and similar functions, the error
+// of double is too small to change the rounded result.
 
 __forceinline__ NUMBER operator+(NUMBER a, NUMBER b) {
     return cuda_on_cpu::odd_sum(VALUE_OF(a.bits), VALUE_OF(b.bits));
@@ -132,7 +132,7 @@ __forceinline__ NUMBER __saturated(NUMBER h) { return __saturatef(VALUE_OF(h.bit
 __forceinline__ NUMBER __hfma_sat(NUMBER a, NUMBER b, NUMBER c) { return __saturated(__hfma(a, b, c)); }
 __forceinline__ NUMBER __hfma_relu(NUMBER a, NUMBER b, NUMBER c) {
     const NUMBER h = __hfma(a, b, c);
-    return VALUE_OF(h.bits) <= 0.0f ? NUMBER(0) : h;  // NaN stays
+    return VALUE_OF(h.bits) <= 0.0f ? NUMBER(0) : h;  // NaN is returned unchanged
 }
 
 __forceinline__ PAIR operator+(PAIR p) { return p; }
@@ -183,7 +183,7 @@ STEP(+)
 STEP(-)
 #undef STEP
 
-// --- comparisons: ordered ones are false for NaN, those with a `u` true
+// --- comparisons: ordered comparisons are false for NaN, unordered comparisons, whose name ends with `u`, are true
 
 #define COMPARISON(name, expression)                                                                          \
     __forceinline__ bool __h##name(NUMBER h, NUMBER k) {                                                      \
@@ -226,7 +226,7 @@ __forceinline__ bool __hisnan(NUMBER h) { return std::isnan(VALUE_OF(h.bits)); }
 __forceinline__ int __hisinf(NUMBER h) { return std::isinf(VALUE_OF(h.bits)) ? (h.bits & 0x8000 ? -1 : 1) : 0; }
 __forceinline__ PAIR __hisnan2(PAIR p) { return {(float)__hisnan(p.x), (float)__hisnan(p.y)}; }
 
-// The number that is not NaN, or NaN as soon as one is; -0 is less than +0.
+// Defines a minimum or maximum. It ignores a NaN, but its version _nan returns NaN. -0 is less than +0.
 #define EXTREME(name, op)                                                                        \
     __forceinline__ NUMBER name##_nan(NUMBER a, NUMBER b) {                                      \
         if (__hisnan(a) || __hisnan(b)) return JOIN(__ushort_as_, NAME, )(0x7fff);               \

@@ -1,4 +1,4 @@
-// The constants of CUDA's header of this name that kernels use most.
+// The most used constants of CUDA's math_constants.h.
 #pragma once
 #define CUDART_INF_F __int_as_float(0x7f800000)
 #define CUDART_NAN_F __int_as_float(0x7fffffff)

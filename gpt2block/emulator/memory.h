@@ -1,8 +1,8 @@
-// Loads with hints, fences and atomic functions. Included by cuda_on_cpu.h. Functions that access memory are always
-// inlined, so that a report has the line of the kernel.
+// Loads with cache hints, fences and atomic functions. Included by cuda_on_cpu.h. Functions that access memory are
+// always inlined, so that a report names the line of the kernel.
 #pragma once
 
-// Cache hints do not change what is loaded or stored.
+// Cache hints do not change the values that are loaded or stored.
 #define LOAD(name)                                  \
     template <typename T>                           \
     __forceinline__ T name(const T* pointer) {      \
@@ -32,7 +32,7 @@ STORE(__stwb)
 STORE(__stwt)
 #undef STORE
 
-// Only one fiber runs at a time, and each sees all earlier writes.
+// Fences need no action here, as only one fiber runs at a time and sees all earlier writes; races.cpp is notified.
 inline void __threadfence_block() { cuda_on_cpu::fence(false); }
 inline void __threadfence() { cuda_on_cpu::fence(true); }
 inline void __threadfence_system() { cuda_on_cpu::fence(true); }
@@ -41,7 +41,7 @@ inline void __nanosleep(unsigned) { cuda_on_cpu::sleep(); }
 
 namespace cuda_on_cpu {
 
-// Not instrumented: races.cpp learns of atomic accesses from atomic().
+// Not instrumented, as atomic() reports atomic accesses to races.cpp.
 template <typename T, typename Op>
 __attribute__((noinline, no_sanitize("thread"))) T modified(T* pointer, Op op) {
     const T old = *pointer;
@@ -54,7 +54,7 @@ constexpr bool is_word = std::is_integral_v<T> && sizeof(T) >= 4;
 
 }  // namespace cuda_on_cpu
 
-// Each also for the scopes _block and _system, which order no less.
+// Defines an atomic function and its versions for the scopes _block and _system, which are emulated alike.
 #define ATOMIC_OF_SCOPE(name, types, result)                                                    \
     template <typename T>                                                                       \
     __forceinline__ T name(T* pointer, std::common_type_t<T> value) {                           \

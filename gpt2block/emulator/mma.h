@@ -1,5 +1,5 @@
-// nvcuda::wmma: matrix products of a warp, of half, bfloat16 and TF32. Sums are computed in float. Which lane has which
-// elements of a fragment is not that of a GPU: CUDA leaves it open.
+// nvcuda::wmma: matrix products of a warp, of half, bfloat16 and TF32. Sums are computed in float. The mapping of a
+// fragment's elements to lanes, which CUDA leaves unspecified, differs from a GPU's.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -62,17 +62,17 @@ float operand(V value) {
     return is_tf32<T> ? __uint_as_float(__float_as_uint(number(value)) & 0xffffe000u) : number(value);
 }
 
-// Lanes meet before the first of them accesses the matrix.
+// Synchronizes the lanes before one of them accesses the matrix, and checks its alignment.
 template <typename T>
 void arrive(const T* matrix, unsigned stride, const char* file, int line) {
     cuda_on_cpu::gather(0xffffffffu, 0, file, line);
-    if (stride * sizeof(T) % 16) cuda_on_cpu::stop("wmma: rows are no multiple of 16 bytes apart", file, line);
+    if (stride * sizeof(T) % 16) cuda_on_cpu::stop("wmma: the row stride is not a multiple of 16 bytes", file, line);
     if (reinterpret_cast<std::uintptr_t>(matrix) % 16) {
-        cuda_on_cpu::stop("wmma: the address of the matrix is no multiple of 16 bytes", file, line);
+        cuda_on_cpu::stop("wmma: the address of the matrix is not a multiple of 16 bytes", file, line);
     }
 }
 
-// The place in memory of an element of this lane.
+// Returns the offset in memory of an element of this lane.
 template <typename F>
 std::size_t place(int element, unsigned stride, bool by_rows) {
     const int at = (32 * element + cuda_on_cpu::lane()) % (F::ROWS * F::COLUMNS);
@@ -103,8 +103,8 @@ __attribute__((noinline)) UNCHECKED void multiply_add(float (&sums)[8], const Op
 namespace nvcuda {
 namespace wmma {
 
-// A matrix of ROWS x COLUMNS. Element i of a lane is number 32 i + lane of the matrix; those of half operands, of which
-// a lane always has 16, begin again after the last one.
+// A fragment of a matrix of ROWS x COLUMNS. Element i of a lane is element 32 i + lane of the matrix. For half
+// operands, a lane always has 16 elements, and element numbers wrap around at the end of the matrix.
 template <typename Use, int m, int n, int k, typename T, typename Layout = void>
 struct alignas(8) fragment {
     static constexpr bool SUM = std::is_same_v<Use, accumulator>, TF32 = wmma_on_cpu::is_tf32<T>;

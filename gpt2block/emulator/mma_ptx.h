@@ -1,7 +1,8 @@
-// kernels_cu/lib/sm80.cuh for the CPU: the lanes of a warp exchange their registers. A copy to shared memory happens as
-// late as the kernel may rely on, when its group is waited for, and the destination contains NaN until then; or
-// immediately, if `run` requests it. Every other warp is delayed relative to the rest until a barrier. This reveals a
-// missing wait or barrier, and a stage that is overwritten too early. Used through `headers` of a Source.
+// Replacement of kernels_cu/lib/sm80.cuh without PTX: the lanes of a warp exchange their registers. A copy to shared
+// memory happens as late as its semantics allow, when the kernel waits for its group, and the destination contains NaN
+// until then; with copies_at_once, it happens immediately. Every second warp is delayed relative to the others until a
+// barrier. This reveals a missing wait or barrier, and a stage that is overwritten too early. The loader substitutes
+// this file (STAND_INS).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,13 +10,13 @@
 
 struct Copy16 {
     uint4* to;
-    const uint4* from;  // null: zeros
+    const uint4* from;  // source; null: write zeros
 };
 
-constexpr int MOST_COPIES = 512;  // of a thread, in flight
+constexpr int MOST_COPIES = 512;  // maximum number of copies in flight per thread
 static Copy16 copies_of[1024][MOST_COPIES];
 static int asked[1024], groups_of[1024], group_ends[1024][64];
-static const bool forgotten = cuda_on_cpu::each_block_first([] {  // what a block has not waited for
+static const bool forgotten = cuda_on_cpu::each_block_first([] {  // drop copies that the previous block did not await
     for (int thread = 0; thread < 1024; ++thread) asked[thread] = groups_of[thread] = 0;
 });
 
@@ -91,16 +92,16 @@ inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
 typedef void Unpack(unsigned, float (&)[2]);
 
 template <int N>
-struct Operands {  // N numbers in each register
+struct Operands {  // a lane's operands of an mma, with N numbers in each register
     float a[4][N], b[2][N];
 };
 
-// Not inlined, so that it is compiled once, and not where it is called.
+// Not inlined, so that the function is compiled once rather than for every call.
 template <int N>
 __attribute__((noinline)) UNCHECKED void multiply_add(float (&c)[4], const Operands<N>& own) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
     const OfWarp<Operands<N>> lanes(own);
-    for (int n = 0; n < 8; ++n) {  // lanes l have a part of K: one in a[0], a[1] and b[0], one in the others
+    for (int n = 0; n < 8; ++n) {  // part n of K: index i of the registers, and lane l of the group that holds the part
         const int i = N == 2 ? n % 2 : n / 4, l = N == 2 ? n / 2 : n % 4;
         const Operands<N>&rows = lanes[4 * g + l], &left = lanes[8 * t + l], &right = lanes[8 * t + 4 + l];
         for (int e = 0; e < N; ++e) {
@@ -162,7 +163,7 @@ inline unsigned add2_fp16(unsigned a, unsigned b) {
     return pack2_fp16(v[0] + w[0], v[1] + w[1]);
 }
 
-// Of products that a float holds, as all are that kernels here have.
+// Rounds correctly only if a float holds the products exactly, as is the case in all kernels of kernels_cu.
 inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
     float v[2], w[2], more[2];
     unpack2_fp16(a, v);

@@ -1,4 +1,5 @@
-// Arithmetic that CUDA adds to C++, without its rounding where that is less exact. Included by cuda_on_cpu.h.
+// Arithmetic functions that CUDA adds to C++. Approximate functions such as __expf are as accurate here as C's. Included
+// by cuda_on_cpu.h.
 #pragma once
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((std::uint64_t)a * b >> 32); }
@@ -68,7 +69,7 @@ inline double __hiloint2double(int high, int low) {
 inline int __double2hiint(double x) { return (int)(cuda_on_cpu::bits<std::uint64_t>(x) >> 32); }
 inline int __double2loint(double x) { return cuda_on_cpu::bits<int>(x); }
 
-// noexcept: the C library may declare it, too.
+// noexcept, as the C library may declare rsqrtf, too.
 inline float rsqrtf(float x) noexcept { return 1.0f / sqrtf(x); }
 inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) noexcept { return 1.0 / sqrt(x); }

@@ -1,10 +1,11 @@
-// What the lanes of a warp have in registers, for instructions that combine it. Included by mma.h and mma_ptx.h.
+// Access to register values of all lanes of a warp, for mma instructions. Included by mma.h and mma_ptx.h.
 #pragma once
 
-// For functions that access registers of lanes alone, in which a kernel can make no mistake.
+// Turns off checks in functions that access only registers of lanes, where a kernel cannot cause an invalid access.
 #define UNCHECKED __attribute__((no_sanitize("address", "undefined", "thread")))
 
-// A value of each lane of a warp, which all lanes give at the same time. A lane that has returned gives bytes of 0xFF.
+// The values of all lanes of a warp, which the lanes pass to the constructor together. The value of a lane that has
+// returned is bytes of 0xFF.
 template <typename V>
 class OfWarp {
   public:
@@ -13,7 +14,7 @@ class OfWarp {
         count_ = ++counts_[thread];
         lanes_ = &given_[count_ % 2][thread / 32 * 32];
         given_[count_ % 2][thread] = {own, count_};
-        // All lanes have then read the value before this one; the next one takes its memory.
+        // After this exchange all lanes have read the previous values, whose memory the next values reuse.
         cuda_on_cpu::gather(0xffffffffu, 0, file, line);
     }
 
@@ -25,7 +26,7 @@ class OfWarp {
   private:
     struct Given {
         V value;
-        unsigned count;  // of the lane's values so far
+        unsigned count;  // number of values that the lane has passed so far
     };
 
     static V none() {

@@ -1,5 +1,5 @@
-// kernels_cu/lib/overlap.cuh for the CPU, where a launch reports accesses before the wait. Used through `headers` of a
-// Source.
+// Replacement of kernels_cu/lib/overlap.cuh; a launch then reports accesses before the wait. The loader substitutes it
+// (STAND_INS).
 #pragma once
 
 inline void let_next_start() {}

@@ -1,4 +1,4 @@
-"""Lines and variables of a program by their addresses, as GNU binutils read them from it."""
+"""Find lines and variables of a program by address, with GNU binutils."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 _ENTRY = re.compile(r"^ <(\d+)><([0-9a-f]+)>: Abbrev Number: \d+ \((DW_TAG_\w+)\)", re.MULTILINE)
-_NUMBERS = ("__half", "__nv_bfloat16")  # classes here, numbers to those who use them
+_NUMBERS = ("__half", "__nv_bfloat16")  # classes in the emulator that are shown as numbers
 _FIELD = re.compile(r"^ +<[0-9a-f]+> +(DW_AT_\w+) *: (.*)$", re.MULTILINE)
 
 
 def line(program: Path, address: int) -> str:
-    """File and line that an address in a program returns to, such as my.cu:12.
+    """Return file and line of the call before a return address, such as my.cu:12.
 
-    Of a function of the emulator's headers that is inlined, the line that calls it.
+    If a function of the emulator's headers is inlined there, return the line that calls it.
     """
     found = _output("addr2line", "-i", "-e", str(program), f"{address - 1:#x}").splitlines()
     lines = [re.sub(r" \(discriminator \d+\)", "", each) for each in found]
@@ -27,9 +27,9 @@ def line(program: Path, address: int) -> str:
 
 
 def variable(program: Path, address: int) -> str | None:
-    """The element at an address, such as tile[3][4]; None if no variable is known to be there.
+    """Return the variable's element at an address, such as tile[3][4], or None if there is none.
 
-    The program has the locations of its variables (-g).
+    program: compiled with the locations of variables (-g).
     """
     for entry in _entries(program).values():
         place = re.search(r"DW_OP_addr: ([0-9a-f]+)\)", entry.fields.get("DW_AT_location", ""))
@@ -44,7 +44,7 @@ def variable(program: Path, address: int) -> str | None:
 
 @dataclass
 class _Entry:
-    """One entry of the debugging information, with those that it contains."""
+    """An entry of the debugging information (DWARF), with the entries nested in it."""
 
     tag: str
     fields: dict[str, str]
@@ -67,7 +67,7 @@ class _Array(NamedTuple):
 
 @cache
 def _entries(program: Path) -> dict[int, _Entry]:
-    """The entries by their place; fields of a declaration are also those of its definition."""
+    """Return {offset: entry}; a definition also has the fields of its declaration."""
     text = _output("readelf", "--debug-dump=info", str(program))
     found: dict[int, _Entry] = {}
     parents: list[_Entry] = []
@@ -93,7 +93,7 @@ def _parts(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _plain(kind: _Entry) -> _Entry:
-    """A type without its names, const and volatile."""
+    """Return the type behind typedef, const and volatile."""
     while kind.tag in ("DW_TAG_typedef", "DW_TAG_const_type", "DW_TAG_volatile_type"):
         inner = kind.reference("DW_AT_type")
         if inner is None:
@@ -121,7 +121,7 @@ def _size(kind: _Entry) -> int:
 
 
 def _element(kind: _Entry, offset: int) -> str:
-    """What follows the name of a variable at an offset in it: indices and members."""
+    """Return the indices and members, such as [3].x, of the element at an offset in a variable."""
     kind = _plain(kind)
     if array := _array(kind):
         index, inside = divmod(offset, max(1, _size(array.element)))

@@ -1,7 +1,7 @@
-"""Programs of the emulator that wait for their next launch.
+"""Keep programs of the emulator running between launches.
 
-To start one takes longer than most launches. A program ends with the first launch that fails. Where
-its variables may keep what a launch leaves there, it forks for each.
+Starting a program takes longer than most launches. A program ends with the first launch that fails.
+If a launch may leave values in the program's variables, the program forks for each launch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-MOST = 32  # programs that wait; more than the kernels of a step of a model
+MOST = 32  # maximum number of waiting programs; a model's decoding step has fewer kernels
 Ended = subprocess.CompletedProcess[bytes]
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # which the program sets itself
+    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # the program sets these itself
     return {name: os.environ[name] for name in names} | dict(own)
 
 
 class _Program:
-    """A process that waits. Its launches write to two files, whose offsets it shares."""
+    """A process that waits for launches, which write their stdout and stderr to two files."""
 
     def __init__(self, program: Path, own: Mapping[str, str]) -> None:
         self._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (close)
@@ -46,7 +46,7 @@ class _Program:
             self._socket.sendall(message)
             well = self._socket.recv(1)
         except ConnectionError:
-            well = b""  # it has ended before it has read everything
+            well = b""  # the program has ended before it has read the whole message
         except TimeoutError as error:
             raise subprocess.TimeoutExpired(self._process.args, timeout_s) from error
         for file in self._outputs:
@@ -59,7 +59,7 @@ class _Program:
         return self._process.poll() is None
 
     def close(self) -> None:
-        self._process.kill()  # a launch that runs ends with it
+        self._process.kill()  # ends a running launch, too
         self._process.wait()
         self._socket.close()
         for file in self._outputs:
@@ -67,7 +67,7 @@ class _Program:
 
 
 _Key = tuple[int, Path, tuple[tuple[str, str], ...]]
-_waiting: dict[_Key, _Program] = {}  # the one that has waited longest first
+_waiting: dict[_Key, _Program] = {}  # sorted by the last launch, the oldest first
 
 
 def launch(
@@ -78,10 +78,11 @@ def launch(
     timeout_s: float,
     within: Sequence[str] = (),
 ) -> Ended:
-    """Run a launch that words describe, with the arguments in message.
+    """Run a launch in a program, started if no instance of it waits.
 
-    own: what the environment of the program has more. within: a command that runs the program, for
-    this launch alone. Raises subprocess.TimeoutExpired.
+    words: description of the launch. message: bytes of the arguments. own: additional environment
+    variables of the program. within: command prefix that runs the program; it is then started for
+    this launch only. Raises subprocess.TimeoutExpired.
     """
     if within:
         return subprocess.run(
@@ -94,7 +95,7 @@ def launch(
         )
     key = os.getpid(), program, tuple(sorted(own.items()))
     process = _waiting.pop(key, None)
-    if process is None or not process.waits:  # the system may have ended it
+    if process is None or not process.waits:  # the system may have ended the process
         process = _Program(program, own)
     try:
         ended = process.launch("".join(f"{word}\0" for word in words).encode(), message, timeout_s)
@@ -104,7 +105,7 @@ def launch(
     if not process.waits:
         process.close()
         return ended
-    others = [_waiting.pop(key, None)]  # of another thread
+    others = [_waiting.pop(key, None)]  # a process that another thread has put there
     _waiting[key] = process
     others += [_waiting.pop(oldest, None) for oldest in list(_waiting)[:-MOST]]
     for other in others:

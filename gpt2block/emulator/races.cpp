@@ -1,20 +1,20 @@
-// Finds data races: two accesses to one byte by different threads, at least one of them a write, that nothing orders.
-// Linked into programs that are compiled with -fsanitize=thread instead of AddressSanitizer, whose calls of
-// __tsan_read and __tsan_write arrive here; libtsan itself, which watches threads of the system, is not linked.
+// Finds data races: two unordered accesses to a byte by different threads, at least one of them a write. This file is
+// linked into programs that are compiled with -fsanitize=thread instead of AddressSanitizer, and defines the functions
+// __tsan_read and __tsan_write that they call. libtsan itself, which observes threads of the system, is not linked.
 //
-// What orders accesses, followed by vector clocks:
+// Vector clocks track the order of accesses. Accesses are ordered by:
 //   - __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among the lanes of its
 //     mask;
-//   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same place by another thread:
-//     what the first thread did, or knew to be complete, before its fence comes before what the reader does next.
-// Two accesses that are atomic or volatile are no race. A plain access comes after those atomic ones to the same place
-// that a later one of its own thread has seen.
+//   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same address by another thread:
+//     accesses that the first thread made, or knew to be complete, before its fence precede the reader's next accesses.
+// Two accesses that are both atomic or volatile are not a race. A thread's plain access is ordered after all atomic
+// accesses to the same address that precede an earlier atomic access of the thread to it.
 //
-// A plain read may give any value if its thread only compares it: if what the thread does next to the place is an
-// atomicCAS that expects the value read, the read counts as an atomic one. Until then, its races with atomic accesses
-// are held back; they are reported if the thread does anything else to the place, meets a barrier or ends.
+// A plain read that races is harmless if the thread only compares the value: if the thread's next access to the address
+// is an atomicCAS that expects the value read, the read counts as atomic. Until then, its races with atomic accesses
+// are held. They are reported if the thread accesses the address in another way, reaches a barrier or ends.
 //
-// A note tells what may be a mistake: a line on standard error, of which the loader says more if a result is wrong.
+// A note is a line on standard error about a possible mistake. The loader shows it only if a result is wrong.
 #include "cuda_on_cpu.h"
 #include "events.h"
 
@@ -31,7 +31,7 @@
 #include <vector>
 
 extern "C" {
-extern char __data_start[] __attribute__((weak)), end[] __attribute__((weak));  // of the program's variables
+extern char __data_start[] __attribute__((weak)), end[] __attribute__((weak));  // bounds of the program's variables
 }
 
 namespace {
@@ -39,35 +39,35 @@ namespace {
 constexpr int WARP = 32;
 
 struct Access {
-    int thread = -1;  // of its block; -1: none so far
+    int thread = -1;  // number of the thread in its block; -1: no access so far
     unsigned block, phase, clock;
-    unsigned place;  // in the program, which is linked to addresses below 4 GiB
+    unsigned place;  // address of the code; programs are linked to addresses below 4 GiB
 };
 
 struct Read : Access {
     char value;
-    bool last;  // its thread has not accessed the byte since
+    bool last;  // its thread has not accessed the byte after this read
 };
 
 struct Byte {
-    // The last write. Reads: the last one, that of another thread of its warp, and that of another warp.
+    // The last write, and three reads: the last, the last by another thread of its warp, the last by another warp.
     Access written;
     Read read[3];
 };
 
 struct StrongAccess {
     Access access;
-    const char* was;  // the verb
+    const char* was;  // verb in the past tense, for reports
 };
 
-struct Strong {  // atomic and volatile accesses, the last of two threads
+struct Strong {  // the last atomic or volatile accesses to a byte by two different threads
     StrongAccess written[2], read[2];
 };
 
 constexpr std::size_t PAGE = 256;
 
-struct Page {  // of a region
-    unsigned turn;  // of the block that has made it
+struct Page {  // the access history of PAGE bytes of a region
+    unsigned turn;  // turn of the block that has created the page
     Byte bytes[PAGE];
 };
 
@@ -78,14 +78,14 @@ struct Region {
     std::string name;
     const char* data;
     std::size_t bytes, element;
-    std::vector<std::unique_ptr<Page>> pages;  // null until a byte of it is accessed
+    std::vector<std::unique_ptr<Page>> pages;  // null until a byte of the page is accessed
     std::unordered_map<std::size_t, Strong> strong;
 
     bool of_block() const { return kind == Kind::shared || kind == Kind::dynamic; }
     Byte& history(std::size_t byte);
 };
 
-struct Known {  // what is complete of a block: all before a phase, and by thread all up to a clock
+struct Known {  // complete accesses of a block: all before `phase`, and those of each thread up to its clock
     unsigned phase = 0;
     std::vector<unsigned> clocks;
 
@@ -96,7 +96,7 @@ struct Known {  // what is complete of a block: all before a phase, and by threa
     }
 };
 
-typedef std::map<unsigned, Known> Blocks;  // by number
+typedef std::map<unsigned, Known> Blocks;  // number of a block -> its complete accesses
 
 void join(Blocks& blocks, const Blocks& others) {
     for (const auto& [number, known] : others) blocks[number].join(known);
@@ -111,7 +111,7 @@ constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
 constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
 constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
 
-struct Doing {  // an access that happens now
+struct Doing {  // the access that happens now
     Access access;
     Verb verb;
     bool writes, strong;
@@ -121,22 +121,22 @@ struct Race {
     const Region* region;
     std::size_t byte;
     Access before;
-    const char* was;  // the verb
+    const char* was;  // verb of `before` in the past tense
     Doing now;
 };
 
-struct Held {  // the race of a plain read, whose value may still be compared
+struct Held {  // a race of a plain read that is held, as an atomicCAS may still compare the value
     Race race;
     char value;
 };
 
 struct Thread {
-    unsigned of[WARP];  // lane of the warp -> its last access that is known to be complete
+    unsigned of[WARP];  // lane of the warp -> clock of its last access that is known to be complete
     bool ended;
-    const void* made_way_at;  // with its last comparison of a plain read
+    const void* made_way_at;  // address of the last atomicCAS before which the thread yielded; null: it did not
     std::vector<Held> held;
-    // What is complete for this thread, by atomic and volatile reads, and what fences have made so for other threads of
-    // its block, and for all. Threads that synchronize have all three in common.
+    // Complete accesses: `learnt` by atomic and volatile reads; those that fences have made visible to other threads of
+    // the block (fenced_for_block) and to all threads (fenced_for_all). Threads that synchronize merge all three.
     enum Fact { learnt, fenced_for_block, fenced_for_all, FACTS };
     Blocks facts[FACTS];
 };
@@ -154,13 +154,14 @@ void adopt(Thread& thread, const Blocks (&common)[Thread::FACTS]) {
 }
 
 std::vector<Region> regions;
-std::vector<Thread> threads;  // of the block
-std::unordered_map<const void*, Blocks> told[2];  // by the last writes to a place: to the block, to all
-unsigned block, phase, turn;  // turn: of the block, in the order in which blocks run
+std::vector<Thread> threads;  // threads of the block
+// Address -> accesses that its last strong writes made visible: [0] to threads of the block, [1] to all threads.
+std::unordered_map<const void*, Blocks> told[2];
+unsigned block, phase, turn;  // turn: position of the block in the order in which blocks run
 const char* dynamic_name = nullptr;
 std::size_t dynamic_element = 1;
 
-// In shared memory that of other blocks is forgotten, a page at a time, where this block comes to it.
+// Returns the access history of a byte. In shared memory, a page with the history of another block is replaced first.
 Byte& Region::history(std::size_t byte) {
     std::unique_ptr<Page>& page = pages[byte / PAGE];
     if (!page || (of_block() && page->turn != turn)) page = std::make_unique<Page>();
@@ -173,7 +174,7 @@ std::string at(int thread) {
     return "thread (" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
 }
 
-// The loader replaces an address in braces by its line in the source, or by the name of the variable.
+// Writes an address in braces, which the loader replaces by the source line, or by the name of the variable.
 std::string line_of(unsigned place) {
     char text[32];
     std::snprintf(text, sizeof text, "{0x%x}", place);
@@ -235,7 +236,7 @@ void note_volatile(const Region& region, std::size_t byte, const Access& before,
                    line_of(before.place) + ": volatile orders no threads, which __syncwarp() does");
 }
 
-// Keeps the last accesses of two threads.
+// Adds an access to the last accesses of two different threads.
 void keep(StrongAccess (&kept)[2], const StrongAccess& now) {
     if (kept[0].access.thread != now.access.thread || kept[0].access.block != now.access.block) kept[1] = kept[0];
     kept[0] = now;
@@ -252,7 +253,7 @@ void keep_read(Read (&kept)[3], const Read& now) {
 
 bool is_of(const Access& access, int thread) { return access.thread == thread && access.block == block; }
 
-// Whether the thread of a plain read may still compare what it has read.
+// Returns whether the thread of a plain read may still compare the value with an atomicCAS.
 bool may_compare(const Read& read) {
     return read.block == block && read.phase == phase && read.last && !threads[read.thread].ended;
 }
@@ -268,7 +269,7 @@ void hold(int thread, const Held& held) {
     if (!held_at(thread, *held.race.region, held.race.byte)) threads[thread].held.push_back(held);
 }
 
-// Before an access that compares nothing.
+// Called before an access that is not an atomicCAS: reports the held race of the thread's plain read of the byte.
 void settle(const Region& region, std::size_t byte, Byte& history, int thread) {
     if (const Held* held = held_at(thread, region, byte)) report(held->race);
     for (Read& read : history.read) {
@@ -285,7 +286,7 @@ void check_reads(const Region& region, std::size_t i, const Byte& byte, const Do
     }
 }
 
-// A plain access after an atomic or volatile write.
+// Checks a plain access against an earlier atomic or volatile write.
 void check_after(const Region& region, std::size_t i, const StrongAccess& written, const Doing& now) {
     if (ordered(written.access, now.access.thread, region)) return;
     const Race race = {&region, i, written.access, written.was, now};
@@ -295,7 +296,7 @@ void check_after(const Region& region, std::size_t i, const StrongAccess& writte
 
 void check_plain(const Region& region, std::size_t i, const Strong& strong, const Doing& now) {
     const auto& [last, other] = strong.written;
-    // What this thread's own atomic access came after, it has seen: all of them change the place in one order.
+    // If the last atomic access is by this thread, it has seen all earlier ones: atomic accesses have a single order.
     const bool own = is_of(last.access, now.access.thread) && last.was == ATOMIC.was;
     check_after(region, i, last, now);
     if (!own) check_after(region, i, other, now);
@@ -356,7 +357,7 @@ void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool
     for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
 }
 
-// The thread's own accesses until now, and all that it knows of other ones.
+// Returns the thread's accesses until now, and all accesses that it knows to be complete.
 Blocks knowledge(int thread) {
     const Thread& self = threads[thread];
     Blocks all = self.facts[Thread::learnt];
@@ -391,7 +392,7 @@ void report_held(const Thread& thread) {
     if (!thread.held.empty()) report(thread.held.front().race);
 }
 
-// The value of a byte that the thread has plainly read, if that is the last thing it did to it.
+// Returns the value of the thread's plain read of a byte, if the thread has not accessed the byte afterwards.
 std::optional<char> last_read(Region& region, std::size_t byte, int thread) {
     if (const Held* held = held_at(thread, region, byte)) return held->value;
     for (const Read& read : region.history(byte).read) {
@@ -400,7 +401,7 @@ std::optional<char> last_read(Region& region, std::size_t byte, int thread) {
     return {};
 }
 
-// Makes the last plain read of a byte an atomic one.
+// Turns the thread's last plain read of a byte into an atomic read, and drops its held races.
 void make_atomic(Region& region, std::size_t byte, int thread) {
     std::vector<Held>& held = threads[thread].held;
     const auto here = [&](const Held& each) { return each.race.region == &region && each.race.byte == byte; };
@@ -412,7 +413,8 @@ void make_atomic(Region& region, std::size_t byte, int thread) {
     }
 }
 
-// What every launch has besides its arguments. Shared variables are first, as they are among the program's variables.
+// Adds the regions that every launch has in addition to its arguments. Shared variables come first, as they lie within
+// the region of the program's variables.
 void watch_variables(const void* dynamic, std::size_t bytes) {
     if (std::getenv("VARIABLES")) {
         regions.push_back(made(Kind::variables, "", __data_start, end - __data_start, 1));
@@ -446,7 +448,7 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
     threads.assign(count, {});
     for (std::size_t i = 0; i < count; ++i) threads[i].of[i % WARP] = 1;
     told[0].clear();
-    for (auto it = told[1].begin(); it != told[1].end();) {  // other blocks have other shared memory
+    for (auto it = told[1].begin(); it != told[1].end();) {  // forget this block's shared memory
         const Region* region = region_of(static_cast<const char*>(it->first));
         it = region && region->of_block() ? told[1].erase(it) : std::next(it);
     }
@@ -515,7 +517,7 @@ void cuda_on_cpu::fence_passed(bool of_device) {
     Thread& self = threads[thread];
     join(self.facts[Thread::fenced_for_block], knowledge(thread));
     if (of_device) join(self.facts[Thread::fenced_for_all], self.facts[Thread::fenced_for_block]);
-    ++self.of[thread % WARP];  // what follows is not before the fence
+    ++self.of[thread % WARP];  // accesses from now on are after the fence
 }
 
 namespace {
@@ -529,7 +531,7 @@ void record_volatile(const void* address, std::size_t bytes, bool writes, void* 
 
 }  // namespace
 
-// Called by the code of the kernels.
+// Functions that the instrumented code of kernels calls.
 #define ACCESS(name, n, recorded) \
     void __tsan_##name##n(void* p) { recorded; }
 #define HERE __builtin_return_address(0)
@@ -554,9 +556,9 @@ void __tsan_write_range(void* p, std::size_t n) { record(p, n, WRITES, true, fal
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // of a static variable of a function
+char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // reads the guard of a function's static variable
 
-// AddressSanitizer's functions, which cuda_on_cpu.cpp calls.
+// Empty versions of AddressSanitizer's functions that cuda_on_cpu.cpp calls.
 void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
 void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
 void __sanitizer_print_stack_trace() {}

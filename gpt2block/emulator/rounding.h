@@ -1,14 +1,14 @@
-// How float16 and bfloat16 round: to nearest even, once. Included by cuda_on_cpu.h.
+// Rounding to float16 and bfloat16: to nearest even, in a single rounding. Included by cuda_on_cpu.h.
 #pragma once
 
 namespace cuda_on_cpu {
 
-// x + rest as a float, where rest is less than half a step of x. A result that is not exact becomes the neighbor whose
-// last bit is odd: rounded once more, to a shorter format, it is what a single rounding gives.
+// Rounds x + rest to float by rounding to odd; rest is less than half a unit in the last place of x. An inexact result
+// becomes the neighbor whose last bit is odd. A second rounding, to a shorter format, then equals a single rounding.
 inline float odd(double x, double rest = 0.0) {
     const float near = (float)x;
     if (std::isnan(x) || std::isinf(x)) return near;
-    const double error = x - near;  // exact; infinite if `near` is
+    const double error = x - near;  // exact; infinite if `near` is infinite
     const double missing = error != 0.0 ? error : rest;
     if (missing == 0.0) return near;
     const bool beyond = std::signbit(missing) != std::signbit(near);  // `near` is larger in magnitude
@@ -21,7 +21,7 @@ inline float odd_sum(double a, double b) {
 }
 
 template <typename T>
-float odd_number(T x) {  // of any type of numbers
+float odd_number(T x) {  // rounds a number of any arithmetic type to odd
     if constexpr (std::is_integral_v<T> && sizeof(T) == 8) {
         return odd_sum((double)(x >> 32) * 0x1p32, (double)(x & 0xffffffff));
     } else {

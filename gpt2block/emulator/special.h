@@ -1,26 +1,26 @@
-// Functions that CUDA adds to those of C: the error function and the normal distribution with their inverses, Bessel
-// functions, roots, norms. Those of float are computed in double. Included by cuda_on_cpu.h.
+// Mathematical functions that CUDA adds to C's: error function and normal distribution with their inverses, Bessel
+// functions, roots, norms. The functions of float are computed in double. Included by cuda_on_cpu.h.
 #pragma once
 
 namespace cuda_on_cpu {
 
 constexpr double PI = 3.14159265358979323846, SQRT_PI = 1.77245385090551602730, SQRT_2 = 1.41421356237309504880;
 
-// y with erf(y) = x, for |x| <= 0.5, by Newton's method.
+// Solves erf(y) = x for |x| <= 0.5 by Newton's method.
 inline double near_erfinv(double x) {
     double y = x * SQRT_PI / 2.0;
     for (int i = 0; i < 6; ++i) y -= (std::erf(y) - x) * std::exp(y * y) * SQRT_PI / 2.0;
     return y;
 }
 
-// erfc(x) exp(x^2): where erfc is too small, the first terms of the asymptotic series.
+// Returns erfc(x) exp(x^2). If erfc(x) is too small, it is computed from the first terms of the asymptotic series.
 inline double erfcx(double x) {
     if (x < 25.0) return std::exp(x * x) * std::erfc(x);
     const double t = 0.5 / (x * x);
     return (1.0 - t * (1.0 - 3.0 * t * (1.0 - 5.0 * t * (1.0 - 7.0 * t)))) / (x * SQRT_PI);
 }
 
-// y with erfc(y) = z, for 0 < z <= 0.5, by Newton's method for the logarithms, which comes from above.
+// Solves erfc(y) = z for 0 < z <= 0.5 by Newton's method for log(erfc(y)) = log(z), which converges from above.
 inline double far_erfcinv(double z) {
     double y = min(std::sqrt(-std::log(z)), 27.2);
     for (int i = 0; i < 6; ++i) y += std::log(std::erfc(y) / z) * erfcx(y) * SQRT_PI / 2.0;
@@ -41,7 +41,7 @@ inline double erfinv(double x) {
 
 }  // namespace cuda_on_cpu
 
-// Of double, and of float with an f. noexcept: the C library may declare these, too.
+// Defines a function of double, and of float with suffix f. noexcept, as the C library may declare them, too.
 #define FUNCTION(name, result)                                  \
     inline double name(double x) noexcept { return result; }    \
     inline float name##f(float number) noexcept {               \
@@ -62,7 +62,7 @@ FUNCTION(rcbrt, 1.0 / std::cbrt(x))
 
 #define NORMS(type, f)                                                                                    \
     inline void sincospi##f(type x, type* s, type* c) noexcept { *s = sinpi##f(x), *c = cospi##f(x); }    \
-    __forceinline__ type norm##f(int n, const type* x) { /* inlined, so that a report has the kernel's line */ \
+    __forceinline__ type norm##f(int n, const type* x) { /* inlined, so that a report names the kernel's line */ \
         double squares = 0.0;                                                                             \
         for (int i = 0; i < n; ++i) squares += (double)x[i] * x[i];                                       \
         return (type)std::sqrt(squares);                                                                  \

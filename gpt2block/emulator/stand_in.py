@@ -1,9 +1,9 @@
-"""The part of CuPy's interface that this package uses, on NumPy arrays and emulated kernels.
+"""A replacement of CuPy, as far as this package uses it, with NumPy arrays and emulated kernels.
 
-`emulated()` replaces CuPy by this module, so that all code above a kernel launch, from an
-operation's `bind` to a whole model, runs unchanged without a GPU. Device memory is a list of live
-allocations: a launch that reads freed memory raises ShimError, as does every error that
-AddressSanitizer finds in a kernel. New arrays are filled with 0xFF bytes, which are NaN.
+`emulated()` replaces CuPy by this module. Code that launches kernels, from an operation's `bind` to
+a whole model, then runs unchanged without a GPU. Device memory is a list of live allocations. A
+launch that reads freed memory raises ShimError, and so does a launch in which AddressSanitizer
+finds an error. New arrays are filled with 0xFF bytes, which are NaN.
 
 Streams run every call immediately; a captured graph is a list of calls.
 """
@@ -24,24 +24,25 @@ import numpy as np
 from gpt2block.cuda import kernels, requests
 from gpt2block.emulator import loader
 
-CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine are not emulated
-ALIGNMENT = 512  # of an allocation, in bytes, as CuPy's pool gives
+CAPABILITY = "80"  # compute capability: mma.sync is emulated; wgmma and TMA are not
+ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool
 MULTIPROCESSORS = 4
 ATTRIBUTES = {
     "MultiProcessorCount": MULTIPROCESSORS,
-    "MaxSharedMemoryPerBlockOptin": 166912,  # of compute capability 8.0
+    "MaxSharedMemoryPerBlockOptin": 166912,  # bytes for compute capability 8.0
     "L2CacheSize": 1 << 20,
 }
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
-# (address, id of the array that owns it) → that array, bytes. Memory can have several owners, each
-# a view of something that is no array: it is allocated as long as one of them lives.
+# (address, id of the array that owns the memory) → (weak reference to this array, bytes). Memory
+# can have several owners, if they are views of an object that is not an array. It counts as
+# allocated as long as one owner lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[Any], int]] = {}
 
 
 class MemoryPointer:
-    """An address, with the object that keeps its memory alive."""
+    """An address in device memory, with the object that keeps the memory alive."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr = mem, int(mem.ptr) + offset
@@ -83,7 +84,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
         if memptr is None:
             return empty(shape, dtype)
         memory: Any = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
-        memory.owner = memptr.mem.owner  # kept alive by every view
+        memory.owner = memptr.mem.owner  # every view keeps the owner alive
         plain = np.ndarray(shape, np.dtype(dtype), memory, memptr.ptr - memptr.mem.ptr, strides)
         made: ndarray = plain.view(cls)
         return made
@@ -91,7 +92,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     @property
     def data(self) -> Any:
         address = self.ctypes.data
-        if _allocation(address) is None:  # NumPy made it, as the result of an expression
+        if _allocation(address) is None:  # allocated by NumPy, for the result of an expression
             adopt(self)
         return _Pointer(address)
 
@@ -112,7 +113,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
 
 
 def empty(shape: Any, dtype: Any = "float64") -> ndarray:
-    """An array of 0xFF bytes, aligned to 512 bytes."""
+    """Return an array of 0xFF bytes, aligned to 512 bytes."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     nbytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
@@ -125,7 +126,7 @@ def empty(shape: Any, dtype: Any = "float64") -> ndarray:
 
 
 def adopt(array: np.ndarray[Any, Any]) -> ndarray:
-    """A C-contiguous host array as device memory, without a copy."""
+    """Return a device array that shares the memory of a host array, if it is C-contiguous."""
     if not array.flags.c_contiguous:
         return asarray(array)
     owner = array
@@ -160,7 +161,7 @@ def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
 
 
 def _shared(interface: dict[str, Any]) -> ndarray:
-    """A view of another library's array, by its `__cuda_array_interface__`."""
+    """Return a view of another library's array, from its `__cuda_array_interface__`."""
     dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
     address = interface["data"][0]
     memory = UnownedMemory(address, int(np.prod(shape)) * dtype.itemsize, None)
@@ -207,7 +208,7 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """The file that a text of `kernels.program` is of."""
+    """A module of CuPy; its code is a text that `kernels.program` returns for a kernel file."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
@@ -223,7 +224,7 @@ class RawModule:
 
 
 class EmulatedFunction:
-    """A kernel; a call runs it on the CPU."""
+    """A kernel. A call runs the kernel on the CPU."""
 
     shared_size_bytes = max_dynamic_shared_size_bytes = 0
 
@@ -266,7 +267,7 @@ class EmulatedFunction:
 
 
 def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
-    """The allocation of an address, and the offset in it."""
+    """Return the pointer to an address: its allocation and its offset in the allocation."""
     address = int(pointer)
     found = _allocation(address)
     if found is None:
@@ -277,8 +278,8 @@ def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
 
 
 def _allocation(address: int) -> tuple[int, int] | None:
-    """First byte and size of the live allocation of an address, or None."""
-    known = _memory.copy()  # from which the garbage collector may remove entries meanwhile
+    """Return (first byte, size) of the live allocation that contains an address, or None."""
+    known = _memory.copy()  # the garbage collector may remove entries of _memory during the loop
     for (start, _), (owner, nbytes) in known.items():
         if start <= address < start + max(1, nbytes) and owner() is not None:
             return start, nbytes
@@ -286,7 +287,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
 
 
 class Stream:
-    """Runs calls immediately, or collects them between begin_capture and end_capture."""
+    """A stream, which runs calls immediately, or between begin_ and end_capture collects them."""
 
     ptr = 0
 
@@ -342,12 +343,12 @@ class Event:
 
 
 class Device:
-    """The one emulated device."""
+    """The only emulated device."""
 
     id = -1 - MULTIPROCESSORS  # no index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
-    mem_info = (1 << 32, 1 << 32)  # free and all bytes
+    mem_info = (1 << 32, 1 << 32)  # free and total bytes
 
     def __init__(self, index: int | None = None) -> None:
         pass
@@ -365,16 +366,17 @@ class Device:
         pass
 
 
-BOTH = (loader.USUAL, loader.Checks(races=True))  # all that the shipped kernels are run with
+BOTH = (loader.USUAL, loader.Checks(races=True))  # the two Checks with which shipped kernels run
 
 _state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 
 
 @contextmanager
 def early_launches(early: Collection[str] = ()) -> Iterator[None]:
-    """Launches in the context overlap the previous kernel: an access before the wait is an error.
+    """Within this context, launches overlap the previous kernel.
 
-    early: parameters that are not const __restrict__ but may be accessed before.
+    An access before the wait for the previous kernel is then an error. early: names of parameters
+    that are not const __restrict__ but may be accessed before the wait.
     """
     _state.early = early
     try:
@@ -384,7 +386,7 @@ def early_launches(early: Collection[str] = ()) -> Iterator[None]:
 
 
 def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
-    """`launch.run()` as one of `early_launches`."""
+    """Call `launch.run()` within `early_launches`."""
     with early_launches(early):
         launch.run()
 
@@ -392,7 +394,7 @@ def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
 def compile_ahead(
     launches: Iterable[requests.Launch], checks: Iterable[loader.Checks] = BOTH
 ) -> None:
-    """Start to compile the programs of each launch for these checks, in other threads."""
+    """Start compiling the programs of each launch for these checks, in other threads."""
     programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))
     for each in launches:
         kernel = each.function.found
@@ -406,7 +408,8 @@ def device(
 ) -> Iterator[None]:
     """Set the order of threads in launches, their checks, and the number of multiprocessors.
 
-    Caches per device stay valid: the index of the device depends on that number.
+    The index of the device depends on the number of multiprocessors, so that caches per device stay
+    valid.
     """
     before = _state.order, _state.checks, Device.id
     _state.order, _state.checks, Device.id = order, checks, -1 - multiprocessors
@@ -427,7 +430,7 @@ def _now_or_captured(call: Callable[[], None]) -> None:
 
 
 def get_default_memory_pool() -> Any:
-    """A pool that holds no free memory."""
+    """Return a memory pool that never has free memory."""
     return SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
 
 

@@ -1,4 +1,4 @@
-// CUDA's vector types and their make_ functions. Included by cuda_on_cpu.h. Inlined, as in low_precision.h.
+// CUDA's vector types and their make_ functions, which are inlined as in low_precision.h. Included by cuda_on_cpu.h.
 #pragma once
 
 // A vector of 2 or 4 elements is aligned to its size, up to 16 bytes.

@@ -1,10 +1,10 @@
-// Barriers of a block, and what the lanes of a warp exchange. Included by cuda_on_cpu.h.
+// Barriers of a block, and exchanges among the lanes of a warp. Included by cuda_on_cpu.h.
 #pragma once
 
 namespace cuda_on_cpu {
 
-// A lane that is not in the mask or does not exist gives the bytes of unwritten memory: a NaN, or a large number, of
-// integers one that can be added to itself a few times. Inlined, as in low_precision.h.
+// Returns the value of lane `source`. For a lane that is not in the mask or does not exist, returns fill bytes: NaN or
+// a large number; as integer divided by 8, so that a few additions do not overflow. Inlined, as in low_precision.h.
 template <typename T>
 __forceinline__ T shuffle(unsigned mask, T value, int source, const char* file, int line) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
@@ -14,7 +14,7 @@ __forceinline__ T shuffle(unsigned mask, T value, int source, const char* file, 
     return other;
 }
 
-// A barrier of the block, and the number of its threads for which the predicate is true.
+// Waits at a barrier of the block, and returns the number of threads whose predicate is true.
 int counted(bool predicate, const char* file, int line);
 
 template <typename T, typename Op>
@@ -97,7 +97,7 @@ unsigned __match_all_sync(unsigned mask, T value, int* all, CALL_SITE) {
     return *all ? met : 0;
 }
 
-// Of int or unsigned, on compute capability 8.0.
+// Defines reductions of int or unsigned over a warp, which CUDA has since compute capability 8.0.
 #define REDUCE(name, result)                                                                          \
     template <typename T>                                                                             \
     T name(unsigned mask, T value, CALL_SITE) {                                                       \

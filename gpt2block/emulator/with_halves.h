@@ -1,4 +1,4 @@
-// cuda_on_cpu.h, float16 and bfloat16: what the programs of shipped files begin with where it is precompiled.
+// cuda_on_cpu.h, float16 and bfloat16: the precompiled header of programs for shipped files.
 #pragma once
 #include "cuda_on_cpu.h"
 

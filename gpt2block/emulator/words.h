@@ -3,7 +3,7 @@
 
 namespace cuda_on_cpu {
 
-// op of the parts of the words, in a word again: of each result the low bits.
+// Applies op to corresponding parts of the words, and returns a word of the results' low bits.
 template <typename Part, typename Op, typename... Words>
 unsigned by_part(Op op, Words... words) {
     std::uint64_t result = 0;
@@ -23,7 +23,7 @@ std::int64_t saturated(std::int64_t x) {
 
 inline std::int64_t distance(std::int64_t a, std::int64_t b) { return a < b ? b - a : a - b; }
 
-// c + the products of the parts of a with as many parts of b, from byte `first` on.
+// Returns c plus the dot product of all parts of a with as many parts of b, which begin at byte `first`.
 template <typename A, typename B, typename T>
 T dot(T a, T b, T c, int first = 0) {
     std::int64_t sum = c;
@@ -36,7 +36,7 @@ T dot(T a, T b, T c, int first = 0) {
 
 }  // namespace cuda_on_cpu
 
-// name2 for halves and name4 for bytes, of parts a and b
+// Defines name2 for halves and name4 for bytes; `result` is an expression of the parts a and b.
 #define FOR_PARTS(function, type, result)                                                           \
     inline unsigned function(unsigned x, unsigned y) {                                              \
         typedef type Part;                                                                          \
@@ -59,7 +59,7 @@ HALVES_AND_BYTES(__vmaxs, signed, max(a, b))
 HALVES_AND_BYTES(__vmaxu, unsigned, max(a, b))
 HALVES_AND_BYTES(__vmins, signed, min(a, b))
 HALVES_AND_BYTES(__vminu, unsigned, min(a, b))
-HALVES_AND_BYTES(__vcmpeq, unsigned, -std::int64_t(a == b))  // all bits of a part, or none
+HALVES_AND_BYTES(__vcmpeq, unsigned, -std::int64_t(a == b))  // sets all bits of a part, or none
 HALVES_AND_BYTES(__vcmpne, unsigned, -std::int64_t(a != b))
 HALVES_AND_BYTES(__vcmpges, signed, -std::int64_t(a >= b))
 HALVES_AND_BYTES(__vcmpgeu, unsigned, -std::int64_t(a >= b))
@@ -90,7 +90,7 @@ HALVES_AND_BYTES(2)
 HALVES_AND_BYTES(4)
 #undef HALVES_AND_BYTES
 
-// Largest and smallest numbers, as instructions of compute capability 9.0: of 32-bit numbers, and of two halves.
+// Maximum and minimum of three numbers, instructions since compute capability 9.0, for 32-bit numbers and two halves.
 #define OF_THREE(function, word, type, result)                                                                 \
     inline word function(word x, word y, word z) {                                                             \
         typedef type Part;                                                                                     \
@@ -115,7 +115,7 @@ inline int __vimin_s32_relu(int x, int y) { return __vimin3_s32_relu(x, y, y); }
 inline unsigned __vimax_s16x2_relu(unsigned x, unsigned y) { return __vimax3_s16x2(x, y, 0); }
 inline unsigned __vimin_s16x2_relu(unsigned x, unsigned y) { return __vimin3_s16x2_relu(x, y, y); }
 
-// c + a product of vectors of four bytes; of two halves with the low or the high bytes of the other word.
+// Dot products plus c: of four bytes with four bytes (__dp4a), and of two halves with the low or high bytes (__dp2a).
 #define DOT(word, half, byte, halves, bytes)                                                                          \
     inline word __dp4a(word a, word b, word c) { return cuda_on_cpu::dot<byte, byte>(a, b, c); }                      \
     inline word __dp2a_lo(word a, word b, word c) { return cuda_on_cpu::dot<half, byte>(a, b, c); }                   \

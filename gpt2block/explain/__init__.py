@@ -1,4 +1,4 @@
-"""One forward pass as a page: tokens, every step with its tensor and its kernel, the next token."""
+"""Show a forward pass as an HTML page: tokens, each step's tensor and kernel, the next token."""
 
 from gpt2block.explain.data import collect
 from gpt2block.explain.page import Page

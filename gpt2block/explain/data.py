@@ -1,4 +1,4 @@
-"""The data of a page: one forward pass of a text, as numbers and texts for JSON."""
+"""Collect the data of a page as numbers and strings for JSON: one forward pass of a text."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from gpt2block.passes.machine import Step
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 
-MOST_TOKENS = 1024  # every tensor is kept in float64
-DETAILED_CELLS = 16_384  # of a tensor of the chosen layer, and before and after the blocks
-OTHER_CELLS = 400_000  # of all other tensors together
-LEAST_CELLS, MOST_CELLS = 256, 8_192  # of one of these
-ATTENTION_WEIGHTS = 800_000  # of all heads of all layers together
-OPENED_VALUES = 450_000  # of the layer that the page opens
-OPENED_AND_WEIGHTS = 1_090_000  # of these and of attention together
-LENS_ENTRIES = 60_000  # of all layers and positions together
+MOST_TOKENS = 1024  # maximum tokens of a text, as every tensor is kept in float64
+DETAILED_CELLS = 16_384  # cells per tensor of the opened layer and of steps outside of blocks
+OTHER_CELLS = 400_000  # cells of the tensors of all other layers together
+LEAST_CELLS, MOST_CELLS = 256, 8_192  # cells per tensor of the other layers, at least and at most
+ATTENTION_WEIGHTS = 800_000  # attention weights of all heads of all layers together
+OPENED_VALUES = 450_000  # values of the opened layer: its attention and its products
+OPENED_AND_WEIGHTS = 1_090_000  # values of the opened layer plus attention weights of all layers
+LENS_ENTRIES = 60_000  # entries of the logit lens for all layers and positions together
 LENS_TOP = 5
-NEXT_TOKENS = 24  # that the page lists; the distribution itself is whole
+NEXT_TOKENS = 24  # number of next tokens that the page lists; it holds the logits of all tokens
 Shapes = Mapping[str, tuple[int, ...]]
 Traced = Mapping[str, NDArray[Any]]
 
@@ -41,10 +41,11 @@ Traced = Mapping[str, NDArray[Any]]
 def collect(
     engine: TracedEngine, encoding: Encoding | None, name: str, ids: Ids, layer: int
 ) -> dict[str, Any]:
-    """Everything that the page of a forward pass of ids (T,) shows.
+    """Run a forward pass of ids (T,) and return all data that its page shows.
 
-    name: of the model; layer: the one that the page opens, with more detail. Raises InputError for
-    too many tokens, a layer that the model does not have, and logits that are not finite.
+    name: name of the model. layer: index of the layer that the page shows in more detail. Raises
+    InputError for too many tokens, a layer that the model does not have, and logits that are not
+    finite.
     """
     config = engine.config
     check(config, len(ids), layer)
@@ -58,7 +59,7 @@ def collect(
     ops = [step["op"] for step in steps.values()]
     logits = traced["logits"][-1].astype(np.float32)
     if not np.isfinite(logits).all():
-        raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
+        raise InputError("logits: expected finite numbers, got NaN or infinity: check the weights")
     lens = _lens(engine, traced)
     attention = _attention(weights_of(engine, traced))
     side = attention["side"]
@@ -84,7 +85,7 @@ def collect(
 
 
 def check(config: ModelConfig, tokens: int, layer: int) -> None:
-    """Raise InputError for a number of tokens or a layer that cannot be shown."""
+    """Raise InputError if the page cannot show this number of tokens or this layer."""
     most = min(MOST_TOKENS, config.n_ctx)
     if not 1 <= tokens <= most:
         advice = "shorten it" if tokens else "give some text"
@@ -94,7 +95,7 @@ def check(config: ModelConfig, tokens: int, layer: int) -> None:
 
 
 class _Plan:
-    """The steps of a forward pass, of which all blocks have the same."""
+    """The steps of a forward pass; all blocks have the same steps."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -114,19 +115,19 @@ class _Plan:
 
 
 def _short(name: str) -> str:
-    """The name of a tensor without its layer."""
+    """Return a tensor's name without the layer: "qkv" for "h.3.qkv"."""
     return name.split(".", 2)[2] if name.startswith("h.") else name
 
 
 def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
-    """A trace by the names of the plan of all steps: a GPU computes logits in groups of rows."""
+    """Add plan names to a trace: a GPU computes logits in groups of rows, the first named ".0"."""
     return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
 
 
 def _step(
     plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
 ) -> dict[str, Any]:
-    """What is the same for a step in all blocks; files: gets the sources of its kernels."""
+    """Return a step's data, equal in all blocks, and add the sources of its kernels to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
     found = []
@@ -169,7 +170,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
 def _tokens(
     encoding: Encoding | None, ids: Ids, logits: NDArray[np.floating[Any]]
 ) -> list[dict[str, Any]]:
-    """Id, text, bytes and surprisal in bits of every token; None for that of the first."""
+    """Return each token's id, text, bytes and surprisal in bits (None for the first token)."""
     scores = reference.log_likelihood(logits[:-1], ids[1:]).tolist() if len(ids) > 1 else []
     bits = [None, *(_rounded(0 - score / math.log(2)) for score in scores)]
     return [
@@ -184,12 +185,12 @@ def _tokens(
 
 
 def _bytes(encoding: Encoding | None, token: int) -> bytes:
-    """The bytes of a token; # and its id where there is no tokenizer."""
+    """Return the bytes of a token, or "#" and its id without a tokenizer."""
     return f"#{token}".encode() if encoding is None else bytes_of_id(encoding, token)
 
 
 def _text(encoding: Encoding | None, *tokens: int) -> str:
-    """The text of tokens, several of which may be one character; bytes that are none as \\xe4."""
+    """Return the text of tokens; bytes that are not valid UTF-8 are written like \\xe4."""
     return b"".join(_bytes(encoding, token) for token in tokens).decode(errors="backslashreplace")
 
 
@@ -201,7 +202,7 @@ def _tensors(
     plan: _Plan,
     layer: int,
 ) -> dict[str, Any]:
-    """Step name → shapes, statistics, errors, time and values of its tensor."""
+    """Return {step: shapes, statistics, errors, time and downsampled values of its tensor}."""
     others = len(plan.block) * (config.n_layer - 1)
     cells = min(MOST_CELLS, max(LEAST_CELLS, OTHER_CELLS // max(1, others)))
     shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
@@ -227,9 +228,9 @@ def _tensors(
 
 
 def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
-    """Name and shape of each input of a step, without those of a batch of sequences.
+    """Return name and shape of each input of a step, except inputs that describe a batch.
 
-    Names of the step's own layer are short; another one is that of the layer before.
+    Names from the step's layer are short; a name from the previous layer is not.
     """
     own = step.name.rpartition(".")[0]
     return [
@@ -246,7 +247,7 @@ def _statistics(tensor: NDArray[Any]) -> dict[str, float | None]:
 
 
 def _compared(row: Comparison | None) -> dict[str, Any]:
-    """Errors relative to the tensor's largest value, and milliseconds; {} if it was not run."""
+    """Return a step's kernel, errors and time in ms; {} if the step was not run separately."""
     if row is None:
         return {}
     names = ("ms", "max_abs", "max_rel", "total_abs", "total_rel")
@@ -254,9 +255,9 @@ def _compared(row: Comparison | None) -> dict[str, Any]:
 
 
 def _attention(weights: Floats) -> dict[str, Any]:
-    """The weights of every head, row by row up to the diagonal, as downsampled as they must be.
+    """Return each head's weights, row by row up to the diagonal, downsampled to fit on the page.
 
-    side: rows of the triangle; with fewer than there are tokens, each cell has the largest weight
+    side: rows of the triangle. If there are fewer rows than tokens, a cell has the largest weight
     of its area.
     """
     n_layer, n_head, T, _ = weights.shape
@@ -270,7 +271,7 @@ def _attention(weights: Floats) -> dict[str, Any]:
 
 
 def _lens(engine: TracedEngine, traced: Traced) -> dict[str, Any]:
-    """The most likely tokens after each block, at as many of the last positions as there is room.
+    """Return the most likely tokens after each block, at the last positions that fit on the page.
 
     ids and probabilities are in the order (n_layer + 1, positions, top).
     """
@@ -288,5 +289,5 @@ def _lens(engine: TracedEngine, traced: Traced) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float | None:
-    """A number with 4 significant digits; None for infinity and NaN, which JSON does not have."""
+    """Round to 4 significant digits; return None for infinity and NaN, which JSON lacks."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

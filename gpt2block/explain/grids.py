@@ -1,4 +1,4 @@
-"""Tensors as small grids of numbers for a page: downsampled, and encoded as base64."""
+"""Convert tensors to small grids of numbers for a page: downsampled and encoded as base64."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ Array = NDArray[np.floating[Any]]
 
 
 def grid_shape(rows: int, columns: int, cells: int) -> tuple[int, int]:
-    """Rows and columns of a grid of at most `cells` cells for a tensor (rows, columns).
+    """Return rows and columns of a grid of at most `cells` cells for a tensor (rows, columns).
 
-    A tensor that fits keeps its shape; one that does not keeps twice as many columns as rows, or
-    all of its rows where they are few.
+    A small tensor keeps its shape. A larger tensor gets twice as many columns as rows, or keeps all
+    rows if they are few.
     """
     kept = min(rows, max(1, math.isqrt(cells // 2)))
     return kept, min(columns, MOST_COLUMNS, max(1, cells // kept))
 
 
 def starts(size: int, parts: int) -> NDArray[np.int64]:
-    """The first index of each of `parts` parts of `size` indices: ⌊part · size / parts⌋."""
+    """Divide `size` indices into `parts`; return each part's first index ⌊part · size / parts⌋."""
     return np.arange(parts) * size // parts
 
 
 def ends(size: int, parts: int) -> NDArray[np.int64]:
-    """The last index of each of these parts, so that `size - 1` is among them."""
+    """Divide `size` indices into `parts`; return each part's last index, including `size - 1`."""
     return (np.arange(parts) + 1) * size // parts - 1
 
 
 def downsampled(tensor: Array, rows: int, columns: int) -> Array:
-    """The value of largest magnitude, with its sign, in each cell's area; NaN if one is NaN.
+    """Return the value of largest magnitude, with its sign, in the area of each cell.
 
-    tensor (R, C) → (rows, columns), with rows ≤ R and columns ≤ C.
+    tensor (R, C) → (rows, columns), with rows ≤ R and columns ≤ C. A cell is NaN if its area
+    contains a NaN.
     """
     if tensor.shape == (rows, columns):
         return tensor
     at = starts(tensor.shape[0], rows), starts(tensor.shape[1], columns)
 
     def reduced(function: np.ufunc) -> Array:
-        found: Array = function.reduceat(function.reduceat(tensor, at[1], axis=1), at[0], axis=0)
-        return found
+        cells: Array = function.reduceat(function.reduceat(tensor, at[1], axis=1), at[0], axis=0)
+        return cells
 
     high, low = reduced(np.maximum), reduced(np.minimum)
     return np.where(high >= -low, high, low)
 
 
 def grid(tensor: Array, cells: int) -> dict[str, Any]:
-    """A tensor (R, C) as a grid of at most `cells` cells."""
+    """Encode a tensor (R, C) as a grid of at most `cells` cells."""
     rows, columns = grid_shape(tensor.shape[0], tensor.shape[1], cells)
     return {"rows": rows, "columns": columns, **encoded(downsampled(tensor, rows, columns))}
 
 
 def encoded(values: Array) -> dict[str, Any]:
-    """Values in row-major order, as base64 of little-endian float16 multiples of `scale`.
+    """Encode values in row-major order as base64 of little-endian float16 multiples of `scale`.
 
-    The scale is a power of two with which the largest finite magnitude becomes at least 2^14, less
-    than 2^15. A value is rounded to 11 bits; one that is smaller than 2^-29 of the largest, to
-    2^-39 of it. float16 and bfloat16 numbers in this range stay as they are.
+    The scale is a power of two; the largest finite magnitude divided by it is in [2^14, 2^15). A
+    value is rounded to 11 significant bits. A value below 2^-29 of the largest magnitude is rounded
+    to a multiple of 2^-39 of it. float16 and bfloat16 numbers above that limit are exact.
     """
     wide = values.astype(np.float64)
     largest = float(np.abs(wide).max(where=np.isfinite(wide), initial=0.0))
@@ -71,5 +72,5 @@ def encoded(values: Array) -> dict[str, Any]:
 
 
 def exact(values: Array) -> dict[str, Any]:
-    """Values in row-major order, as base64 of little-endian float32."""
+    """Encode values in row-major order as base64 of little-endian float32."""
     return {"values": b64encode(values.astype("<f4").tobytes()).decode()}

@@ -1,7 +1,7 @@
-"""The block that a page opens, down to its numbers: Q, K and V, and rows and columns of products.
+"""Collect numbers of the block that a page opens: Q, K, V, and rows and columns of products.
 
-A page has no room for all of them. It holds whole rows of x and whole columns of W, so that a sum
-is complete wherever both are there.
+A page has no room for all numbers. It holds some whole rows of x and some whole columns of W, so
+that it can compute the complete sum for each pair of a row and a column.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from gpt2block.inspect.lens import rows_of_attention
 from gpt2block.passes import model_steps
 from gpt2block.run.model import TracedEngine
 
-ATTENTION_VALUES = 200_000  # float16 numbers, of two bytes; a float32 number counts as two
+ATTENTION_VALUES = 200_000  # maximum number of float16 values; a float32 value counts as two
 PRODUCT = "matmul_bias"
 Tensors = Mapping[str, NDArray[Any]]
 
 
 def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
-    """The numbers of attention and of the products of a layer, and of the product after the last.
+    """Return numbers of a layer's attention and products, and of the product that gives the logits.
 
-    tensors: the result of the engine's `trace`, with the steps that it does not store. values: how
-    many float16 numbers there is room for, more than ATTENTION_VALUES; a float32 number is two.
+    tensors: the result of the engine's `trace`, completed by the steps that it does not store.
+    values: maximum number of float16 values, more than ATTENTION_VALUES; a float32 value counts as
+    two.
     """
     rows = rows_of_attention(engine, tensors, layer)
     whole = 2 * rows.size <= ATTENTION_VALUES
@@ -54,7 +55,7 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
 
 
 def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
-    """Matrices (K, N) and biases (N,) with these names, of those that the model has."""
+    """Return the model's matrices (K, N) and biases (N,) among these names."""
     tied = {"wte"} if "lm_head" in names else set()
     found = {
         name: array.T if layout == "NK" else array
@@ -74,14 +75,14 @@ def _product(
     lines: int,
     first: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
-    """Rows of x (T, K), columns of w (K, N), and b (N,) and y (T, N) where they meet.
+    """Return some rows of x (T, K) and columns of w (K, N), with b (N,) and y (T, N) at them.
 
-    lines: how many rows and columns of K float16 numbers there is room for, the same for all
-    products. first: columns in the order in which they are kept; None for evenly spaced ones.
+    lines: maximum number of rows and columns, each of K float16 values; equal for all products.
+    first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    n_rows = min(T, max(1, lines // 4))  # up to half of the room, as they are float32
-    n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))  # each with its y
+    n_rows = min(T, max(1, lines // 4))  # rows are float32, so that they take at most half
+    n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))  # column of w and of y
     rows = grids.ends(T, n_rows)
     columns = grids.ends(N, n_columns) if first is None else np.sort(first[:n_columns])
     return {

@@ -1,4 +1,4 @@
-"""A page: the data of a forward pass in the HTML template, joined from the files in template/."""
+"""Create the HTML page of a forward pass from its data and the files in template/."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from typing import Any
 from gpt2block.errors import printable
 from gpt2block.files import write_file
 
-FRAME_HEIGHT = 900  # pixels, in a notebook
-# One script of one scope: a part uses what those before it define, and start.js draws the page.
+FRAME_HEIGHT = 900  # height of the frame in a notebook, in pixels
+# The files are joined to one script: a file uses definitions of the files before it, and start.js
+# draws the page.
 SCRIPTS = (
     "base", "heatmap", "tokens", "forward", "walk", "step", "product", "code", "attention",
     "opened", "lens", "next", "start",
 )  # fmt: skip
-# "<" would let a text end the script element that holds the data, or start a comment in it.
+# An unescaped "<" in a text could end the script element that holds the data, or start a comment.
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 class _Template(Template):
-    """string.Template with @@name, as JavaScript uses the dollar sign."""
+    """A string.Template with placeholders @@name, as JavaScript uses the dollar sign."""
 
     delimiter = "@@"
 
 
 class Page:
-    """An HTML page in one file, which needs no network; in a notebook, the page in a frame.
+    """An HTML page in one file, which needs no network. A notebook displays it in a frame.
 
-    data: what the page shows, as in its JSON.
+    data: the values that the page shows, as in its JSON.
     """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
@@ -45,14 +46,14 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The name of the model and the beginning of the text, in printable characters."""
+        """The beginning of the text and the name of the model, in printable characters."""
         text = " ".join(self.data["text"].split())
         start = text if len(text) <= 60 else f"{text[:59]}…"
         return printable(f"{start} · {self.data['model']['name']}")
 
     @property
     def html(self) -> str:
-        """The whole page."""
+        """The page's HTML."""
         text = json.dumps(self.data, separators=(",", ":"), allow_nan=False)
         for character, escaped in _ESCAPED.items():  # much faster than str.translate
             text = text.replace(character, escaped)
@@ -65,7 +66,7 @@ class Page:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file and return its path. Raises InputError where it cannot."""
+        """Write the page to a file and return its path. Raises InputError if that fails."""
         path = Path(path)
         write_file(path, self.html.encode())
         return path
@@ -79,5 +80,5 @@ class Page:
 
 @cache
 def _part(name: str) -> str:
-    """The text of a file of the template."""
+    """Return the text of a file in template/."""
     return (files("gpt2block.explain") / "template" / name).read_text(encoding="utf-8")

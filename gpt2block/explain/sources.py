@@ -1,4 +1,4 @@
-"""The code of each step: its NumPy function, its CUDA kernels, the fused step it is part of."""
+"""Find the code of a step: its NumPy function, its CUDA kernels, the fused step it is part of."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.passes.machine import Step
 
-TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # what a kernel is shown for
+TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # plan that launches a kernel
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
-# Operations on packed rows of several sequences → the same on one sequence, which is easier to read
+# Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}
-_ROW_SIZES = {"layernorm768_kernel": 768}  # kernels for rows of one size alone
-_KERNELS_OF = {"rope_qkv": "rope"}  # functions whose kernels are those of another operation
+_ROW_SIZES = {"layernorm768_kernel": 768}  # kernel → the only row length that it supports
+_KERNELS_OF = {"rope_qkv": "rope"}  # function → operation whose kernels compute it
 
 
 def function_of(step: Step) -> str:
-    """The name of the step's function in `gpt2block.reference`."""
+    """Return the name of the step's function in `gpt2block.reference`."""
     return _OF_ONE_SEQUENCE.get(step.op, step.op)
 
 
 def operation_of(op: str) -> Operation | None:
-    """The operation that computes `op` with CUDA; None if it has no kernels of its own."""
+    """Return the operation whose CUDA kernels compute `op`; None if there are no such kernels."""
     return OPERATIONS.get(op) or OPERATIONS.get(_KERNELS_OF.get(op, op))
 
 
 @cache
 def function_source(name: str) -> dict[str, Any]:
-    """The text of a function of `gpt2block.reference`, its file and the line of its def."""
+    """Return the text of a function of `gpt2block.reference`, its file and the line of its def."""
     module = inspect.unwrap(getattr(reference, name)).__module__
     text = inspect.getsource(sys.modules[module])
     named = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
@@ -50,19 +50,19 @@ def function_source(name: str) -> dict[str, Any]:
 
 
 def readable_kernel(operation: Operation) -> Variant:
-    """The variant of an operation that is written to be read."""
+    """Return an operation's most readable variant: the skeleton, or else the first variant."""
     every = operation.table
     written = (variant for variant in every if variant.file.endswith("/skeleton.cu"))
     return next(written, every[0])
 
 
 def _heads(config: ModelConfig) -> tuple[int, int, int]:
-    """Heads of Q, heads of K and of V, channels of a head."""
+    """Return (number of Q heads, number of K heads, channels per head)."""
     return config.n_head, config.kv_width // config.head_size, config.head_size
 
 
 def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
-    """The variants of an operation that a fused plan of the model runs on some GPU."""
+    """Return the variants of an operation that a fused plan of the model runs on some GPU."""
     every = [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
     if operation is not ATTENTION:
         return every
@@ -70,7 +70,7 @@ def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
 
 
 def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any]:
-    """A variant for the page, with its kernels for the model; line: of the first one."""
+    """Return the page's description of a variant and of its kernels that support the model."""
     C = config.n_embd
     names = [name for name in variant.kernels if _ROW_SIZES.get(name, C) == C]
     return _shown(plan, variant.file, names, variant.idea, config)
@@ -79,7 +79,11 @@ def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any
 def _shown(
     plan: str, file: str, names: list[str], idea: str, config: ModelConfig
 ) -> dict[str, Any]:
-    """constants: those that a file of attention kernels has for the model's heads."""
+    """Return the page's description of kernels in a file.
+
+    line: line of the first kernel. constants: values of the macros for the model's heads that a
+    file of attention kernels defines.
+    """
     known = _constants(file) if file.startswith("attention/") else set()
     return {
         "plan": plan,
@@ -93,7 +97,7 @@ def _shown(
 
 @cache
 def _constants(file: str) -> set[str]:
-    """The constants that can be set for a file and the headers of attention that it includes."""
+    """Return macros that can be set for a file and for the attention headers that it includes."""
     text = kernels.read_source(file)
     found = set(re.findall(r"^#ifndef (\w+)", text, re.MULTILINE))
     headers = re.findall(r'^#include "(attention/[^"]+)"', text, re.MULTILINE)
@@ -101,14 +105,14 @@ def _constants(file: str) -> set[str]:
 
 
 def line_of(file: str, kernel: str) -> int:
-    """The line of a kernel's definition in a file of kernels_cu."""
+    """Return the line of a kernel's definition in a file of kernels_cu."""
     text = kernels.read_source(file)
-    found = re.search(rf"__global__[^;{{]*?\b{kernel}\s*\(", text)
-    return text.count("\n", 0, found.end()) + 1 if found else 1
+    match = re.search(rf"__global__[^;{{]*?\b{kernel}\s*\(", text)
+    return text.count("\n", 0, match.end()) + 1 if match else 1
 
 
 def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any]]:
-    """The kernels with these names for the page; names of other libraries are left out."""
+    """Return the page's descriptions of the kernels with these names, except other libraries'."""
     files = {name: file for file in kernels.sources() for name in kernels.signatures(file)}
     return [
         _shown(HERE, files[name], [name], "", config)
@@ -118,9 +122,9 @@ def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any
 
 
 def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tuple[Step, list[str]]]:
-    """Step name → the fused step that computes it, and the names of the steps that this one joins.
+    """Return {step name: (the fused step that computes it, names of the steps that this joins)}.
 
-    A fused step joins the steps before it whose results are not stored.
+    A fused step joins the preceding steps whose results are not stored.
     """
     by_name = {step.name: step for step in steps}
     made = {step.name: step for step in fused}

@@ -1,1 +1,1 @@
-"""What a forward pass computes: steps compared with float64, attention, the logit lens."""
+"""Inspect a forward pass: steps compared with float64, attention weights, the logit lens."""

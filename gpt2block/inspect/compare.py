@@ -1,4 +1,4 @@
-"""The steps of a block, and of every layer of a model, compared with float64."""
+"""Compare the steps of a block, and of every layer of a model, with float64."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Exact = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step compared with float64.
+    """The comparison of one step with float64.
 
     `max_abs`, `max_rel`: the error of this step alone, on the float64 run's inputs rounded to the
-    block's dtype; `total_abs`, `total_rel`: the error accumulated from x up to this step. Relative
+    block's dtype. `total_abs`, `total_rel`: the error accumulated from x up to this step. Relative
     errors are divided by the largest magnitude of the tensor.
     """
 
@@ -44,7 +44,7 @@ class Comparison:
 
 
 class Comparisons(list[Comparison]):
-    """The steps of a forward pass compared with float64, in order: a list, shown as a table."""
+    """A list of the comparisons of a forward pass's steps, in order, which is shown as a table."""
 
     def __repr__(self) -> str:
         return notebook.text_table(*self._table())
@@ -64,8 +64,8 @@ def compare_steps(
 ) -> Comparisons:
     """Compare every step of a block's engine with `exact`, the same block in float64.
 
-    x: a NumPy array of `dtype`, the block's. given: as for a BlockEngine. Raises InputError for
-    another x.
+    x: a NumPy array of `dtype`, the block's dtype. given: as for a BlockEngine. Raises InputError
+    for any other x.
     """
     host = require_host(x, "to compare", FLOATS[dtype], "copy it to the host")
     traced = engine.trace(host, given)
@@ -82,24 +82,28 @@ def compare_steps(
 
 
 def _compared(alone: StepResult, expected: Exact, traced: NDArray[Any], truth: Exact) -> Comparison:
-    """expected: what the step alone should give; truth: the same of the whole pass."""
-    own = alone.out[..., : truth.shape[-1]]  # a GPU may pad lm_head with columns
+    """Compare a step's results with float64.
+
+    alone, expected: result of the step on exact inputs, and its exact value. traced, truth: result
+    of the step in the whole pass, and its exact value.
+    """
+    own = alone.out[..., : truth.shape[-1]]  # a GPU may add columns of padding to lm_head
     both = *errors(own, expected), *errors(traced, truth)
     return Comparison(alone.name, alone.kernel, truth.shape, alone.ms, *both)
 
 
 def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
-    """The largest absolute difference, and its ratio to the largest magnitude of `truth`."""
+    """Return the largest absolute difference, and its ratio to the largest magnitude of `truth`."""
     largest = float(np.abs(got.astype(np.float64) - truth).max())
     return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
 
 
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
-    """The tensors of a forward pass of ids (T,) in float64, with the weights as they are stored.
+    """Return the tensors of a forward pass of ids (T,), computed in float64 from stored weights.
 
-    Keys: the names of `model_steps`, (T, channels) each; "h.0.k" (1, T, C) and
-    "h.0.v" for K and V of a layer; "scores" (T,) for the log-likelihoods of the next tokens, where
-    the last is that of the first token.
+    Keys: names of `model_steps`, (T, channels) each; "h.0.k" and "h.0.v", (1, T, C) each, for K and
+    V of layer 0, and so on; "scores" (T,), the log-likelihood of each next token, where the first
+    token follows the last.
     """
     config = engine.config
     architecture = architecture_of(config)
@@ -125,9 +129,9 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
 
 
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
-    """A row for every step, in order; cached: for the last token of ids only.
+    """Return the comparison of every step with float64, in order, as `Block.compare` does.
 
-    The rows are as in `Block.compare`.
+    cached: compare the decoding step of the last token of ids instead of the whole pass.
     """
     traced = engine.trace(ids, cached)
     return compare_tensors(engine, ids, cached, exact_tensors(engine, ids), traced)
@@ -140,7 +144,7 @@ def compare_tensors(
     exact: Mapping[str, Exact],
     traced: Mapping[str, NDArray[Any]],
 ) -> Comparisons:
-    """`compare`, from the results of `exact_tensors` and of the engine's `trace`."""
+    """Do as `compare`, from the results of `exact_tensors` and of the engine's `trace`."""
     exact = _by_engine_names(exact, engine.config, len(ids), cached)
     compared = Comparisons()
     for own in engine.run_alone(ids, cached, exact):
@@ -153,7 +157,7 @@ def compare_tensors(
 def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
-    """Add the names of passes on a GPU: q in decoding, logits and scores in groups of rows."""
+    """Add the tensor names of GPU passes: q in decoding, logits and scores by groups of rows."""
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):

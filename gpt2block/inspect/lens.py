@@ -1,4 +1,4 @@
-"""What a model attends to, and what it predicts after each block."""
+"""Compute attention weights, and the tokens that a model predicts after each block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt2block.run.numpy_machine import apply
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.tokenizers.lookup import ReadLater
 
-POSITIONS = 6  # the last ones, which a table as text shows
+POSITIONS = 6  # number of last positions in a table as text
 POSITIONS_HTML = 32
 
 
@@ -25,16 +25,17 @@ POSITIONS_HTML = 32
 class LogitLens(ReadLater):
     """The most likely next tokens after the embedding and after each block, at every position.
 
-    ids (n_layer + 1, T, top) int64, the most likely first; probabilities, float32, of the same
-    shape. The last layer's are the model's own predictions. tokens (T,): the input. As text, and in
-    a notebook, it is a table of the most likely token for the last positions.
+    ids: int64 (n_layer + 1, T, top), the most likely token first. probabilities: float32 of the
+    same shape. The last layer's entries are the model's predictions. tokens: the input (T,). A
+    LogitLens is shown, as text and in a notebook, as a table of the most likely tokens for the last
+    positions.
     """
 
     ids: NDArray[np.int64]
     probabilities: Floats
     tokens: Ids | None = None
-    # For the texts of tokens, looked up when they are shown: a factory, as a default would be the
-    # class's attribute and hide what is looked up.
+    # The tokenizer for the texts of tokens, loaded when they are shown. The default is a factory,
+    # as a plain default would become a class attribute, and then ReadLater would not load.
     encoding: Encoding | None = field(default_factory=lambda: None)
 
     def __repr__(self) -> str:
@@ -50,7 +51,7 @@ class LogitLens(ReadLater):
         return f"LogitLens of {layers - 1} blocks, {which}, top {top}: the most likely next token"
 
     def _table(self, most: int) -> tuple[list[str], list[list[str]]]:
-        """Headers, the tokens of the input, and a row for each layer."""
+        """Return the headers (tokens of the input), and a row for each layer."""
         layers, T, _ = self.ids.shape
         first = max(0, T - most)
         tokens = range(first, T) if self.tokens is None else self.tokens[first:].tolist()
@@ -64,27 +65,28 @@ class LogitLens(ReadLater):
         return ["after", *given], rows
 
     def _text(self, token: int) -> str:
-        """The text of a token in quotes, or its id without a tokenizer."""
+        """Return the text of a token in quotes, or its id without a tokenizer."""
         if self.encoding is None:
             return str(token)
         return repr(bytes_of_id(self.encoding, token).decode(errors="replace"))
 
 
 def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
-    """The weights with which each token of ids (T,) attends to the others: (n_layer, n_head, T, T).
+    """Return the attention weights of ids (T,): float32 (n_layer, n_head, T, T).
 
-    float32; weights[l, h, i, j] is that of token j for token i, 0 for j > i. A row's sum is 1.
+    weights[l, h, i, j] is the weight of token j for query token i, 0 for j > i. The sum of weights
+    over j is 1.
     """
     return weights_of(engine, engine.trace(ids, cached=False))
 
 
 def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floats:
-    """`attention_weights`, from the result of the engine's `trace`."""
+    """Return `attention_weights`, computed from the result of the engine's `trace`."""
     config = engine.config
     T = len(traced["embedding"])
     Q, D = config.q_width, config.head_size
     n_kv_head = config.kv_width // D
-    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # the head of keys of each head
+    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # key head of each query head
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
         rows = rows_of_attention(engine, traced, layer)
@@ -92,7 +94,7 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
         scale, window = config.scales.attention, config.windows[layer]
         scores = q @ k[shared].swapaxes(-1, -2) * np.float32(D**-0.5 if scale is None else scale)
-        past = np.tri(T, k=-(window or T), dtype=bool)  # no longer in the window
+        past = np.tri(T, k=-(window or T), dtype=bool)  # keys before the window
         weights[layer] = reference.softmax(np.where(past, -np.inf, scores), causal=True)
     return weights
 
@@ -100,12 +102,12 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
 def rows_of_attention(
     engine: TracedEngine, traced: Mapping[str, NDArray[Any]], layer: int
 ) -> Floats:
-    """Q, K and V as attention of a layer reads them: rows [Q | K | V] (T, W), float32."""
+    """Return float32 rows [Q | K | V] (T, W), as a layer's attention reads them."""
     config = engine.config
     rows = traced[f"h.{layer}.{architecture_of(config).QKV}"].astype(np.float32)
     rows = rows.reshape(len(rows), -1)
     fp8 = engine.formats.fp8_cache
-    if fp8:  # the kv_cache has rounded keys and values
+    if fp8:  # a kv_cache of FP8 rounds keys and values
         n_kv_head = config.kv_width // config.head_size
         rows = reference.kv_round(rows, config.n_head, n_kv_head, fp8)
     return rows
@@ -114,9 +116,9 @@ def rows_of_attention(
 def logit_lens(
     engine: TracedEngine, ids: Ids, top: int, encoding: Callable[[], Encoding | None]
 ) -> LogitLens:
-    """The `top` most likely tokens by the final norm and lm_head, applied after each block.
+    """Apply the final norm and lm_head after each block; return the `top` most likely tokens.
 
-    encoding: returns the tokenizer with which tokens are shown.
+    encoding: function that returns the tokenizer for the texts of tokens.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
@@ -125,13 +127,13 @@ def logit_lens(
 
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
-    """`logit_lens`, from the residual stream before and after each block: (n_layer + 1, T, C)."""
+    """Return `logit_lens`, from the residual stream around each block, (n_layer + 1, T, C)."""
     norm = final_step(engine.config)
     parameters = norm.inputs[1:]
     weights: dict[str, Any] = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
-        if not name.startswith("h.") or array.ndim == 1  # which constants may follow from
+        if not name.startswith("h.") or array.ndim == 1  # constants may depend on vectors of blocks
     }
     weights |= architecture_of(engine.config).constants(engine.config, weights)
     head = weights.get("lm_head", weights["wte"])
@@ -151,6 +153,6 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
 
 
 def most_likely(logits: NDArray[np.floating[Any]]) -> list[tuple[int, float]]:
-    """The five most likely tokens of logits (V,) with their probabilities, in that order."""
+    """Return (id, probability) of the five most likely tokens of logits (V,), likeliest first."""
     p = reference.softmax(logits.astype(np.float64))
     return [(int(token), float(p[token])) for token in np.argsort(-p)[:5]]

@@ -1,9 +1,9 @@
-"""A CUDA kernel of the user's own, checked and timed next to the kernels of an operation.
+"""Check a user's CUDA kernel for an operation, and time it next to the built-in kernels.
 
-`source` reads the `.cu` file, `arguments` knows what the kernels of each operation are given, and
-`kernel` joins the two. `cases` has the sizes and inputs that a kernel is checked with, `check`
-compares results with float64 on the current device, `on_cpu` runs that on the emulator, within the
-limits of `confined` and after `refused` has asked the compiler of CUDA, `on_gpu` in a child
-process, which the race with the built-in kernels is part of. `outcome` is what is found, and
-`kernel_check` the same from Python. `templates` has a file to begin with for each operation.
+`source` reads the `.cu` file, `arguments` lists the arguments of each operation's kernels, and
+`kernel` matches parameters with arguments. `cases` has the sizes and inputs of the checks, and
+`check` compares results with float64. `on_cpu` runs checks on the emulator, within the limits of
+`confined` and after `refused` has compiled the file with NVRTC. `on_gpu` runs checks and the
+benchmark in a child process. `outcome` collects the results, and `kernel_check` is the interface
+for Python. `templates` has a starter file for each operation.
 """

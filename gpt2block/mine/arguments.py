@@ -1,8 +1,7 @@
-"""The arguments that each operation's kernels are given, by the names in their prototypes.
+"""List the arguments that an operation's kernels can have, by the names of their parameters.
 
-A kernel of the user's takes any of them, in any order. Names, shapes and dtypes follow from the
-operation's contract; other names of the built-in kernels are known, too (`Operation.arrays` and
-`Operation.aliases`).
+A user's kernel takes any of these arguments, in any order. Names, shapes and dtypes follow from the
+operation's contract; `Operation.arrays` and `Operation.aliases` add names of built-in kernels.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ class Output(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The arguments of one call. An output that is an input, too, is computed in place."""
+    """The arguments of one call. An output with the name of an input is computed in place."""
 
     inputs: Mapping[str, Any]  # name → array
-    outputs: Mapping[str, Output]  # the result first
+    outputs: Mapping[str, Output]  # name → shape and dtype; the result comes first
     numbers: Mapping[str, int | float]
-    aliases: Mapping[str, str]  # another name of an array → name
+    aliases: Mapping[str, str]  # alternative name of an array → its name
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the expressions of a launch line may use."""
+        """The integers that expressions of a launch line can use, by name."""
         return {name: n for name, n in self.numbers.items() if isinstance(n, int)}
 
 
 def check_known(operation: Operation) -> None:
-    """InputError for an operation whose kernels need more than arrays and numbers."""
+    """Raise InputError for an operation whose kernels need more than arrays and numbers."""
     known = names()
     if operation.name not in known:
         raise InputError(
-            f"{operation.name} takes no kernel of your own: expected one of {', '.join(known)}"
+            f"{operation.name} supports no user's kernel: expected one of {', '.join(known)}"
         )
 
 
 def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Values:
-    """The arguments for inputs as `Operation.make` gives them; raises InputError."""
+    """Return the arguments for inputs that `Operation.make` returns. Raises InputError."""
     check_known(operation)
     contract = operation.contract
     given = tuple(zip(contract.inputs, inputs, strict=False))
@@ -67,7 +66,7 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
 
 
 def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
-    """`Values.sizes` of inputs of these documented sizes, which need not exist."""
+    """Compute `Values.sizes` from the documented sizes alone, without input arrays."""
     known = {**operation.attrs, **sizes}
     for axis, text in operation.axes.items():
         if axis != "...":
@@ -81,7 +80,7 @@ def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
 def _numbers(
     operation: Operation, sizes: Sizes, attrs: Attrs, arrays: Collection[str]
 ) -> dict[str, int | float]:
-    """The numbers that kernels take, from all sizes by name. arrays: the names of the arrays."""
+    """Return the numbers that kernels can take, by name. arrays: names of the array arguments."""
     numbers: dict[str, int | float] = {
         name: value if isinstance(value, float) else int(value)
         for name, value in attrs.items()
@@ -96,7 +95,7 @@ def _numbers(
 
 
 def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attrs) -> Sizes:
-    """Letters of the contract, documented sizes and attributes, by name."""
+    """Return the sizes by name: axes of the contract, documented sizes and attributes."""
     sizes: dict[str, Any] = {}
     for entry, value in given:
         entry.fits((value.K, value.N) if entry.kind in MATRICES else value.shape, sizes)
@@ -109,7 +108,7 @@ def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attr
 
 
 def _documented(operation: Operation, sizes: Sizes) -> Sizes:
-    """The documented sizes, but not those of elementwise kernels, which know a number alone."""
+    """Return the documented sizes, or {} for elementwise kernels, which take only a total count."""
     required = (entry for entry in operation.contract.inputs if not entry.optional)
     if all(entry.axes == ("...",) for entry in required):
         return {}

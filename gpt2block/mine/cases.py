@@ -1,10 +1,10 @@
-"""What a user's kernel is checked with: sizes, and inputs for which a fragile formula fails.
+"""Sizes and inputs of the checks of a user's kernel, including inputs that break fragile formulas.
 
-The sizes are the operation's small ones, with which its own kernels are checked, and further ones:
-matrices of odd K and N, more rows than one block has threads, rows longer than a usual array in
-shared memory or registers. No block size and no vector divides them. The inputs are ordinary
-random numbers, then those of `SPECIAL`, whose exact result is finite: a formula that overflows,
-divides by zero or cancels gives another one.
+The sizes are the small ones of the built-in kernels' checks, and further sizes: matrices of odd K
+and N, more rows than a block has threads, rows longer than a usual array in shared memory or
+registers. They are not multiples of a block's or a vector's size. The inputs are ordinary random
+numbers, then those of `SPECIAL`. The exact results of special inputs are finite, but a formula that
+overflows, divides by zero or cancels gives other results.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from gpt2block.mine.kernel import Kernel
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
 
 ULP = 2.0**-24  # the relative rounding error of float32
-MEAN, SPREAD = 2048.0, 0.6  # of rows with a large mean
-SCORE = 1024.0  # exp of which is infinite, and exp of minus it 0
+MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
+SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
 OTHER_SIZES = (
-    "right at the sizes before; a kernel for some sizes alone is checked at one of them by --shape "
-    "(in Python shape=)"
+    "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
+    "--shape (in Python shape=)"
 )
 
-# Of products: an odd row of several iterations, and rows for vectors, of many columns or many.
+# Sizes of products: an odd K of several iterations, a K for vectors with many columns, many rows.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
-# Operation → sizes, with attributes that differ, besides `Operation.small`. The last ones have rows
-# for vectors, in several iterations of a block; of vectors of 4 their number is odd for one. Every
-# operation has an array of more elements, and an elementwise one of more vectors, than 16 bits
-# count.
+# Operation → sizes (and attributes) in addition to `Operation.small`. The last sizes have rows that
+# vectors divide and that take a block several iterations; one row has an odd number of vectors of
+# 4. Every operation has an array with more elements than 16 bits can count, and an elementwise
+# operation has more vectors than 16 bits can count.
 FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
@@ -69,37 +69,38 @@ FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs on the host, and the exact value of every output."""
+    """A check's inputs in host memory, and the exact value of every output."""
 
     sizes: Sizes
     attrs: Attrs
     inputs: tuple[Any, ...]
     truths: Mapping[str, NDArray[Any]]
-    name: str = ""  # of special inputs
-    hint: str = ""  # what to say where the kernel is wrong, and was right in the cases before
-    slack: float = 0.0  # the relative error, besides rounding, that a stable formula may have
+    name: str = ""  # name of special inputs; "" for ordinary inputs
+    hint: str = ""  # advice for a kernel that is wrong here and was right in all earlier cases
+    slack: float = 0.0  # relative error, in addition to rounding, that a stable formula may have
 
     @property
     def label(self) -> str:
-        """Sizes and inputs, for messages."""
+        """Text with the sizes and the name of the inputs, for messages."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"{sizes}, {self.name}" if self.name else sizes
 
 
 @dataclass(frozen=True)
 class Special:
-    """Inputs of a kind. change: of random inputs, their sizes and attributes."""
+    """A kind of special inputs. change: returns them from random inputs, sizes and attributes."""
 
     name: str
-    why: str  # a formula fails, and what is stable
+    why: str  # the reason why a formula fails, and a stable formula
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
     slack: float = 0.0
 
 
 def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Case, ...]:
-    """Every case in the order of the checks. stated: sizes that the last small one gets, alone.
+    """Return all cases in the order of the checks.
 
-    Raises InputError for sizes that do not fit together.
+    stated: sizes that the user requests; the only case then has the last small case's other sizes.
+    Raises InputError for inconsistent sizes.
     """
     operation = kernel.operation
     usual = operation.cases
@@ -109,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else replace(operation, small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # rows, of a length that no vector divides
+    several = usual[min(1, len(usual) - 1)]  # several rows whose length no vector divides
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
@@ -119,7 +120,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
 def case(
     kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
-    """Inputs of these sizes; raises InputError for sizes that do not fit together."""
+    """Return the case of these sizes. Raises InputError for inconsistent sizes."""
     own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
     drawn = replace(own, draw=_changed(own, special)) if special else own
     host, truth = measure.inputs_and_truth(drawn, sizes, kernel.dtype, layout)
@@ -143,7 +144,7 @@ def _changed(
 
 
 def _steps(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Whole numbers from -8 to 8 in no order, another one in each row."""
+    """Return an array of integers from -8 to 8, in an irregular order that differs between rows."""
     i = np.arange(np.prod(shape))
     return ((7 * i + i // 17) % 17 - 8).astype(np.float32).reshape(shape)
 
@@ -151,18 +152,18 @@ def _steps(shape: tuple[int, ...]) -> NDArray[np.float32]:
 def _first(
     value: Callable[[tuple[int, ...]], NDArray[Any]],
 ) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
-    """A change of the first input alone, of which only the shape counts."""
+    """Return a `change` that replaces the first input by `value(shape of the first input)`."""
     return lambda given, _: (value(given[0].shape).astype(np.float32), *given[1:])
 
 
 def _equal(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Rows of 0, 1.5 and -3."""
+    """Return rows of equal numbers: all 0, all 1.5 or all -3."""
     rows = np.resize([0.0, 1.5, -3.0], shape[:-1])
     return np.broadcast_to(rows[..., None], shape).astype(np.float32)
 
 
 def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """Scores of -inf at the begin, the end and every other place, but not at a target."""
+    """Mask scores with -inf at the start, the end or every other place, but not at a target."""
     scores, *targets = given
     rows = scores.reshape(-1, scores.shape[-1]).copy()
     columns = np.arange(rows.shape[1])
@@ -173,7 +174,7 @@ def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
 
 
 def _peaked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """One score of a row is 200 above the others, in another place of each row."""
+    """Raise one score of each row by 200, at a different place in each row."""
     scores = given[0].copy()
     rows = scores.reshape(-1, scores.shape[-1])
     rows[np.arange(len(rows)), np.arange(len(rows)) * 7 % rows.shape[1]] += 200
@@ -181,14 +182,14 @@ def _peaked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
 
 
 def _unlikely(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """Targets whose logits are 200 below the others."""
+    """Lower the logits of the targets by 200."""
     logits, targets = given[0].copy(), given[1]
     logits[np.arange(len(targets)), targets] -= 200
     return logits, targets
 
 
 def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
-    """Attention whose scores are all near 4096 / sqrt(HS), or near minus it."""
+    """Return a `change` after which all scores of attention are near sign * 4096 / sqrt(HS)."""
 
     def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
         (qkv,) = given
@@ -200,7 +201,7 @@ def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
 
 
 def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Ties between two numbers of E5M2, numbers below the smallest normal one, the largest ones."""
+    """Return ties between two E5M2 numbers, subnormal numbers and the largest numbers."""
     ties = [(1 + f / 4 + 1 / 8) * 2.0**e for e in (-14, 0, 1) for f in range(4)]
     small = [n * 2.0**-17 for n in range(1, 9)]
     magnitudes = np.array([*ties, *small, 49152.0, 53248.0, 57344.0, 60000.0, 65504.0])
@@ -212,8 +213,8 @@ def _gates(given: Inputs, _: Mapping[str, Any]) -> Inputs:
     return np.resize([-100, -20, 0, 20, 100], gate.shape).astype(np.float32), up
 
 
-_MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # of a mean that is added up in any order
-_SCORE_SLACK = 16 * ULP * SCORE  # of exp2(score * log2(e)), whose argument is rounded
+_MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # allows for the error of a mean summed in any order
+_SCORE_SLACK = 16 * ULP * SCORE  # allows for the rounded argument of exp2(score * log2(e))
 _EPS = "1 / sqrt(variance + eps): eps is added to the variance, before the root"
 _SCORES = (
     Special(
@@ -247,7 +248,7 @@ _NORM = (
         "equal values",
         f"the variance is 0, and 1 / sqrt(0) infinite: {_EPS}",
         _first(_equal),
-        16 * ULP * 3 / 1e-5**0.5,  # what an error of the mean becomes
+        16 * ULP * 3 / 1e-5**0.5,  # an error of the mean, divided by sqrt(eps)
     ),
     Special(
         "variance near eps",

@@ -1,4 +1,4 @@
-"""Compare a user's kernel with float64 on the current device, at sizes that are odd and small."""
+"""Compare a user's kernel with float64 on the current device."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.ops.operation import Sizes
 
-GUARD = 4096  # bytes before and after an output
+GUARD = 4096  # bytes of a guard area before and after an output
 GUARD_BYTE = 0xA5
-# The bytes of an output before a launch: a NaN, a large positive and a large negative number. A
-# maximum of NaN and a number is the number: only the others show that an output was read.
+# Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
+# fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
 NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The result at one size. `problem` says what is wrong with it, "" if nothing."""
+    """The result of a check at one size. problem: a description of the error; "" if correct."""
 
     sizes: Sizes
     geometry: Geometry
     max_abs: float
     max_rel: float
-    bound: float  # the largest relative error that is rounding
+    bound: float  # the largest relative error that rounding explains
     problem: str = ""
-    printed: str = ""  # by the kernel, in the first run
-    inputs: str = ""  # the name of special ones
+    printed: str = ""  # text that the kernel printed in the first run
+    inputs: str = ""  # name of special inputs; "" for ordinary inputs
 
     @property
     def label(self) -> str:
-        """Sizes and inputs, for tables."""
+        """Text with the sizes and the name of the inputs, for tables."""
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"{sizes}, {self.inputs}" if self.inputs else sizes
 
     @property
     def launched(self) -> tuple[str, str, int]:
-        """Grid, block and bytes of shared memory, for tables."""
+        """Grid, block and bytes of dynamic shared memory, for tables."""
         grid, block, shared = self.geometry
         return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
 
 
 def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
-    """The result of running the kernel once on poisoned outputs.
+    """Run the kernel once on poisoned outputs, and compare them with the exact values.
 
-    guarded: put known bytes around each output, and find writes to them. fill: the bytes that the
-    outputs hold before.
+    guarded: put guard areas around each output, to detect writes outside of it. fill: the byte that
+    fills the outputs before the launch.
     """
     arrays = tuple(map(measure.uploaded, given.inputs))
     guards: list[Any] = []
@@ -85,7 +85,7 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
 
 
 def finding(found: Checked, given: Case) -> Finding:
-    """A result with a problem, in words."""
+    """Return the Finding that describes a result with a problem."""
     what = found.problem
     if given.name:
         what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
@@ -107,7 +107,7 @@ def finding(found: Checked, given: Case) -> Finding:
 
 
 def of_second_launch(found: Finding) -> Finding:
-    """A finding of a launch that was right as the first one of a process."""
+    """Return the Finding for a launch that was correct as the first launch of a process."""
     what = (
         "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"
@@ -116,7 +116,7 @@ def of_second_launch(found: Finding) -> Finding:
 
 
 def of_old_values(found: Finding) -> Finding:
-    """A finding of a launch that is right where the outputs hold NaN before it."""
+    """Return the Finding for a launch that is correct only if NaN fills the outputs before it."""
     what = (
         "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
         "kernel reads elements of the output that it has not written, as in "
@@ -126,9 +126,9 @@ def of_old_values(found: Finding) -> Finding:
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
-    """The first wrong element of an output in words; "" if all are right.
+    """Describe the wrong elements of an output and the first of them; return "" if there is none.
 
-    bound: the largest error that is rounding, relative to the largest value.
+    bound: the largest error that rounding explains, relative to the largest value.
     """
     truth = truth.reshape(out.shape)
     exact = truth.dtype.kind in "iu"
@@ -159,14 +159,14 @@ def _number(value: Any) -> str:
 
 
 def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
-    """The elements that are as NAN_BYTE has filled them."""
+    """Return the mask of the elements that still hold the fill byte NAN_BYTE."""
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
-    found: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
-    return found
+    mask: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
+    return mask
 
 
 def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
-    """An array of such bytes between two guards, and all of its memory as bytes."""
+    """Return an array filled with the byte `fill`, and the bytes of it with both guard areas."""
     dtype = np.dtype(output.dtype)
     nbytes = int(np.prod(output.shape)) * dtype.itemsize
     memory = cupy.full(guard + nbytes + guard, GUARD_BYTE, "uint8")
@@ -176,7 +176,7 @@ def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
 
 
 def _overwritten(names: list[str], guards: list[Any]) -> str:
-    """Which output was overrun, and where."""
+    """Describe the first write to a guard area, by output and byte; return "" if there is none."""
     for name, memory in zip(names, guards, strict=False):
         found = cupy.asnumpy(memory)
         size = len(found) - 2 * GUARD
@@ -189,7 +189,7 @@ def _overwritten(names: list[str], guards: list[Any]) -> str:
 
 
 def _changed(found: Values, names: list[str], given: Case, kernel: Kernel) -> str:
-    """An input that the kernel has written to."""
+    """Describe an input that the kernel has changed; return "" if there is none."""
     before = values(kernel.operation, given.inputs, given.attrs).inputs
     for name, array in found.inputs.items():
         if name not in names and cupy.asnumpy(array).tobytes() != before[name].tobytes():

@@ -1,4 +1,4 @@
-"""Work in a child process that is ended if it hangs, and may crash."""
+"""Run a function in a child process, which may crash and is killed if it hangs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 
 class Stage(NamedTuple):
-    """What the child does next, and how many seconds it may take."""
+    """A stage of the child's work: its name for messages, and its time limit in seconds."""
 
     name: str
     limit_s: float
 
 
-class Ended(NamedTuple):
-    """The child is gone. `exitcode` is None if it was ended after its time limit."""
+class ProcessExited(NamedTuple):
+    """The child exited in this stage. exitcode: None if it was killed after its time limit."""
 
     stage: Stage
     exitcode: int | None
@@ -26,11 +26,11 @@ Send = Callable[[Any], None]
 
 
 def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage) -> Iterator[Any]:
-    """Run target(send, *args) in a process; yields what it sends, except for stages.
+    """Run target(send, *args) in a child process; yield the objects that it sends except Stages.
 
-    It returns when the target does. A child that exceeds the limit of its stage is killed; for that
-    one, and for one that ends by itself before the target returns, the last item is an `Ended`.
-    target: a function of a module, as it is imported by the child. first: the stage it begins with.
+    A child that exceeds the time limit of its stage is killed. If the child is killed or exits
+    before the target returns, the last item is a `ProcessExited`. target: a function of a module
+    that the child can import. first: the stage in which the child begins.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     receiver, sender = context.Pipe(duplex=False)
@@ -47,10 +47,10 @@ def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage)
                 stage = message
             else:
                 yield message
-        yield Ended(stage, None)
+        yield ProcessExited(stage, None)
     except EOFError:
         child.join()
-        yield Ended(stage, child.exitcode)
+        yield ProcessExited(stage, child.exitcode)
     finally:
         if child.is_alive():
             child.kill()
@@ -59,7 +59,7 @@ def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage)
 
 
 class _Done(NamedTuple):
-    """The target has returned."""
+    """Message that the target has returned."""
 
 
 def _main(sender: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:

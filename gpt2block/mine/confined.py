@@ -1,8 +1,8 @@
-"""Limits of a program that g++ has compiled from a user's file.
+"""Limit the resources of a program that g++ has compiled from a user's file.
 
-Its host code, such as the initializer of a global variable, runs with the user's rights. What the
-system offers limits it: memory, the size of files (none can be written), processes, and no
-network. It can still read and delete the user's files.
+The program's host code, such as the initializer of a global variable, runs with the user's rights.
+The operating system limits its memory, the size of its files (to 0), the number of its processes
+and its access to the network. The program can still read and delete the user's files.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import shutil
 import subprocess
 from functools import cache
 
-MEMORY = 4 << 30  # bytes
-PROCESSES = 64  # of the program's own user namespace
-_APART = (  # a network and processes of its own, which end with it
+MEMORY = 4 << 30  # bytes of memory
+PROCESSES = 64  # maximum number of processes in the program's user namespace
+_APART = (  # separate network and process namespaces; the program's processes end with it
     *("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork"),
     "--kill-child",
 )
 
 
 def confined(races: bool) -> tuple[str, ...]:
-    """The words of a command that runs a program within limits, as far as they work here.
+    """Return the command prefix that runs a program within the limits that work on this system.
 
-    races: the program is the one that finds races. The other one is under AddressSanitizer, whose
-    table of all memory would count as data: it watches its own memory.
+    races: whether the program is built to find races, with limited memory. Otherwise it is built
+    with AddressSanitizer, whose shadow memory would exceed the limit; it limits its own memory.
     """
     memory = MEMORY if races else None
     return (
@@ -35,14 +35,15 @@ def confined(races: bool) -> tuple[str, ...]:
 
 @cache
 def _apart() -> tuple[str, ...]:
-    """Namespaces; nothing where unprivileged users may not make any."""
+    """Return the command prefix for namespaces; empty if unprivileged users cannot create them."""
     return _APART if _works(*_APART) else ()
 
 
 @cache
 def _limits(memory: int | None) -> tuple[str, ...]:
     data = () if memory is None else (f"--data={memory}",)
-    processes = (f"--nproc={PROCESSES}",) if _apart() else ()  # else all of the user's count
+    # Without a namespace, the limit would count all of the user's processes.
+    processes = (f"--nproc={PROCESSES}",) if _apart() else ()
     words = ("prlimit", "--fsize=0", "--core=0", *data, *processes)
     return words if _works(*words) else ()
 

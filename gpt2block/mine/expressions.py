@@ -1,4 +1,4 @@
-"""Arithmetic of launch lines, such as ceil(N / 256): whole numbers and names, evaluated exactly."""
+"""Evaluate the integer expressions of launch lines, such as ceil(N / 256), exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, floor
 
 from gpt2block.errors import InputError
 
-LONGEST = 200  # characters
+LONGEST = 200  # maximum length of an expression in characters
 LARGEST = 2**63
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
@@ -28,10 +28,10 @@ _FUNCTIONS: Mapping[str, Callable[[list[Fraction]], Fraction]] = {
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:
-    """The value of an expression of + - * / // %, ceil, floor, min, max and the names in `sizes`.
+    """Evaluate an expression of + - * / // %, ceil, floor, min, max and the names in `sizes`.
 
-    `/` is exact: ceil(N / 8) is right for any N. Raises InputError for anything else, and if the
-    result is no whole number.
+    `/` is exact, so that ceil(N / 8) is correct for any N. Raises InputError for any other syntax,
+    and if the result is not an integer.
     """
     try:
         if len(text) > LONGEST:

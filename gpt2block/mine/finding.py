@@ -1,4 +1,4 @@
-"""What is wrong with a kernel, in words, with the lines of its file."""
+"""Describe a problem of a kernel, with the lines of its file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gpt2block.emulator.loader import END
 from gpt2block.mine.confined import MEMORY
 from gpt2block.mine.source import UserSource
 
-MOST_ERRORS = 3  # of a compiler
+MOST_ERRORS = 3  # maximum number of compiler errors shown
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
 HOST = (
-    "a function without __device__ is one of the host, which the compiler of kernels (NVRTC) "
+    "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "
     "refuses: write __device__ before it"
 )
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
@@ -44,11 +44,13 @@ _SUMMARIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` is one or a few lines; `lines` are numbers of lines in the file.
+    """A problem of a kernel.
 
-    `at` says when and where, with a preposition. `printed` is the text that the kernel has printed.
-    A wrong result has its largest error, absolute and relative to the largest value, and `bound`,
-    the relative error that is rounding. `fragile`: only on special inputs, such as large scores.
+    what: a description of one or a few lines. lines: line numbers in the file. at: when and where
+    the problem occurs, with a preposition. printed: text that the kernel printed. max_abs, max_rel:
+    the largest error of a wrong result, absolute and relative to the largest value. bound: the
+    relative error that rounding explains. fragile: whether the kernel is wrong only for special
+    inputs, such as large scores.
     """
 
     what: str
@@ -62,20 +64,20 @@ class Finding:
 
 
 def headline(source: UserSource, found: Finding) -> str:
-    """What is wrong, with the file and its first line."""
+    """Return the description of a problem, with the file and the first line concerned."""
     place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
     return found.what if found.what.startswith(source.file) else place + found.what
 
 
 def numbered(source: UserSource, found: Finding) -> list[str]:
-    """The lines of the file, with their numbers."""
+    """Return the source lines of a problem, with their numbers."""
     return [
         f"{number:>5} | {source.line(number).expandtabs(4)}" for number in sorted({*found.lines})
     ]
 
 
 def of_compiler(source: UserSource, log: str) -> Finding:
-    """The first errors of g++ or of NVRTC."""
+    """Return the Finding with the first errors in the log of g++ or NVRTC."""
     file = re.escape(source.file)
     found = re.findall(
         rf"^(?:.*/)?{file}:(\d+)(?::\d+)?: (?:(?:fatal )?error: )?(.+)$|"
@@ -109,7 +111,7 @@ def of_compiler(source: UserSource, log: str) -> Finding:
 
 
 def of_emulator(source: UserSource, report: str, at: str) -> Finding:
-    """A report of the emulator's launch, such as AddressSanitizer's."""
+    """Return the Finding for a report of an emulated launch, such as AddressSanitizer's."""
     place = _PLACE.search(report)
     where = f"in {place[1]}, {at}" if place else at
     lines = _lines(source, report)
@@ -117,7 +119,7 @@ def of_emulator(source: UserSource, report: str, at: str) -> Finding:
 
 
 def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:
-    """A wrong result, with what the emulator has noted that may be the cause."""
+    """Add possible causes, noted by the emulator, to the Finding of a wrong result."""
     said = "".join(f"\nPossibly because {note}" for note in dict.fromkeys(notes))
     return replace(found, what=found.what + said, lines=_lines(source, said))
 
@@ -127,7 +129,7 @@ def _said(source: UserSource, report: str) -> str:
 
 
 def _of_an_access(report: str) -> str:
-    """A wrong access to an array, or ""."""
+    """Describe an invalid access to an array in a report; return "" if there is none."""
     if outside := _OUTSIDE.search(report):
         return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
     if early := _EARLY.search(report):
@@ -154,7 +156,10 @@ def _of_a_program(source: UserSource, report: str) -> str:
 
 
 def _lines(source: UserSource, report: str) -> tuple[int, ...]:
-    """The lines of the file in a report, each once; of an overrun, that of the access alone."""
+    """Return the file's line numbers in a report, without repetitions.
+
+    For an overrun, only the line of the access is returned.
+    """
     numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
     distinct = tuple(dict.fromkeys(map(int, numbers)))
     several = "race in " in report or "divergent barrier" in report

@@ -1,4 +1,4 @@
-"""A user's kernel with the arguments of an operation: a `Bound`, as every built-in variant has."""
+"""Match a user's kernel with the arguments of an operation, and bind it like a built-in variant."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from gpt2block.ops.call import Asked
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
 
-MINE = "mine"  # the name of its variant
-THREADS = 1024  # of a block, at most
+MINE = "mine"  # variant name of the user's kernel
+THREADS = 1024  # maximum threads per block
 GRID = (2**31 - 1, 65535, 65535)
-ELEMENTS: Mapping[str, str] = {  # C++ type → dtype; T is that of the activations
+ELEMENTS: Mapping[str, str] = {  # C++ element type → dtype; type T has the activations' dtype
     "float": "float32",
     "__half": "float16",
     "half": "float16",
@@ -42,24 +42,24 @@ INTEGERS: dict[str, type[np.generic]] = {
     "unsigned": np.uint32,
     "unsigned int": np.uint32,
     "long": np.int64,
-    "unsigned long long": np.int64,  # the same bytes; uint64 is the type of a pointer
+    "unsigned long long": np.int64,  # same bytes as int64; np.uint64 marks a pointer
     "long long int": np.int64,
     "size_t": np.int64,
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
 Allocate = Callable[[Output], Any]
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # grid, block, bytes of shared memory
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # (grid, block, bytes of shared memory)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a file for an operation; `names` are its arguments, one for each parameter."""
+    """A user's kernel for an operation."""
 
     source: UserSource
-    operation_name: str  # the operation itself holds functions, which no process can send
-    dtype: str  # of the activations
-    names: tuple[str, ...]
+    operation_name: str  # name only, as an Operation holds functions that cannot be pickled
+    dtype: str  # dtype of the activations
+    names: tuple[str, ...]  # argument of each parameter
 
     @property
     def operation(self) -> Operation:
@@ -72,10 +72,10 @@ class Kernel:
         allocate: Allocate = lambda output: cupy.empty(output.shape, output.dtype),
         **attrs: Any,
     ) -> Bound:
-        """Bind arrays on the current device; `extra` has the outputs besides the result.
+        """Bind arrays on the current device; `extra` has the outputs other than the result.
 
-        allocate: gives the outputs, except for a result `out`. Raises InputError if the launch
-        exceeds the limits of the device.
+        allocate: returns the array for an output; not called for the result if `out` is passed.
+        Raises InputError if the launch exceeds the limits of the device.
         """
         values = arguments.values(self.operation, inputs, attrs)
         result, *others = self.outputs(values)
@@ -97,17 +97,17 @@ class Kernel:
         return Bound(arrays[result], (launch,), tuple(arrays[name] for name in others))
 
     def outputs(self, values: Values) -> list[str]:
-        """The names of the outputs that the kernel writes, the result first."""
+        """Return the names of the outputs that the kernel writes, the result first."""
         return [name for name in values.outputs if name in self.names]
 
     @property
     def defines(self) -> kernels.Defines:
-        """The dtype of `T`, and a hash: kernels are cached by file and constants."""
+        """Macros: the type T, and a hash of the text, as kernels are cached by file and macros."""
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
     def geometry(self, sizes: Mapping[str, int]) -> Geometry:
-        """Grid, block and shared memory for `Values.sizes`."""
+        """Return the launch geometry for `Values.sizes`. Raises InputError if it is not valid."""
         text = self.source.launch
         block = self._extents("block", text.block, sizes)
         if prod(block) > THREADS:
@@ -155,7 +155,7 @@ class Kernel:
             raise InputError(*self.source.setting(option), f": {error}") from None
 
     def as_operation(self) -> Operation:
-        """The operation with this kernel as a further variant, "mine", for the race."""
+        """Return the operation with this kernel as an additional variant "mine", to time it."""
         names, own = (self.source.name,), self.operation
         mine = Variant(MINE, self.source.file, names, self.bind, own=True)
 
@@ -173,16 +173,16 @@ class Kernel:
 def matched(
     source: UserSource, operation: Operation, stored: tuple[str, str], args: str | None = None
 ) -> Kernel:
-    """Find the argument of each parameter by its name, or by `args`, a name for each.
+    """Find the argument of each parameter by the parameter's name, or from the list `args`.
 
-    stored: dtype and layout, as `measure.check_storage` returns them. Raises InputError with the
-    parameter, what was expected and what is known.
+    stored: (dtype, layout), as `measure.check_storage` returns them. args: names of arguments in
+    the order of the parameters. Raises InputError for a parameter without a matching argument.
     """
     dtype, layout = stored
     if dtype in kernels.FP8:
         plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
         raise InputError(
-            Argument("dtype"), f" {dtype}: for a kernel of your own expected one of {plain}"
+            Argument("dtype"), f" {dtype}: for a user's kernel expected one of {plain}"
         )
     arguments.check_known(operation)
     sizes, attrs = operation.cases[0]
@@ -209,7 +209,7 @@ def matched(
 
 
 def _device() -> str:
-    """The GPU whose limits hold, in words."""
+    """Describe the GPU whose limits apply, by its compute capability."""
     major, minor = divmod(compute_capability(), 10)
     emulated = ", which the emulator has" if replaced() else ""
     return f" for a block of compute capability {major}.{minor}{emulated}"
@@ -220,7 +220,7 @@ def described(sizes: Mapping[str, int]) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """The parts between commas that are outside parentheses."""
+    """Split a text at commas outside parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += {"(": 1, ")": -1}.get(letter, 0)

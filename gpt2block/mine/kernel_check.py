@@ -1,4 +1,4 @@
-"""`check_kernel`: a user's kernel checked from Python, as `gpt2block kernels --mine` does."""
+"""Check a user's kernel from Python: `check_kernel`, as `gpt2block kernels --mine` does."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from gpt2block.mine.source import OWN, read
 from gpt2block.notebook import paragraph, table, text_table
 from gpt2block.ops.registry import find, stated_sizes
 
-FILE = "my.cu"  # the name of a source that is given as text
+FILE = "my.cu"  # file name of a source that is passed as text
 RED = "color: #c62828; font-weight: bold"
 
 
 @dataclass(frozen=True, repr=False)
 class KernelCheck:
-    """What `check_kernel` has found: a table and a verdict, as text and in a notebook.
+    """The result of `check_kernel`, shown as a table and a verdict, as text and in a notebook.
 
-    `right`: whether every result is right. `checks`: the results, one for each size and kind of
-    inputs, up to the first problem: `sizes`, `inputs` ("" for random numbers), `geometry` (grid,
-    block, bytes of shared memory), `max_abs`, `max_rel` (relative to the largest value) and
-    `bound`, the largest relative error that is rounding. `problem`: None, or what is wrong:
-    `what`, the `lines` of the source, `at` which sizes, the error of a wrong result, and whether
-    the kernel is only `fragile`, wrong for special inputs such as large scores. `printed`: the text
-    that the kernel prints. `device`: "cpu", which is the emulator, or "cuda".
+    `right`: whether every result is correct. `checks`: the results, one for each size and kind of
+    inputs, up to the first problem, with `sizes`, `inputs` ("" for random numbers), `geometry`
+    (grid, block, bytes of shared memory), `max_abs`, `max_rel` (relative to the largest value) and
+    `bound`, the largest relative error that rounding explains. `problem`: None, or the problem,
+    with its description `what`, `lines` of the source, sizes `at` which it occurs, the error of a
+    wrong result, and `fragile`, true if the kernel is wrong only for special inputs such as large
+    scores. `printed`: text that the kernel printed. `device`: "cpu" (the emulator) or "cuda".
     """
 
     kernel: Kernel
@@ -57,7 +57,7 @@ class KernelCheck:
 
     @property
     def verdict(self) -> str:
-        """The last line of the text: what is wrong, or that nothing is."""
+        """The end of the text: the problem with its lines, or a statement that there is none."""
         if self.problem is None:
             return RIGHT if self.device == "cpu" else "Right."
         source = self.kernel.source
@@ -106,19 +106,20 @@ def check_kernel(
     layout: str | None = None,
     device: str | None = None,
 ) -> KernelCheck:
-    """Check a CUDA kernel of your own, as `gpt2block kernels OPERATION --mine FILE.cu` does.
+    """Check a user's CUDA kernel, as `gpt2block kernels OPERATION --mine FILE.cu` does.
 
-    It compares every output with float64 at several sizes, and on the emulator finds accesses out
-    of bounds, races and divergent barriers, with their lines. It prints nothing, and times nothing.
+    Compares every output with float64 at several sizes. The emulator also finds accesses out of
+    bounds, races and divergent barriers, with their lines. Prints nothing, and times nothing.
 
-    operation: such as "layernorm". source: the text of a `.cu` file, or its path. The emulator
-    compiles and runs it, host code included, with your rights: run what you have read. kernel: its
-    name, if there are several. grid, block, shared: expressions such as "ceil(N / 8)", in place of
-    the launch line. args: the argument of each parameter, such as "x,out,N,C". shape: sizes to
-    check at, alone, such as {"C": 768}. dtype, layout: of the arrays and of weights. device: "cpu"
-    for the emulator, which needs g++, "cuda", or None for a GPU where there is one. Raises
-    InputError for a source or argument that cannot be used, and DeviceError; what is wrong with a
-    kernel, or does not compile, is in the result.
+    operation: name of an operation, such as "layernorm". source: the text of a `.cu` file, or its
+    path. The emulator compiles and runs the file, including its host code, with your rights: do not
+    run a file that you have not read. kernel: name of the kernel, if the file has several. grid,
+    block, shared: expressions such as "ceil(N / 8)", which replace the launch line's. args: the
+    argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
+    {"C": 768}. dtype: dtype of the arrays. layout: layout of weights. device: "cpu" for the
+    emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. Raises
+    InputError for an invalid source or argument, and DeviceError. Errors of the kernel, including
+    compiler errors, are in the result.
     """
     found = find(operation)
     if device not in (None, "cpu", "cuda"):
@@ -133,7 +134,7 @@ def check_kernel(
         user = matched(text, found, stored, args)
     except InputError as error:
         parts = ("source" if part == OWN else part for part in error.parts)
-        if file != source:  # a text, whose folder says nothing
+        if file != source:  # source is a text: leave out the temporary folder
             parts = (p.replace(f"{file.parent}/", "") if isinstance(p, str) else p for p in parts)
         raise InputError(*parts) from None
     given = cases(user, stored[1], stated)
@@ -148,7 +149,7 @@ def check_kernel(
 
 
 def _file(source: str | Path) -> Path:
-    """The path of a source; a text is written to a file."""
+    """Return the path of a source; a source passed as text is written to a temporary file."""
     if not isinstance(source, (str, Path)):
         raise InputError(
             f"source: expected the text of a .cu file or its path, got {shown(source)}"
@@ -156,7 +157,7 @@ def _file(source: str | Path) -> Path:
     if isinstance(source, Path) or not ("\n" in source or "__global__" in source):
         return Path(source)
     data = source.encode(errors="surrogatepass")
-    folder = _folder() / hashlib.sha256(data).hexdigest()[:16]  # compiled once for each text
+    folder = _folder() / hashlib.sha256(data).hexdigest()[:16]  # same path, so compiled once
     folder.mkdir(exist_ok=True)
     (folder / FILE).write_bytes(data)
     return folder / FILE
@@ -164,7 +165,7 @@ def _file(source: str | Path) -> Path:
 
 @cache
 def _folder() -> Path:
-    """A folder of this process for texts, which is deleted at its end."""
+    """Create a folder for sources passed as text, which is deleted when this process ends."""
     folder = tempfile.mkdtemp(prefix="gpt2block-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

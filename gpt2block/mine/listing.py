@@ -1,4 +1,4 @@
-"""The file of one variant, without the kernels of the others."""
+"""Show the source file of one variant without the kernels of other variants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpt2block.ops.operation import Operation, Variant
 
 
 def rung(operation: Operation, which: str) -> Variant:
-    """A variant by its name, or by its place from 1; InputError lists both."""
+    """Return a variant by name, or by position from 1. Raises InputError, which lists the names."""
     named = {variant.name: variant for variant in operation.table}
     if which in named:
         return named[which]
@@ -21,9 +21,10 @@ def rung(operation: Operation, which: str) -> Variant:
 
 
 def listing(variant: Variant) -> list[tuple[int, str]]:
-    """The first line and the text of each part of the variant's file.
+    """Return (number of the first line, text) of each part of the variant's file.
 
-    Between two parts are kernels of other variants. What these alone call is included.
+    The kernels of other variants, which lie between the parts, are left out. Functions that only
+    they call are not left out.
     """
     source = kernels.read_source(variant.file)
     left_out: set[int] = set()
@@ -42,7 +43,7 @@ def listing(variant: Variant) -> list[tuple[int, str]]:
 
 
 def _lines(text: str, start: int, end: int) -> range:
-    """The lines of a kernel, with the comment above it: indices from 0."""
+    """Return the indices, from 0, of a kernel's lines and of the lines of the comment above it."""
     lines, first = text.splitlines(), text.count("\n", 0, start)
     while first and lines[first - 1].startswith(("//", "template")):
         first -= 1

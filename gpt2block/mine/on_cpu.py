@@ -1,4 +1,4 @@
-"""Kernels on the emulator: a user's own and the built-in ones, in three orders of threads."""
+"""Check a user's kernel and built-in kernels on the emulator, in three orders of threads."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from gpt2block.mine.check import Checked
 from gpt2block.mine.confined import confined
 from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
-from gpt2block.mine.refused import Needs, refused, too_many, without_literals
+from gpt2block.mine.refused import ResourceUsage, refused, too_many, without_literals
 from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
-LIMIT_S = 10.0  # of one launch
+LIMIT_S = 10.0  # time limit of one launch
 OTHER = "--shape checks and times others"
 
 
 class EmulatedRun(NamedTuple):
-    """How a launch runs: the order of threads, what it looks for, and how it is compiled.
+    """Settings of a launch: order of threads, search for races or invalid accesses, build of g++.
 
-    A user's kernel is compiled so that nothing is right by chance.
+    A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
+    a kernel that reads them cannot be right by chance.
     """
 
     order: emulator.Order
     races: bool = False
-    rehearsed: bool = False  # after two launches on other values in the same process
+    rehearsed: bool = False  # whether two launches on other values precede it in the same process
     build: Build = "patterned"
-    fill: int = check.NAN_BYTE  # the bytes of the outputs before
+    fill: int = check.NAN_BYTE  # byte that fills the outputs before the launch
 
 
-# First under AddressSanitizer, whose reports say most.
+# The first run is under AddressSanitizer, as its reports have the most details.
 RUNS = (
     EmulatedRun(ORDERS[0]),
     EmulatedRun(ORDERS[0], races=True),
@@ -54,7 +55,7 @@ RUNS = (
     EmulatedRun(ORDERS[2], fill=check.NEGATIVE_BYTE),
 )
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
-# What the emulator cannot judge, and what to do instead.
+# Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
     r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
     _INCLUDED % r"(?:cub|thrust)/.*": "has no CUB and no Thrust: write by hand what the file uses, "
@@ -69,7 +70,7 @@ Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
 
 
 def require_emulator() -> None:
-    """Raise DeviceError with what to install if the emulator cannot run."""
+    """Raise DeviceError, which says what to install, if the emulator cannot run."""
     if problem := emulator.missing():
         raise DeviceError(
             f"the emulator compiles kernels with g++, but {problem}: {emulator.INSTALL}"
@@ -79,14 +80,12 @@ def require_emulator() -> None:
 def check_kernel(
     kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Sizes | None = None
 ) -> Iterator[Checked | Finding]:
-    """The result of each case; ends with a Finding at the first problem.
+    """Yield the result of each case; stop with a Finding at the first problem.
 
-    timed: the sizes that a GPU times, by default the documented ones, at which a launch is only
-    evaluated.
-
-    The compiler of CUDA reads the file before. A case runs forward under AddressSanitizer, then
-    with the search for races, then in the other orders; one with special inputs only forward.
-    limit_s: of each of these launches.
+    First, NVRTC compiles the file. An ordinary case runs in forward order under AddressSanitizer,
+    then with the search for races, then in the other orders. A case of special inputs runs only in
+    forward order. limit_s: time limit of each launch. timed: the sizes that a GPU would time, by
+    default the documented sizes; only the launch geometry is evaluated for them.
     """
     require_emulator()
     _check_judged(kernel.source)
@@ -95,7 +94,7 @@ def check_kernel(
         yield needs
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of g++, which a cached program does not repeat
+        warnings.simplefilter("ignore")  # warnings of g++ would be missing for a cached program
         _compile_ahead(kernel, cases[0])
         for case in cases:
             found = _checked(kernel, case, needs, limit_s)
@@ -112,24 +111,30 @@ def check_kernel(
         yield replace(late, what=what)
 
 
-def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: Needs) -> Finding | None:
-    """Why no launch of these sizes (`Values.sizes`) can run; raises InputError, too."""
+def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
+    """Return the reason why a launch of these `Values.sizes` cannot run, or None.
+
+    Raises InputError for an invalid launch geometry.
+    """
     with emulated():
         most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
         return too_many(kernel, needs, kernel.geometry(sizes), most)
 
 
 def _check_judged(source: UserSource) -> None:
-    """InputError for what only a GPU can run: instructions and headers that g++ cannot compile."""
+    """Raise InputError for instructions and headers that only a GPU can run."""
     text = without_literals(source.text)
     for pattern, what in _ON_GPU.items():
-        if found := re.search(pattern, text, re.MULTILINE):
-            place = f"{source.file}:{text.count(chr(10), 0, found.start()) + 1}"
-            raise InputError(f"{place}: {found[1]}: the emulator {what}, or check it on a GPU")
+        if match := re.search(pattern, text, re.MULTILINE):
+            place = f"{source.file}:{text.count(chr(10), 0, match.start()) + 1}"
+            raise InputError(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
 
 
-def _checked(kernel: Kernel, case: Case, needs: Needs, limit_s: float) -> Checked | Finding:
-    """The result of a case, or why it cannot be launched. Raises InputError at a usual size."""
+def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -> Checked | Finding:
+    """Return the result of a case, or a Finding if it cannot be launched.
+
+    Raises InputError for a case of usual sizes with an invalid launch geometry.
+    """
     try:
         sizes = values(kernel.operation, case.inputs, case.attrs).sizes
         if finding := _unlaunchable(kernel, sizes, needs):
@@ -142,7 +147,7 @@ def _checked(kernel: Kernel, case: Case, needs: Needs, limit_s: float) -> Checke
 
 
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
-    """The worst result of three orders, if no launch reports anything."""
+    """Return the worst result of the runs in three orders, or the first Finding of a run."""
     done: list[Checked] = []
     notes: list[str] = []
     for run in RUNS[:1] if case.name else RUNS:
@@ -175,7 +180,10 @@ def _wrong(found: Checked | Finding) -> bool:
 def _run(
     kernel: Kernel, case: Case, run: EmulatedRun, limit_s: float, notes: list[str]
 ) -> Checked | Finding:
-    """The result of one launch, or what the emulator reports. notes: gets what may be a cause."""
+    """Return the result of one launch, or the Finding that the emulator reports.
+
+    notes: list to which the emulator's notes about possible causes are added.
+    """
     texts: list[str] = []
     limit_s *= 3 if run.rehearsed else 1
     checks = Checks(
@@ -198,8 +206,8 @@ def _run(
 
 
 def _compile_ahead(kernel: Kernel, case: Case) -> None:
-    """Start both programs, so that two cores compile at the same time."""
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
+    """Start compiling both programs, so that two CPU cores compile at the same time."""
+    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
     with emulated():
         arrays = tuple(map(measure.uploaded, case.inputs))
@@ -209,11 +217,11 @@ def _compile_ahead(kernel: Kernel, case: Case) -> None:
 
 @dataclass(frozen=True)
 class Rung:
-    """A built-in variant on the emulator: its worst error over sizes and orders."""
+    """The result of a built-in variant on the emulator: its worst error over sizes and orders."""
 
     variant: str
     kernels: tuple[str, ...]
-    sizes: tuple[Sizes, ...]  # that it takes
+    sizes: tuple[Sizes, ...]  # sizes that the variant supports
     max_abs: float
     max_rel: float
     dtype: str
@@ -231,9 +239,10 @@ def check_variants(
     cases: Sequence[tuple[Sizes, Attrs]],
     seen: Callable[[Sequence[Variant]], Iterable[Variant]] = iter,
 ) -> tuple[list[Rung], list[str]]:
-    """Every variant at every size that it takes, and a line for each that cannot run.
+    """Check every variant at every size that it supports; return results and messages.
 
-    seen: gets the variants and gives them back one by one, such as a progress bar.
+    There is a message for each variant that cannot run. seen: wraps the iteration over the
+    variants, such as a progress bar.
     """
     require_emulator()
     dtype, layout = stored
@@ -263,14 +272,14 @@ def _variant(
     prepared: Sequence[Prepared],
     dtype: str,
 ) -> Rung | str:
-    """A variant at each size, or why it takes none."""
+    """Check a variant at each size that it supports, or return why it supports none."""
     taken: list[Sizes] = []
     off, why = (0.0, 0.0), ""
     for operation, sizes, host, truth in prepared:
         try:
             for run in sorted(RUNS, key=lambda run: run.races):  # errors before races
                 with emulated(run.order, checks=Checks(run.races)):
-                    arrays = tuple(map(measure.uploaded, host))  # a launch keeps none alive
+                    arrays = tuple(map(measure.uploaded, host))  # a launch holds no references
                     bound = _bound(operation, variant, arrays)
                     measure.poison(bound.out, arrays)
                     found = measure.errors(np.asarray(bound.run()), truth)
@@ -289,13 +298,13 @@ def _variant(
 
 
 def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> None:
-    """Start every program, so that two cores compile while the first ones run."""
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
+    """Start compiling every program, so that programs compile while the first ones run."""
+    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
     with emulated():
         for variant in variants:
             for operation, _, host, _ in prepared:
-                with suppress(InputError, KernelError):  # which `_variant` reports
+                with suppress(InputError, KernelError):  # `_variant` reports these errors
                     arrays = tuple(map(measure.uploaded, host))
                     stand_in.compile_ahead(_bound(operation, variant, arrays).launches)
 

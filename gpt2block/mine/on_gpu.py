@@ -1,7 +1,7 @@
-"""A user's kernel on the GPU: checked, then timed in one race with the built-in variants.
+"""Check a user's kernel on the GPU, then time it together with the built-in variants.
 
-All of it happens in a child process: a kernel that hangs can only be ended with its process, and
-one that accesses a wrong address leaves its process without a usable GPU.
+The kernel runs in a child process: a kernel that hangs can only be stopped with its process, and a
+kernel that accesses an invalid address makes its process's CUDA context unusable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
 from gpt2block.mine.cases import Case
 from gpt2block.mine.check import Checked
-from gpt2block.mine.child import Ended, Send, Stage, supervised
+from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.ops.operation import Sizes
@@ -27,10 +27,10 @@ CHECK_S, RACE_S = 20.0, 600.0
 
 @dataclass(frozen=True)
 class ChildJob:
-    """What the child does.
+    """The work of the child process.
 
-    variants: the names of the built-in ones in the race. sizes: those of the race; None for checks
-    alone.
+    variants: names of the built-in variants in the benchmark. sizes: sizes of the benchmark; None
+    for checks only.
     """
 
     kernel: Kernel
@@ -39,36 +39,36 @@ class ChildJob:
     sizes: Sizes | None
     stored: tuple[str, str]
     peer: str | None = None
-    sweep: bool = False  # every block size of the built-in ones
-    check_s: float = CHECK_S  # the time limit of a check
+    sweep: bool = False  # whether built-in variants are timed with every block size
+    check_s: float = CHECK_S  # time limit of a check in seconds
 
 
 @dataclass(frozen=True)
-class Raced:
-    """The result of the race; `ceiling` was measured in the same process."""
+class BenchmarkResult:
+    """The result of the benchmark; `ceiling` was measured in the same process."""
 
     rows: list[Measurement]
     skipped: list[str]
     ceiling: Ceilings
 
 
-def run(job: ChildJob) -> Iterator[Checked | Finding | Raced]:
-    """The result of each case, then of the race; ends with a Finding at the first problem.
+def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
+    """Yield the result of each case, then of the benchmark; stop at the first Finding.
 
-    A kernel that is wrong on special inputs alone is timed all the same. Raises InputError for
-    sizes that a launch cannot have, and DeviceError.
+    A kernel that is wrong only for special inputs is still timed. Raises InputError for sizes at
+    which the kernel cannot be launched, and DeviceError.
     """
     for message in supervised(serve, (job,), START):
         if isinstance(message, (DeviceError, InputError)):
             raise message
-        if isinstance(message, Ended):
+        if isinstance(message, ProcessExited):
             yield _ended(job.kernel, message)
         else:
             yield message
 
 
 def serve(send: Send, job: ChildJob) -> None:
-    """In the child: check, then time."""
+    """Run in the child process: check the kernel, then time it."""
     try:
         if _compiled(send, job) and _right(send, job) and job.sizes:
             _race(send, job, job.sizes)
@@ -88,11 +88,11 @@ def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
     except Exception as error:
         send(_failed(error, described(sizes)))
         return
-    send(Raced(rows, skipped, ceiling))
+    send(BenchmarkResult(rows, skipped, ceiling))
 
 
 def _compiled(send: Send, job: ChildJob) -> bool:
-    """Whether NVRTC accepts the file."""
+    """Return whether NVRTC compiles the file; send its errors."""
     send(COMPILE)
     case = job.cases[0]
     arrays = tuple(map(measure.uploaded, case.inputs))
@@ -106,7 +106,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
 
 
 def _right(send: Send, job: ChildJob) -> bool:
-    """Whether every case but special ones is right; sends the result of each."""
+    """Return whether every case except special ones is correct; send the result of each case."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
@@ -124,7 +124,7 @@ def _right(send: Send, job: ChildJob) -> bool:
 
 
 def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
-    """The result of three launches in this process, of which the last is on other outputs."""
+    """Return the result of three launches, the last with another fill of the outputs."""
     first, second = (check.compare(kernel, case, guarded=True) for _ in range(2))
     if first.problem:
         return check.finding(first, case)
@@ -135,7 +135,10 @@ def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
 
 
 def _failed(error: Exception, where: str) -> Finding:
-    """An exception of CUDA, after which the process has no usable GPU; raises any other."""
+    """Return the Finding for a CUDA exception, after which the context is unusable.
+
+    Re-raise any other exception.
+    """
     if not type(error).__name__.startswith(("CUDA", "OutOfMemory")):
         raise error
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -148,8 +151,8 @@ def _failed(error: Exception, where: str) -> Finding:
     return Finding(said, at=f"at {where}")
 
 
-def _ended(kernel: Kernel, end: Ended) -> Finding:
-    """A child that was killed, or that crashed."""
+def _ended(kernel: Kernel, end: ProcessExited) -> Finding:
+    """Return the Finding for a child that was killed or that crashed."""
     if end.exitcode is None:
         what = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s, and was ended"
         return Finding(f"{what}: --device cpu shows the line", at=f"during {end.stage.name}")

@@ -1,4 +1,4 @@
-"""Everything found about a user's kernel."""
+"""Collect the results of the checks and the benchmark of a user's kernel."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any
 from gpt2block.mine.check import Checked
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Kernel
-from gpt2block.mine.on_gpu import Raced
+from gpt2block.mine.on_gpu import BenchmarkResult
 
 CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
-RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # on the emulator
+RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # emulator's verdict
 
 
-COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # of the table of checks
+COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table
 
 
 def printed(checked: Iterable[Checked], problem: Finding | None) -> str:
-    """What the kernel prints, in the first check in which it prints anything."""
+    """Return the text that the kernel printed in the first check in which it printed any."""
     texts = (each.printed for each in (*checked, *((problem,) if problem else ())))
     return next(filter(None, texts), "")
 
 
 def titled(kernel: Kernel, on_cpu: bool) -> str:
-    """What was checked, and where."""
+    """Return the title of a check: operation, kernel, file and device."""
     source = kernel.source
     return f"{kernel.operation.name}: {source.name} of {source.file}, {CPU if on_cpu else GPU}"
 
 
 @dataclass
 class CheckOutcome:
-    """The results in the order of the checks; `problem` is what ended them."""
+    """The results in the order of the checks. problem: the Finding that ended them, or None."""
 
     checked: list[Checked] = field(default_factory=list)
     problem: Finding | None = None
-    raced: Raced | None = None
+    raced: BenchmarkResult | None = None
 
     @classmethod
-    def of(cls, results: Iterable[Checked | Finding | Raced]) -> CheckOutcome:
+    def of(cls, results: Iterable[Checked | Finding | BenchmarkResult]) -> CheckOutcome:
         found = cls()
         for result in results:
             if isinstance(result, Checked):
@@ -57,7 +57,7 @@ class CheckOutcome:
         return self.problem is None and all(row.right for row in rows)
 
     def report(self, kernel: Kernel, device: str) -> dict[str, Any]:
-        """Everything for JSON."""
+        """Return all results as a dict for JSON."""
         found: dict[str, Any] = {
             "operation": kernel.operation.name,
             "file": str(kernel.source.path),

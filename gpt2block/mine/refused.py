@@ -1,7 +1,8 @@
-"""What the compiler of CUDA refuses, and g++ accepts: found before the emulator runs a kernel.
+"""Find errors that g++ accepts but NVRTC or a GPU does not, before the emulator runs a kernel.
 
-Where CuPy is installed, NVRTC compiles the file; it needs no GPU. Without it, the file is searched
-for the usual cases. What NVRTC accepts, but no GPU can run, is checked in both cases.
+If CuPy is installed, NVRTC compiles the file, which needs no GPU. Without NVRTC, the file is
+searched for the most frequent errors. Errors that NVRTC accepts, but that prevent a launch on a
+GPU, are checked in both cases.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from gpt2block.mine.finding import HOST, Finding, of_compiler
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.mine.source import UserSource, numbers
 
-MOST_STATIC = 48 << 10  # bytes of shared variables of a kernel
-MOST_CONSTANT = 64 << 10  # bytes of constants of a file
-REGISTERS = 1 << 16  # of a block
-WARP, UNIT = 32, 8  # registers are given to a warp, so many of each thread at a time
-ARCHITECTURE = "sm_80"  # what the emulator is
+MOST_STATIC = 48 << 10  # maximum bytes of a kernel's static shared memory
+MOST_CONSTANT = 64 << 10  # maximum bytes of a file's constant memory
+REGISTERS = 1 << 16  # registers per block
+WARP, UNIT = 32, 8  # threads per warp; registers of a thread are allocated in multiples of UNIT
+ARCHITECTURE = "sm_80"  # architecture that the emulator imitates
 _BYTES = {
     "bool": 1, "char": 1, "short": 2, "half": 2, "__half": 2, "__nv_bfloat16": 2,
     "int": 4, "unsigned": 4, "float": 4, "half2": 4, "__half2": 4, "__nv_bfloat162": 4,
@@ -40,15 +41,15 @@ _TYPE = re.compile(r"\b(struct|class|union|enum)\s+\w*\s*(:[^{]*)?$|=\s*$")
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\'')
 
 
-class Needs(NamedTuple):
-    """What a kernel takes of a multiprocessor; 0 if no compiler has said it."""
+class ResourceUsage(NamedTuple):
+    """Registers and shared memory of a kernel as ptxas reports them; 0 if not known."""
 
-    registers: int = 0  # of a thread
-    shared: int = 0  # bytes of its shared variables
+    registers: int = 0  # registers per thread
+    shared: int = 0  # bytes of static shared memory
 
 
-def refused(kernel: Kernel) -> Finding | Needs:
-    """What the compiler of CUDA says about the file of a kernel."""
+def refused(kernel: Kernel) -> Finding | ResourceUsage:
+    """Compile the file of a kernel; return the kernel's resources, or a Finding for an error."""
     text = without_literals(kernel.source.text)
     needs = _compiled(kernel)
     if isinstance(needs, Finding):
@@ -57,11 +58,16 @@ def refused(kernel: Kernel) -> Finding | Needs:
         found = _host_function(kernel.source, text) or _too_large(kernel.source, text)
         if found:
             return found
-    return _stored_constant(kernel.source, text) or needs or Needs()
+    return _stored_constant(kernel.source, text) or needs or ResourceUsage()
 
 
-def too_many(kernel: Kernel, needs: Needs, geometry: Geometry, most_shared: int) -> Finding | None:
-    """Why no GPU can launch a block of this size; most_shared: bytes that a block can have."""
+def too_many(
+    kernel: Kernel, needs: ResourceUsage, geometry: Geometry, most_shared: int
+) -> Finding | None:
+    """Return the reason why no GPU can launch a block of this size, or None.
+
+    most_shared: maximum bytes of shared memory per block.
+    """
     _, block, dynamic = geometry
     warps = -(-prod(block) // WARP)
     taken = warps * WARP * -(-needs.registers // UNIT) * UNIT
@@ -82,20 +88,20 @@ def too_many(kernel: Kernel, needs: Needs, geometry: Geometry, most_shared: int)
     return None
 
 
-def _compiled(kernel: Kernel) -> Finding | Needs | None:
-    """What NVRTC says; None if it cannot be used here."""
+def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
+    """Return NVRTC's result; None if NVRTC, or a header that it needs, is not installed."""
     file = str(kernel.source.path)
     try:
         log = kernels.compile_for(file, ARCHITECTURE, kernels.stored_as(kernel.dtype)).log
     except KernelError as error:
         if re.search(r'cannot open source file "(cuda|cooperative|crt/|mma\.h)', str(error)):
-            return None  # a header of CUDA, which is not installed
+            return None  # a header of CUDA is not installed
         return of_compiler(kernel.source, str(error))
-    except (DeviceError, ImportError, OSError, RuntimeError):  # no CuPy, or no library of NVRTC
+    except (DeviceError, ImportError, OSError, RuntimeError):  # CuPy or NVRTC is not installed
         return None
     own = log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
-    return Needs(int(used[1]), int(used[2] or 0)) if used else Needs()
+    return ResourceUsage(int(used[1]), int(used[2] or 0)) if used else ResourceUsage()
 
 
 def _host_function(source: UserSource, text: str) -> Finding | None:
@@ -107,7 +113,7 @@ def _host_function(source: UserSource, text: str) -> Finding | None:
 
 
 def _functions(text: str) -> Iterator[tuple[str, str, int]]:
-    """Name, text before the body, and start of each function of a namespace."""
+    """Yield (name, text before the body, start) of each function at namespace scope."""
     begin, depth = 0, 0
     for found in re.finditer(r"^[ \t]*#(?:[^\\\n]|\\.)*|[{};]", text, re.MULTILINE | re.DOTALL):
         mark, header = found[0], text[begin : found.start()]
@@ -140,7 +146,7 @@ def _too_large(source: UserSource, text: str) -> Finding | None:
 
 
 def _declared(kind: str, text: str, source: UserSource) -> Iterator[tuple[str, int]]:
-    """Name and bytes of each variable of a kind; 0 bytes where the type or a size is not known."""
+    """Yield (name, bytes) of each __shared__ or __constant__ variable; 0 bytes if not known."""
     known = numbers(source.text)
     for found in re.finditer(_DECLARED.format(kind=kind), text):
         for name, extents in _NAMED.findall(found["names"]):
@@ -152,7 +158,7 @@ def _declared(kind: str, text: str, source: UserSource) -> Iterator[tuple[str, i
 
 
 def _stored_constant(source: UserSource, text: str) -> Finding | None:
-    """A store to a constant, which compiles, and which a GPU ignores or answers with an error."""
+    """Find a store to a __constant__ variable: it compiles, but is ignored or an error on a GPU."""
     for name, _ in _declared("__constant__", text, source):
         place = rf"\b{name}\s*(?:\[[^\]]*\]\s*)*(?:\.\w+\s*)?"
         stored = rf"{place}(?:[-+*/|&^]|<<|>>)?=(?!=)|{place}(?:\+\+|--)|(?:\+\+|--)\s*{name}\b"
@@ -167,6 +173,6 @@ def _stored_constant(source: UserSource, text: str) -> Finding | None:
 
 
 def without_literals(text: str) -> str:
-    """The text of a file with blanks in place of comments and of what strings hold."""
+    """Replace comments by blanks and the contents of string literals by underscores."""
     plain = kernels.without_comments(text)
     return _LITERAL.sub(lambda found: f'"{"_" * (len(found[0]) - 2)}"', plain)

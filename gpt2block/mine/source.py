@@ -1,4 +1,4 @@
-"""A `.cu` file of the user's: its kernels, their prototypes and launch lines."""
+"""Read a user's `.cu` file: its kernels, their prototypes and launch lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gpt2block.cuda.kernels import Parameter
 from gpt2block.errors import Argument, InputError
 from gpt2block.mine.expressions import evaluated
 
-OWN = Argument("mine")  # the file, in messages
+OWN = Argument("mine")  # option that names the file, for messages
 TEMPLATE = "`gpt2block kernels OPERATION --template`"
 EXAMPLE = "// launch: grid=ceil(N / block) block=256"
 BLOCK = "256"
-LARGEST_FILE = 1 << 20  # bytes
+LARGEST_FILE = 1 << 20  # maximum bytes of a file
 _LAUNCH = re.compile(r"^[ \t]*//[ \t]*launch:(.*)$", re.MULTILINE)
 _SETTING = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=\w+\s*=|$)")
 _GLOBAL = re.compile(r"__global__\s[^;{(]*?(\w+)\s*\(")
@@ -32,7 +32,7 @@ _KEYS = ("grid", "block", "shared")
 
 @dataclass(frozen=True)
 class LaunchText:
-    """Grid and block, one to three expressions each, and bytes of dynamic shared memory."""
+    """Texts of a launch: one to three expressions for grid and block, bytes of shared memory."""
 
     grid: str
     block: str = BLOCK
@@ -41,7 +41,7 @@ class LaunchText:
 
 @dataclass(frozen=True)
 class UserSource:
-    """One kernel of a file. `stated`: the settings that its launch line, `launch_line`, gives."""
+    """A kernel of a file. launch_line: line number. stated: settings that the launch line has."""
 
     path: Path
     text: str
@@ -56,7 +56,7 @@ class UserSource:
         return self.path.name
 
     def place(self, parameter: str | None = None) -> str:
-        """File and line of the kernel's name, or of one of its parameters: my.cu:12."""
+        """Return file and line of the kernel's name or of a parameter, such as my.cu:12."""
         plain, end = kernels.without_comments(self.text), self._named[1]
         if parameter:
             named = rf"[^)]*?\b{re.escape(parameter)}(?=\s*[,)])"
@@ -65,7 +65,7 @@ class UserSource:
         return f"{self.file}:{plain.count(chr(10), 0, end) + 1}"
 
     def setting(self, key: str, value: str = "") -> tuple[object, ...]:
-        """The parts of a message that name a setting: its option, or its place in the file."""
+        """Return the parts of a message that name a setting: the option, or its launch line."""
         if key not in self.stated:
             return Argument(key), f" {value}" if value else ""
         written = f"{key}={value}" if value else key
@@ -73,12 +73,12 @@ class UserSource:
 
     @property
     def number(self) -> int:
-        """The line of the kernel's name."""
+        """Line number of the kernel's name."""
         return self.text.count("\n", 0, self._named[1]) + 1
 
     @property
     def most_threads(self) -> int | None:
-        """The threads of a block that `__launch_bounds__` allows, if it states a number."""
+        """Threads per block that `__launch_bounds__` allows, or None if it states no number."""
         start, end = self._named
         plain = kernels.without_comments(self.text)[start:end]
         stated = re.search(r"__launch_bounds__\s*\(([^,()]*)", plain)
@@ -89,7 +89,7 @@ class UserSource:
 
     @property
     def _named(self) -> tuple[int, int]:
-        """Where the prototype begins, and where the kernel's name ends."""
+        """Offset of the prototype's start and of the end of the kernel's name."""
         plain = kernels.without_comments(self.text)
         found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
         return found.span() if found else (0, 0)
@@ -100,7 +100,7 @@ class UserSource:
 
     @property
     def waits(self) -> bool:
-        """Whether the file is one for launches that overlap (kernels_cu/lib/overlap.cuh)."""
+        """Whether the kernel supports overlapping launches (kernels_cu/lib/overlap.cuh)."""
         return "wait_for_previous(" in kernels.without_comments(self.text)
 
 
@@ -111,10 +111,11 @@ def read(
     block: str | None = None,
     shared: str | None = None,
 ) -> UserSource:
-    """The kernel of a file, by name if there are several, with its launch line.
+    """Read a kernel of a file, with its launch line.
 
-    grid, block, shared: replace those of the launch line. Raises InputError, which says what to
-    write in the file or on the command line.
+    kernel: name of the kernel, if the file has several. grid, block, shared: expressions that
+    replace the launch line's. Raises InputError, which says what to write in the file or on the
+    command line.
     """
     text = _text(path)
     found = kernels.parse(text, str(path.resolve()))
@@ -151,7 +152,7 @@ def read(
 
 
 def numbers(text: str) -> dict[str, int]:
-    """The whole numbers that a file gives names to, by #define or constexpr."""
+    """Return the integers that a file defines by #define, const or constexpr, by name."""
     found: dict[str, int] = {}
     for name, value in _NUMBER.findall(kernels.without_comments(text)):
         with suppress(InputError):
@@ -166,7 +167,7 @@ def _text(path: Path) -> str:
         if path.stat().st_size > LARGEST_FILE:
             raise InputError(OWN, f" {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file")
         data = path.read_bytes()
-        if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # what > of Windows PowerShell writes
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # written by > in Windows PowerShell
             raise InputError(OWN, f" {path}: expected UTF-8, got UTF-16: save the file as UTF-8")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -182,7 +183,7 @@ def _text(path: Path) -> str:
 
 
 def _no_kernel(text: str) -> str:
-    """What a file without a readable prototype lacks, to be written after its name."""
+    """Describe the problem of a file without a readable prototype, as a suffix of the file name."""
     plain = kernels.without_comments(text)
     found = _GLOBAL.search(plain)
     if found is None:
@@ -195,7 +196,7 @@ def _no_kernel(text: str) -> str:
 
 
 def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:
-    """The last launch line before the kernel: its number, 0 if there is none, and its settings."""
+    """Return (line number, settings) of the last launch line before the kernel; 0 for none."""
     text = source.text
     at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)
     above = [found for found in _LAUNCH.finditer(text) if at is None or found.start() < at.start()]

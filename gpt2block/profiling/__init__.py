@@ -1,7 +1,7 @@
-"""What `gpt2block profile` measures and writes (docs/profile.md).
+"""Measurements and output of `gpt2block profile` (docs/profile.md).
 
-`runs` runs a model or block and gives a `Profile`; `trace` writes it in the Trace Event Format, and
-`summary` has a row for each operation.
+`runs` runs a model or block and returns a `Profile`. `trace` converts a Profile to the Trace Event
+Format, and `summary` to a table with a row for each operation.
 """
 
 from gpt2block.profiling.runs import (

@@ -1,4 +1,4 @@
-"""Passes of a model or block, run to be profiled: decoding, likelihoods, one block."""
+"""Run and time passes of a model or block: decoding, likelihoods, one block."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gpt2block.run.timeline import Call, Timeline
 from gpt2block.sampling import Sampling
 
 MOST_ROWS, MOST_STEPS = 4096, 100
-MOST_TOKENS = 2**17  # of all rows together
-MOST_OF_FREE = 8  # each array of the copy that gives the floor takes this part of the free memory
+MOST_TOKENS = 2**17  # maximum number of tokens of all rows together
+MOST_OF_FREE = 8  # arrays of the timed copy take at most 1/MOST_OF_FREE of the free memory each
 
 
 class TimedPass(NamedTuple):
-    """A pass, of the kind "prompt", "token", "score" or "block"."""
+    """A pass and its timeline. kind: "prompt", "token", "score" or "block"."""
 
     kind: str
     timeline: Timeline
@@ -38,8 +38,8 @@ class TimedPass(NamedTuple):
 class Profile:
     """Passes of one model or block, in the order in which they ran.
 
-    tokens: of each row, before the first new one with "generate". copy_gb_s: the rate of a copy in
-    the memory of the device, which gives the floor.
+    tokens: number of tokens per row; with "generate", before the first new token. copy_gb_s: GB/s
+    of a copy within the device's memory, from which the floor of a time follows.
     """
 
     what: str
@@ -52,14 +52,14 @@ class Profile:
     passes: Sequence[TimedPass]
 
     def floor_us(self, nbytes: int) -> float:
-        """The time in which a copy moves so many bytes."""
+        """Return the time in µs in which a copy moves `nbytes` bytes."""
         return 1e-3 * nbytes / self.copy_gb_s
 
 
 def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
-    """A prompt of random tokens for each row, then some steps of decoding.
+    """Time a prompt of random tokens for each row, then `steps` steps of decoding.
 
-    Sizes as `check_sizes` allows them. Raises InputError for more tokens than the context has.
+    The sizes must have passed `check_sizes`. Raises InputError if they exceed the model's context.
     """
     n_ctx = model.config.n_ctx
     if tokens + steps > n_ctx:
@@ -73,8 +73,8 @@ def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[T
         Start(slot, ids, Sampling(sample=slot), steps + 1)
         for slot, ids in enumerate(_random_ids(engine, rows, tokens))
     ]
-    # A GPU computes the prompts at the start, and one more token at each request; NumPy computes
-    # them at the first request.
+    # A GPU computes the prompts in `start` and one more token in each `next`; NumPy computes the
+    # prompts in the first `next`.
     prompts = engine.timed(partial(decoding.start, starts)) or engine.timed(decoding.next)
     passes = [TimedPass("prompt", each) for each in prompts]
     for _ in range(steps):
@@ -83,18 +83,18 @@ def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[T
 
 
 def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
-    """The likelihood of random tokens, computed as often as `steps` says; as `of_generate`."""
+    """Time the likelihood of `rows` random sequences `steps` times. Raises InputError."""
     n_ctx = model.config.n_ctx
     if not 2 <= tokens <= n_ctx:
         raise InputError(f"--tokens: expected 2 to {n_ctx}, the context of the model, got {tokens}")
     engine = model.engine
     call = partial(engine.log_likelihood, _random_ids(engine, rows, tokens))
-    call()  # the first one allocates and, on a GPU, compiles
+    call()  # the first call allocates memory and, on a GPU, compiles kernels
     return [TimedPass("score", each) for _ in range(steps) for each in engine.timed(call)]
 
 
 def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> list[TimedPass]:
-    """A block on random rows, computed as often as `steps` says."""
+    """Time a block on random input `steps` times."""
     width = block.spec.width
     x = random_input(0, (rows, tokens, width)).astype(FLOATS[block.dtype])
     call: Call = partial(block, x)
@@ -124,7 +124,7 @@ def _random_ids(engine: ModelEngine, rows: int, tokens: int) -> list[Ids]:
 
 
 def copy_gb_s(device: int | None) -> float:
-    """The rate of a copy on a GPU, by its index, or on the host."""
+    """Measure GB/s of a copy within the memory of GPU `device`, or of the host for None."""
     if device is None:
         return ceilings.host_copy_gb_s()
     with cupy.cuda.Device(device):

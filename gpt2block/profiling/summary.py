@@ -1,4 +1,4 @@
-"""A profile as rows: what each operation takes of a pass, and how near it is to the floor."""
+"""Summarize a profile: each operation's share of a pass, and its time relative to the floor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from gpt2block.profiling.runs import Profile
 from gpt2block.run.timeline import Moved, Ran, Timeline
 
-RESOLUTION_US = 0.5  # of the time of a kernel on a GPU, that of an event
+RESOLUTION_US = 0.5  # resolution of CUDA events, and so of a kernel's time, in µs
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
-_ROWS = re.compile(r"\.\d+\b")  # the first row, in names of steps that compute some rows at a time
+_ROWS = re.compile(r"\.\d+\b")  # number of the first row, in the name of a step for a group of rows
 
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """The kernels of a step in all layers, as the mean of the passes of a kind.
+    """The kernels of a step in all layers of a pass; values are means over the passes of a kind.
 
-    count: in a pass. own_us: the sum of their times alone; added_us: by how much they lengthen the
-    pass, of which that is the share. moved: bytes. gb_s: their rate alone; of_floor: the time in
-    which a copy moves as many bytes, as a fraction of own_us. Both are None where own_us is 0.
+    count: number of kernels in a pass. own_us: sum of the kernels' times, each run alone. added_us:
+    time by which the kernels lengthen the pass; share: added_us as a fraction of the pass. moved:
+    bytes. gb_s: moved per own_us. of_floor: the time in which a copy moves as many bytes, as a
+    fraction of own_us. gb_s and of_floor are None if own_us is 0.
     """
 
     kind: str
@@ -38,10 +39,11 @@ class TimedOperation:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """The mean times of the passes of a kind, in µs.
+    """The mean times in µs of the passes of a kind.
 
-    us: as it runs; apart_us: one kernel after another; own_us: the kernels alone, without the time
-    between them; floor_us: in which a copy moves all their bytes.
+    us: time of the pass as it runs. apart_us: time of the pass if each kernel waits for the
+    previous kernel. own_us: sum of the kernels' own times. between_us: time between kernels.
+    floor_us: time in which a copy moves the bytes of all kernels.
     """
 
     kind: str
@@ -56,13 +58,13 @@ class PassTimes:
 
 
 def layer_of(step: str) -> tuple[int | None, str]:
-    """The layer of a step and its name in the layer: "h.3.q" is q of layer 3."""
-    found = _LAYER.fullmatch(step)
-    return (int(found[1]), found[2]) if found else (None, _ROWS.sub("", step))
+    """Return a step's layer and its name in the layer: (3, "q") for "h.3.q"."""
+    match = _LAYER.fullmatch(step)
+    return (int(match[1]), match[2]) if match else (None, _ROWS.sub("", step))
 
 
 def operations(profile: Profile, kind: str) -> list[TimedOperation]:
-    """The operations of the passes of a kind, in the order in which they first run."""
+    """Return the operations of the passes of a kind, in the order in which they first run."""
     timelines = of_kind(profile, kind)
     groups: dict[tuple[str, str], list[tuple[Ran, float]]] = {}
     for timeline in timelines:
@@ -92,7 +94,7 @@ def operations(profile: Profile, kind: str) -> list[TimedOperation]:
 
 
 def pass_times(profile: Profile, kind: str) -> PassTimes:
-    """The mean times of the passes of a kind."""
+    """Return the mean times of the passes of a kind."""
     timelines = of_kind(profile, kind)
     count = len(timelines)
     nbytes = total(ran.moved for each in timelines for ran in each.ran)
@@ -110,7 +112,7 @@ def pass_times(profile: Profile, kind: str) -> PassTimes:
 
 
 def kinds(profile: Profile) -> list[str]:
-    """The kinds of passes, in order."""
+    """Return the kinds of passes in the order in which they first run."""
     return list(dict.fromkeys(each.kind for each in profile.passes))
 
 

@@ -1,8 +1,8 @@
-"""A profile in the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
+"""Convert a profile to the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
 
-Slices of one track must not overlap in part, so that kernels that do get tracks of their own.
-Source: the Trace Event Format of Chromium's trace-viewer: complete events (X), counters (C) and
-metadata (M); times in µs.
+Slices on one track may be nested but not partly overlap, so overlapping kernels get separate
+tracks. Source: the Trace Event Format of Chromium's trace-viewer, with complete events (X),
+counters (C) and metadata (M); times in µs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gpt2block.profiling.summary import layer_of
 from gpt2block.run.timeline import Ran, Timeline
 
 AS_IT_RUNS, APART = "as it runs", "one kernel at a time"
-PASSES, KERNELS = 1, 2  # tracks of a view: passes and their layers; kernels, from here on
+PASSES, KERNELS = 1, 2  # track of passes and their layers; first track of kernels
 FLOOR = "floor"
 Event = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """A kernel in a view: from `start` to `end` in ns, on a track."""
+    """A kernel in a view, from `start` to `end` in ns, on track number `track` of kernels."""
 
     ran: Ran
     added: float
@@ -33,10 +33,11 @@ class Slice(NamedTuple):
 
 
 def trace(profile: Profile) -> dict[str, Any]:
-    """The profile as the JSON object of a trace.
+    """Return the JSON object of a trace.
 
-    A view is a process of the trace: the passes as they run, and, where kernels overlap there, the
-    passes in which each kernel waits for the previous one, with a counter of bytes/s.
+    The trace has a process for each view. The first view has the passes as they run. If kernels
+    overlap, a second view has passes in which each kernel waits for the previous kernel. The last
+    view has a counter of bytes/s.
     """
     timelines = [each.timeline for each in profile.passes]
     overlaps = any(ran.apart != ran.end for each in timelines for ran in each.ran)
@@ -60,10 +61,10 @@ def trace(profile: Profile) -> dict[str, Any]:
 
 
 def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Event]:
-    """The events of a view, its passes one after another."""
+    """Yield the events of a view, in which passes follow one another."""
     yield _named("process_name", f"{profile.device}: {view}", pid)
     yield _named("thread_name", "passes and layers", pid, PASSES)
-    offset, tracks = 0, [0]  # ns; the end of the last slice of each track of kernels
+    offset, tracks = 0, [0]  # ns: start of the pass; end of the last slice of each track of kernels
     events: list[Event] = []
     passed: Counter[str] = Counter()
     for kind, timeline in profile.passes:
@@ -87,9 +88,10 @@ def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Even
 def _placed(
     timeline: Timeline, ends: Sequence[float], offset: int, tracks: list[int]
 ) -> list[Slice]:
-    """The kernels of a pass, each on the first track that is free.
+    """Return slices for the kernels of a pass, each on the first free track.
 
-    offset: ns of the start of the pass. tracks: the end of the last slice of each.
+    ends: µs from the start of the pass to each kernel's end. offset: start of the pass in ns.
+    tracks: end of the last slice of each track in ns; updated.
     """
     found = []
     for ran, added, end_us in zip(timeline.ran, timeline.added, ends, strict=True):
@@ -106,7 +108,7 @@ def _placed(
 def _pass(
     pid: int, name: str, timeline: Timeline, slices: Sequence[Slice], start: int, end: int
 ) -> Iterator[Event]:
-    """A slice for the pass and, in it, for each of its layers."""
+    """Yield a slice for the pass and, inside it, a slice for each layer."""
     times = {"us": timeline.us, "apart_us": timeline.apart, "own_us": timeline.own}
     args = {name: round(value, 3) for name, value in times.items()}
     yield _slice(name, "pass", pid, PASSES, start, end, args | {"kernels": len(slices)})
@@ -116,14 +118,14 @@ def _pass(
         if layer is not None:
             layers.setdefault(layer, []).append(each)
     for layer, members in layers.items():
-        start = max(start, members[0].start)  # where kernels overlap, after the previous layer
+        start = max(start, members[0].start)  # overlapping kernels: after the previous layer
         last = max(start, *(each.end for each in members))
         yield _slice(f"layer {layer}", "layer", pid, PASSES, start, last, {})
         start = last
 
 
 def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
-    """A slice for a kernel and, in it, for as much of its time as a copy of its bytes takes."""
+    """Yield a slice for a kernel and, inside it, a slice as long as a copy of its bytes takes."""
     ran, track = each.ran, KERNELS + each.track
     layer, step = layer_of(ran.step)
     floor = profile.floor_us(ran.moved.total)
@@ -150,7 +152,7 @@ def _parts(ran: Ran) -> list[tuple[str, int]]:
 
 
 def _rates(pid: int, slices: Sequence[Slice]) -> Iterator[Event]:
-    """A counter of the rate at which kernels move bytes: 0 between them."""
+    """Yield the values of a counter of GB/s that kernels move; the value between kernels is 0."""
     for n, each in enumerate(slices):
         rate = 1e-3 * each.ran.moved.total / each.ran.own if each.ran.own else 0.0
         yield _counter(pid, each.start, rate)

@@ -1,1 +1,1 @@
-"""Weights as they are stored for products: matrices of every dtype, blocks, whole models."""
+"""Weight matrices as they are stored for products: dtypes, FP8, two-part, GGUF blocks."""

@@ -1,7 +1,8 @@
-"""Launches of the kernels that convert matrices on a GPU, for checked arrays.
+"""Launch the kernels that convert matrices on a GPU; the arrays must be checked already.
 
-`WeightMatrix.quantize` and `TwoPartMatrix.from_float32` run them, and `gpt2block.ops` describes
-them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, matmul/store.cu and matmul/two_part.cu.
+`WeightMatrix.quantize` and `TwoPartMatrix.from_float32` run these launches, and `gpt2block.ops`
+describes them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, matmul/store.cu and
+matmul/two_part.cu.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 
-LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
-LARGEST = 2**31 - 1  # of any size: what an int holds
-LARGEST_OPERAND = 2**31 - 2**16  # of an operand of gemm: and a tile more
+LAYOUTS = ("KN", "NK")  # order of the axes in memory: (K, N) or (N, K)
+LARGEST = 2**31 - 1  # largest size of an axis, as kernels count with int
+LARGEST_OPERAND = 2**31 - 2**16  # largest axis of gemm's operands: an int must hold a tile more
 
 ABSMAX_FILE = "fp8/absmax.cu"
 ABSMAX_BLOCK = 512
-LANES = 4  # neighbouring threads in a row of absmax_kn_kernel
+LANES = 4  # neighbouring threads per row in absmax_kn_kernel
 
 FP8_FILE = "fp8/convert.cu"
 FP8_BLOCK = 256
-ELEMENTS = 16  # of a thread of to_fp8_kernel, all in flight at once
+ELEMENTS = 16  # elements per thread of to_fp8_kernel, whose loads are in flight at once
 
 STORE_FILE = "matmul/store.cu"
-TILE = 32  # rows and columns of a block of store_weights
+TILE = 32  # rows and columns per block of store_weights
 STORED_FROM: dict[str, Defines] = {
     "float32": (),
     "float16": (("FROM_FP16", 1),),
@@ -34,17 +35,20 @@ STORED_FROM: dict[str, Defines] = {
 }
 
 TWO_PART_FILE = "matmul/two_part.cu"
-TWO_PART_WARPS = 4  # of a block of split_rows, a row each
+TWO_PART_WARPS = 4  # warps per block of split_rows; each warp converts a row
 
 
 def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> None:
-    """InputError where a kernel cannot count rows or columns."""
+    """Raise InputError if an axis is larger than `largest`, which kernels cannot count."""
     if max(shape) > largest:
         raise InputError(f"{name}: expected at most {largest:,} rows and columns, got {shape}")
 
 
 def vector_width(n: int, *arrays: CudaArray) -> int:
-    """Elements of a load: 16 bytes of the last array, unless n or an address forbids it."""
+    """Return the elements of a vector load: 16 bytes of the last array, or less.
+
+    Fewer bytes are loaded if n, the length of rows, or the address of an array requires it.
+    """
     width = 16 // int(arrays[-1].itemsize)
     while n % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
         width //= 2
@@ -52,7 +56,10 @@ def vector_width(n: int, *arrays: CudaArray) -> int:
 
 
 def absmax(w: CudaArray, most: CudaArray, layout: str) -> Launch:
-    """most (N,): the largest magnitude of each output channel of w, (K, N) or, "NK", (N, K)."""
+    """Launch: write to `most` (N,) the largest magnitude of each output channel of w.
+
+    w: (K, N), or (N, K) for layout "NK".
+    """
     rows, columns = w.shape
     width = _width(w.itemsize, columns, _alignment(w))
     defines = (("FP8_WIDTH", width), ("FP8_BLOCK", ABSMAX_BLOCK), ("FP8_LANES", LANES))
@@ -73,8 +80,11 @@ def to_fp8(
     block: int = FP8_BLOCK,
     elements: int = ELEMENTS,
 ) -> Launch:
-    """out, as x: x / scale, or x without scale, in bytes; a thread takes so many elements."""
-    row = None if scale is None else x.shape[1]  # without rows the kernel checks the end
+    """Launch: write x / scale, or x if scale is None, to `out` as FP8 bytes; shape as x.
+
+    elements: number of elements that a thread converts.
+    """
+    row = None if scale is None else x.shape[1]  # without scales, rows do not matter
     width = min(elements, _width(x.itemsize, row or 0, _alignment(x, scale, out)))
     defines = (
         ("FP8_WIDTH", width),
@@ -89,12 +99,12 @@ def to_fp8(
 
 
 def _alignment(*arrays: CudaArray | None) -> int:
-    """Of all of them, in elements."""
+    """Return the power of two, in elements, to which all arrays are aligned."""
     return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays if a is not None)
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
-    """The most elements a load, a power of two, 16 bytes at most, that divides both."""
+    """Return the elements per load: the largest power of two, up to 16 bytes, that divides both."""
     width = 16 // itemsize
     while row % width or alignment % width:
         width //= 2
@@ -102,7 +112,7 @@ def _width(itemsize: int, row: int, alignment: int) -> int:
 
 
 def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
-    """out (R, C) or, transposed, (C, R): w (R, C) rounded to the float dtype of out."""
+    """Launch: round w (R, C) to the float dtype of `out` (R, C), or (C, R) if transposed."""
     R, C = w.shape
     defines = (*STORED_FROM[w.dtype.name], ("STORE_TRANSPOSED", int(transposed)))
     grid = (ceil(R / TILE) * ceil(C / TILE),)
@@ -111,7 +121,7 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
 
 
 def two_part(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
-    """parts (2, rows, K) and scale (rows,) of a `TwoPartMatrix`, for x (..., K)."""
+    """Launch: write parts (2, rows, K) and scale (rows,) of a `TwoPartMatrix` for x (..., K)."""
     _, rows, K = parts.shape
     width = vector_width(K, parts, x)
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))

@@ -1,9 +1,9 @@
-"""Weight matrices that stay as a GGUF file has them, in blocks of few bits: `GgufMatrix`.
+"""Weight matrices in the quantized blocks of GGUF files: `GgufMatrix`.
 
-A block has 32 weights, or 256 in sub-blocks, each an integer code of 4 to 8 bits, with a scale and,
-for some types, a minimum. Kernels read the same bytes in another order, which
-kernels_cu/lib/gguf.cuh draws: eight rows by 128 inputs are a tile in which a lane of a warp finds
-its codes next to each other.
+A block has 32 weights, or 256 weights in sub-blocks. Each weight is an integer code of 4 to 8 bits;
+a block or sub-block has a scale and, for some types, a minimum. Kernels read the bytes in another
+order than a file has, which a diagram in kernels_cu/lib/gguf.cuh shows: a tile has 8 rows and 128
+inputs, and the codes for a lane of a warp are next to each other.
 
 Source of the types: ggml's quantized types, as the package `gguf` describes them.
 """
@@ -25,38 +25,38 @@ from gpt2block.config.formats import GGUF
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix, on_host
 
-OCTET, UNIT = 8, 128  # rows and inputs of a tile
-LANES = 4  # of a row of a tile
-MOST_RANGES = 3  # of outputs with types of their own: q, k and v
-BORDER = 16  # outputs at whose multiples types begin: a warp multiplies by those of one type
+OCTET, UNIT = 8, 128  # rows per tile, inputs per tile
+LANES = 4  # lanes of a warp per row of a tile
+MOST_RANGES = 3  # maximum number of ranges of outputs with separate types: q, k and v
+BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp multiplies one type
 AT_ONCE = 2**20  # weights that are decoded together
 SHIFTS = np.arange(8, dtype=np.uint8)
-QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # as scales can be infinity or NaN
+QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
 
 
 class BlockType(NamedTuple):
-    """A type of GGUF. A weight is scale * (code - offset) - minimum."""
+    """A block type of GGUF. A weight is scale * (code - offset) - minimum."""
 
-    number: int  # in kernels_cu/lib/gguf.cuh
-    size: int  # weights of a block
-    nbytes: int  # of a block
-    bits: int  # of a code
+    number: int  # number of the type in kernels_cu/lib/gguf.cuh
+    size: int  # weights per block
+    nbytes: int  # bytes per block
+    bits: int  # bits per code
     offset: int
     minimum: bool
-    of_scales: int  # bytes of a row of a tile, or of 256 of its weights
+    of_scales: int  # bytes of scales per row of a tile, or for two tiles if a block has 256 weights
 
     @property
     def units(self) -> int:
-        """Tiles that share scales."""
+        """Number of tiles that share scales."""
         return 2 if self.size == 2 * UNIT else 1
 
     @property
     def tile(self) -> int:
-        """Bytes of the tiles that share scales, with these."""
+        """Bytes of `units` tiles with the scales that they share."""
         return OCTET * (self.units * UNIT * self.bits // 8 + self.of_scales)
 
     def row_bytes(self, K: int) -> int:
-        """Bytes of eight rows of K inputs."""
+        """Return the bytes of eight rows of K inputs."""
         return ceil(K / (self.units * UNIT)) * self.tile
 
 
@@ -76,13 +76,12 @@ TYPES: Mapping[str, BlockType] = {
 class GgufMatrix(WeightMatrix):
     """A weight matrix (K, N) in blocks of GGUF, layout "NK".
 
-    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: the types of the outputs, and
-    the number of outputs that have each. inputs: K. It is read by products as x @ matrix, and by
-    rows as matrix[ids], which decode some rows at a time. scale: None, or of the outputs, as
-    `times` gives it, for prompts alone.
+    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (type, number of outputs) of
+    each range of outputs. inputs: K. x @ matrix and matrix[ids] decode some rows at a time. scale:
+    None, or scales of the outputs from `times`, which only prompts use.
     """
 
-    __array_ufunc__ = None  # x @ matrix is __rmatmul__
+    __array_ufunc__ = None  # makes NumPy call __rmatmul__ for x @ matrix
 
     ranges: tuple[tuple[str, int], ...] = ()
     inputs: int = 0
@@ -103,7 +102,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
-        """The matrix of these outputs: types and bytes of rows, uint8 (N, bytes of a row)."""
+        """Create a matrix from (type, uint8 (N, bytes per row)) of consecutive outputs."""
         merged: list[tuple[str, Any]] = []
         for name, raw in blocks:
             if merged and merged[-1][0] == name:
@@ -121,7 +120,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """A matrix of these types and numbers of outputs, as `random_blocks` gives them."""
+        """Create a matrix of random blocks, from (type, number of outputs) of each range."""
         return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
 
     @property
@@ -134,27 +133,27 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def tile(self) -> int:
-        """Bytes of a tile of the type with the most."""
+        """The largest `BlockType.tile` among the types of the ranges."""
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
     def units(self) -> int:
-        """Inputs of a tile, in units of `UNIT`, of the type with the most."""
+        """The largest `BlockType.units` among the types of the ranges."""
         return max(TYPES[name].units for name, _ in self.ranges)
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """The first output of each range."""
+        """Index of the first output of each range."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N), as an array of the weights has it."""
+        """(K, N), the shape of an array of the weights."""
         return self.K, self.N
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """The first output and the weights (n, K) of some outputs at a time."""
-        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets
+        """Yield (first output, weights (n, K)) for groups of outputs."""
+        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets of rows that are decoded together
         for name, n, count, data in self.of_ranges():
             octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
             for first in range(0, len(octets), at_once):
@@ -166,7 +165,7 @@ class GgufMatrix(WeightMatrix):
                 yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
-        """The type, the first output, the outputs and the bytes of each range."""
+        """Yield (type, first output, number of outputs, bytes) of each range."""
         at = 0
         sizes = range_bytes(self.ranges, self.K)
         for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
@@ -174,7 +173,7 @@ class GgufMatrix(WeightMatrix):
             at += size
 
     def dequantized(self) -> NDArray[np.float32]:
-        """The weights as NumPy float32 (K, N)."""
+        """Return the weights as NumPy float32 (K, N)."""
         whole = np.empty((self.N, self.K), np.float32)
         for n, piece in self.pieces():
             whole[n : n + len(piece)] = piece
@@ -185,7 +184,7 @@ class GgufMatrix(WeightMatrix):
         return self
 
     def __rmatmul__(self, x: NDArray[Any]) -> NDArray[Any]:
-        """x (..., K) @ weights."""
+        """Return x (..., K) @ weights, decoding groups of outputs."""
         out = np.empty((*x.shape[:-1], self.N), np.result_type(x.dtype, np.float32))
         for n, piece in self.pieces():
             out[..., n : n + len(piece)] = x @ piece.T
@@ -203,7 +202,7 @@ class GgufMatrix(WeightMatrix):
         return self.N
 
     def __getitem__(self, ids: NDArray[Any]) -> NDArray[np.float32]:
-        """The weights of these outputs, ids.shape + (K,)."""
+        """Return the weights of these outputs, ids.shape + (K,)."""
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)
         for name, n, count, data in self.of_ranges():
@@ -220,7 +219,7 @@ class GgufMatrix(WeightMatrix):
 
 
 def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -> NDArray[np.uint8]:
-    """Rows of blocks as a file has them, of random codes; the largest weights are about `size`."""
+    """Return rows of blocks in a file's order, with random codes and weights up to about `size`."""
     kind, rng = TYPES[name], np.random.default_rng(seed)
     rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
     largest = 2**kind.bits * (1 if kind.size == 32 else 64)
@@ -231,12 +230,12 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
-    """Bytes of each range."""
+    """Return the bytes of each range of outputs."""
     return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
 
 
 def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
-    """An upper bound of the magnitudes of the weights of octets of rows; NaN if a scale is."""
+    """Return an upper bound of the weights' magnitudes in octets of rows; NaN if a scale is NaN."""
     kind = TYPES[name]
     of_code = np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
     tiles = data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile)
@@ -247,11 +246,11 @@ def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
 
 
 def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
-    """Rows of blocks as a file has them, uint8 (N, bytes of a row), in the order of the kernels."""
+    """Convert rows of blocks, uint8 (N, bytes per row), from a file's order to the kernels'."""
     rows, of_octet = max(1, AT_ONCE // (OCTET * K)) * OCTET, TYPES[name].row_bytes(K)
     packed = np.empty(ceil(len(raw) / OCTET) * of_octet, np.uint8)
 
-    def some(first: int) -> None:  # NumPy lets other threads run
+    def some(first: int) -> None:  # runs in threads, as NumPy releases the interpreter lock
         piece = _packed(raw[first : first + rows], name, K)
         begin = first // OCTET * of_octet
         packed[begin : begin + len(piece)] = piece
@@ -269,7 +268,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
     whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
     codes, scales = _codes_and_scales(whole, name)
-    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # a lane has pairs of a chunk
+    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # a lane has pairs in each chunk
     codes = codes.swapaxes(-3, -2).reshape(O, OCTET, G, kind.units, 4, LANES, 8)
     codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
     scales = scales.reshape(O, OCTET, G, -1).swapaxes(1, 2)
@@ -280,7 +279,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
-    """Codes (N, blocks, size) of blocks (N, blocks, bytes), and the bytes of their scales."""
+    """Return codes (N, blocks, size) and bytes of scales from blocks (N, blocks, bytes)."""
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
@@ -314,19 +313,19 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
 
 
 def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
-    """The bytes of codes (O, G, units, 8, chunk, lane, 8): the low bits of all, then the high ones.
+    """Yield bytes of codes (O, G, units, 8, chunk, lane, 8): all low bits, then all high bits.
 
-    Pairs of codes 2j and 2j + 1 are 16 bits apart in a word, their low bits at 4j.
+    In a 32-bit word, the low bits of code 2j begin at bit 4j, and of code 2j + 1 at bit 4j + 16.
     """
-    lanes = codes.swapaxes(-3, -2)  # O, G, units, row, lane, chunk, 8
+    lanes = codes.swapaxes(-3, -2)  # (O, G, units, row, lane, chunk, 8)
     if kind.bits == 8:
-        halves = lanes.reshape(*lanes.shape[:-2], 2, 2, 8)  # vectors of two chunks
+        halves = lanes.reshape(*lanes.shape[:-2], 2, 2, 8)  # 16-byte vectors of two chunks
         yield halves.transpose(0, 1, 2, 5, 3, 4, 6, 7)
         return
     first, second = [0, 4, 1, 5], [2, 6, 3, 7]
     yield lanes[..., first] & 15 | (lanes[..., second] & 15) << 4
     high = lanes >> 4
-    if kind.bits == 5:  # bit c of each four is that of chunk c
+    if kind.bits == 5:  # bit c of each group of 4 bits is the high bit of a code in chunk c
         bits = high << SHIFTS[:4, None]
         bits = bits[..., 0, :] | bits[..., 1, :] | bits[..., 2, :] | bits[..., 3, :]
         yield bits[..., first] | bits[..., second] << 4
@@ -337,7 +336,7 @@ def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
 
 
 def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
-    """The weights (rows, K) of whole octets of rows, from their bytes."""
+    """Return the weights (rows, K) of whole octets of rows, decoded from the kernels' order."""
     kind = TYPES[name]
     G = ceil(K / (kind.units * UNIT))
     tiles = data.reshape(-1, G, kind.tile)
@@ -345,7 +344,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     low = kind.units * OCTET * UNIT * (8 if kind.bits == 8 else 4) // 8
     codes = _codes(tiles, kind, low)
     with np.errstate(**QUIET):
-        scale, minimum = _scales(tiles, kind)  # O, G, row, sub-blocks
+        scale, minimum = _scales(tiles, kind)  # (O, G, row, sub-blocks)
         of_scale = codes.reshape(*scale.shape, -1)
         values = of_scale.astype(np.float32) - np.float32(kind.offset)
         values *= scale[..., None]
@@ -356,7 +355,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Codes (O, G, row, inputs), uint8. low: bytes of their low bits."""
+    """Return codes (O, G, row, inputs), uint8. low: number of bytes of the codes' low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -375,12 +374,12 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
         of_chunks: Any = high[..., None, :] >> each * SHIFTS[: 4 // each, None] & (1 << each) - 1
         lanes |= of_chunks.reshape(lanes.shape) << 4
     chunks = lanes.swapaxes(-3, -2).reshape(O, G, kind.units, OCTET, 4, LANES, 4, 2)
-    chunks = chunks.swapaxes(-3, -2)  # O, G, units, row, chunk, pair, lane, 2
+    chunks = chunks.swapaxes(-3, -2)  # (O, G, units, row, chunk, pair, lane, 2)
     return chunks.reshape(O, G, kind.units, OCTET, UNIT).swapaxes(2, 3)
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Scales and minimums (O, G, row, sub-blocks) in float32."""
+    """Return scales and minimums (O, G, row, sub-blocks) in float32."""
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
     if kind.bits == 6:

@@ -1,7 +1,7 @@
-"""Blocks of a GGUF file in the order of the kernels, in the memory of a GPU: gguf/pack.cu.
+"""Convert blocks of a GGUF file to the order of the kernels, on a GPU: gguf/pack.cu.
 
-The GPU rearranges the bytes as `weights.gguf.pack` does on the host, where it takes longer than all
-else in loading a model.
+The GPU rearranges bytes as `weights.gguf.pack` does on the host. On the host this takes longer than
+all other work in loading a model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
 from gpt2block.weights.matrix import on_host
 
 FILE = "gguf/pack.cu"
-WARPS = 4  # of a block, each with 128 of K
+WARPS = 4  # warps per block; each warp converts 128 inputs
 
 
 class BlockRows(NamedTuple):
-    """Outputs of one type, as a file has them.
+    """Outputs of one type, with the bytes of a file.
 
-    heads: of q or k of a Llama, whose rows are those of pairs of RoPE; 0 for others. read(begin,
-    array) gives the bytes from begin on.
+    heads: number of heads of a Llama's q or k, whose rows in a file have the order of Meta's RoPE;
+    0 for other outputs. read(begin, array): fills the array with the bytes from `begin` on.
     """
 
     name: str
@@ -40,7 +40,7 @@ class BlockRows(NamedTuple):
 
     @classmethod
     def of(cls, name: str, raw: NDArray[np.uint8]) -> BlockRows:
-        """Rows in host memory, uint8 (N, bytes of a row)."""
+        """Return BlockRows of rows in host memory, uint8 (N, bytes per row)."""
 
         def read(begin: int, array: NDArray[np.uint8]) -> None:
             array[...] = raw.reshape(-1)[begin : begin + len(array)]
@@ -51,9 +51,10 @@ class BlockRows(NamedTuple):
 def pack(
     rows: Sequence[BlockRows], raw: CudaArray, out: CudaArray, largest: CudaArray, K: int
 ) -> Launch:
-    """out: the bytes `raw` of rows of one type, those of heads first, in the order of the kernels.
+    """Launch: write the bytes `raw` of rows of one type to `out`, in the order of the kernels.
 
-    largest: int32 (1,), bits of a float, which a larger bound of the magnitudes replaces.
+    Rows of heads must come first. largest: int32 (1,), bits of a float; raised to an upper bound of
+    the weights' magnitudes if that is larger.
     """
     kind, of_heads = TYPES[rows[0].name], [part for part in rows if part.heads]
     head = of_heads[0].N // of_heads[0].heads if of_heads else 0
@@ -66,9 +67,9 @@ def pack(
 
 
 def packed_on_device(parts: Sequence[BlockRows], K: int) -> GgufMatrix:
-    """`GgufMatrix.pack` of rows that are read in pieces, in the memory of the current GPU.
+    """Create a GgufMatrix on the current GPU from rows that are read in pieces.
 
-    Besides the matrix, the bytes of one type are there as the file has them.
+    Device memory also holds the bytes of the file for one range at a time.
     """
     grouped = [list(group) for _, group in groupby(parts, lambda part: part.name)]
     ranges = tuple((group[0].name, sum(part.N for part in group)) for group in grouped)
@@ -77,7 +78,7 @@ def packed_on_device(parts: Sequence[BlockRows], K: int) -> GgufMatrix:
     for group, (name, N), size in zip(grouped, ranges, sizes, strict=True):
         of_row = K // TYPES[name].size * TYPES[name].nbytes
         raw = cupy.empty(N * of_row, "uint8")
-        launch = pack(group, raw, data[at : at + size], largest, K)  # compiled in the meantime
+        launch = pack(group, raw, data[at : at + size], largest, K)  # compiles while bytes are read
         read_into(raw, [(part.read, part.N * of_row) for part in group])
         launch.run()
         at += size

@@ -1,4 +1,4 @@
-"""Weight matrices as stored in memory, with dtype, scales and layout: `WeightMatrix`."""
+"""`WeightMatrix`: a weight matrix as it is stored in memory, with dtype, scales and layout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gpt2block.fp8 import FP8_FORMATS, from_fp8, to_fp8
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import LAYOUTS
 
-SCALED = "float8_e4m3fn"  # the one dtype for which `quantize` makes scales
-# A channel whose weights are all smaller than this counts as zero. Larger scales give the same
-# results with and without subnormal float32 numbers, which the GPU flushes to zero.
+SCALED = "float8_e4m3fn"  # the only dtype for which `quantize` computes scales
+# A channel whose weights are all below SMALLEST counts as zero. For larger weights, results do not
+# depend on subnormal float32 numbers, which the GPU flushes to zero.
 SMALLEST = 2.0**-91
-AT_ONCE = 2**18  # weights on the host that are processed together
+AT_ONCE = 2**18  # weights in host memory that are processed together
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 
@@ -29,10 +29,10 @@ _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 class WeightMatrix(Composite):
     """A weight matrix (K, N), K inputs and N outputs, stored in one of five dtypes.
 
-    data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
-    "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale: float32 (N,),
-    for FP8 only: a weight of output n is scale[n] times the number in data; None means all ones.
-    largest: the largest magnitude before rounding if `quantize` made the matrix, else None.
+    data: NumPy or CuPy array, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype:
+    "float32", "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale:
+    float32 (N,), for FP8 only: a weight of output n is scale[n] times the number in data; None
+    means all ones. largest: the largest magnitude before rounding by `quantize`, else None.
 
     The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
     that are infinity or NaN, which the kernels would treat as numbers.
@@ -55,7 +55,7 @@ class WeightMatrix(Composite):
             )
         if self.scale is not None:
             self._check_scale()
-        if self.dtype in FP8 and self.largest is None:  # quantize has checked the weights
+        if self.dtype in FP8 and self.largest is None:  # `quantize` has not checked the weights
             largest = FP8_FORMATS[self.dtype].largest
             bad = (self.data & 0x7F) > largest
             if bool(bad.any()):
@@ -63,7 +63,7 @@ class WeightMatrix(Composite):
 
     def _check_scale(self) -> None:
         if self.dtype not in FP8:
-            raise InputError(f"scale: {self.dtype} has none: only FP8 has scales")
+            raise InputError(f"scale: expected None for {self.dtype}: only FP8 has scales")
         check_kind(self.scale, self.data, "the weights", "are")
         if self.scale.shape != (self.N,) or self.scale.dtype.name != "float32":
             raise InputError(
@@ -90,10 +90,10 @@ class WeightMatrix(Composite):
     ) -> WeightMatrix:
         """Round float weights in `layout` to `dtype`; on the GPU if `w` is a CuPy array.
 
-        w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 has a scale for each output channel,
-        its largest magnitude / 448, or 1 where all weights are zero. E5M2 has none, and saturates
-        at ±57344. Bytes and scales are the same with NumPy and CuPy. A contiguous `w` that already
-        has the dtype is not copied.
+        w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 has a scale for each output channel:
+        its largest magnitude / 448, or 1 if all its weights are zero. E5M2 has no scales, and
+        saturates at ±57344. Bytes and scales are the same with NumPy and CuPy. A contiguous `w`
+        that already has the dtype is not copied.
 
         Raises InputError, with the tensor's `name`, for infinity or NaN unless allow_nonfinite is
         set and the dtype is not FP8, and for weights beyond the range of float16 or bfloat16.
@@ -118,7 +118,7 @@ class WeightMatrix(Composite):
         return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
-        """FP8 weights times a power of two: the same numbers with other scales."""
+        """Multiply FP8 weights by a power of two: same numbers, scales times factor."""
         scale = np.full(self.N, factor, np.float32)
         if self.scale is not None:
             scale *= on_host(self.scale)
@@ -126,36 +126,36 @@ class WeightMatrix(Composite):
 
     @property
     def stored_shape(self) -> tuple[int, int]:
-        """The axes in memory."""
+        """Shape of the array in memory, (K, N) or (N, K)."""
         return (self.K, self.N) if self.layout == "KN" else (self.N, self.K)
 
     @property
     def operand(self) -> Any:
-        """What rows are multiplied by with NumPy, as x @ operand."""
+        """The right operand of NumPy products x @ operand."""
         return self.dequantized()
 
     @property
     def table(self) -> Any:
-        """What rows (N, K) are taken from, as table[ids]."""
+        """The array of rows (N, K) for lookups table[ids]."""
         return self.data
 
     @property
     def K(self) -> int:  # noqa: N802
-        """Inputs."""
+        """Number of inputs."""
         return int(self.data.shape[self.layout.index("K")])
 
     @property
     def N(self) -> int:  # noqa: N802
-        """Outputs."""
+        """Number of outputs."""
         return int(self.data.shape[self.layout.index("N")])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights and their scales."""
+        """Bytes of the weights and the scales."""
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
     def dequantized(self) -> NDArray[np.float32]:
-        """The weights as NumPy float32 (K, N); a view of float32 data on the host."""
+        """Return the weights as NumPy float32 (K, N); a view if data is float32 in host memory."""
         values = on_host(self.data)
         if self.dtype in FP8:
             values = from_fp8(values, self.dtype)
@@ -163,11 +163,11 @@ class WeightMatrix(Composite):
         if self.layout == "NK":
             values = values.T
         if self.scale is not None:
-            values *= on_host(self.scale)  # in place: FP8 values are a new array
+            values *= on_host(self.scale)  # in place, as FP8 values were converted to a new array
         return values
 
     def widened(self) -> WeightMatrix:
-        """The same numbers as NumPy float32 in the same layout; self if they already are."""
+        """Convert to NumPy float32 in the same layout; return self if it has this form already."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
         return (
@@ -185,9 +185,9 @@ class WeightMatrix(Composite):
 
 
 def request(given: str, dtype: str) -> None:
-    """Begin to compile what stores a model's matrices of the dtype `given`, also transposed ones.
+    """Start compiling the kernels that convert a model's matrices from dtype `given` to `dtype`.
 
-    The first one would else wait for each of these kernels in turn.
+    Otherwise the first matrix would wait for each of these kernels in turn.
     """
     w, most = cupy.empty((32, 32), FLOATS[given]), cupy.empty(32, "float32")
     conversions.absmax(w, most, "NK")
@@ -200,7 +200,7 @@ def request(given: str, dtype: str) -> None:
 
 
 def check_finite(name: str, array: NDArray[Any]) -> None:
-    """Raise InputError, with the first position, if a host tensor has infinity or NaN."""
+    """Raise InputError, with the first position, if a host array contains infinity or NaN."""
     bad = ~np.isfinite(array.astype(np.float32, copy=False))
     if bad.any():
         raise InputError(
@@ -235,7 +235,7 @@ def _check_array(name: str, array: Any, *dtypes: str) -> None:
 
 
 def check_kind(scale: Any, array: Any, name: str, verb: str) -> None:
-    """Raise InputError unless scales are an array of the same kind as what they scale."""
+    """Raise InputError unless `scale` and `array` are both NumPy or both CuPy arrays."""
     if kind(scale) != kind(array):
         raise InputError(
             f"scale: expected a {kind(array)} array, as {name} {verb} one, got {kind(scale)}"
@@ -243,7 +243,7 @@ def check_kind(scale: Any, array: Any, name: str, verb: str) -> None:
 
 
 def check_device(scale: Any, array: Any, name: str) -> None:
-    """Raise InputError unless scales are on the same device as what they scale."""
+    """Raise InputError unless `scale` is on the same device as `array`."""
     if is_array(array) and scale.device.id != array.device.id:
         raise InputError(f"scale: on device {scale.device.id}, {name} on {array.device.id}")
 
@@ -255,13 +255,13 @@ def kind(array: Any) -> str:
 
 
 def on_host(array: Any) -> NDArray[Any]:
-    """A NumPy or CuPy array as a NumPy one."""
+    """Return a NumPy or CuPy array as a NumPy array."""
     host: NDArray[Any] = array.get() if is_array(array) else array
     return host
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
-    """Largest magnitude of each output channel, on the host; not finite if a weight is not."""
+    """Return output channels' largest magnitudes, on the host; not finite if a weight is not."""
     if is_array(w):
         most = cupy.empty(w.shape[layout.index("N")], "float32")
         conversions.absmax(w, most, layout).run()
@@ -272,7 +272,7 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
 
 
 def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
-    """`reference.to_fp8` of a matrix; on the host by groups of rows."""
+    """Round a matrix to FP8 as `reference.to_fp8` does; on the host by groups of rows."""
     if is_array(w):
         rounded = cupy.empty(w.shape, "uint8")
         conversions.to_fp8(w, scale, rounded, dtype, layout).run()
@@ -287,13 +287,13 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
 
 
 def _rows(matrix: NDArray[Any]) -> list[NDArray[Any]]:
-    """Views of groups of rows, so that temporary arrays are small compared with the matrix."""
+    """Return views of groups of rows, so that temporary arrays are smaller than the matrix."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
 
 def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
-    """Round w to a float dtype; InputError if finite weights would become infinite."""
+    """Round w to a float dtype. Raises InputError if finite weights would become infinite."""
     target = FLOATS[dtype]
     with np.errstate(over="ignore"):
         if not np.isfinite(absmax.astype(target)).all():
@@ -313,6 +313,6 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
 
 
 def _some(bad: NDArray[np.bool_]) -> str:
-    """How many weights are bad, and the position of the first, for messages."""
+    """Describe for messages how many weights are bad, and the position of the first."""
     first = ", ".join(map(str, np.unravel_index(int(bad.argmax()), bad.shape)))
     return f"{int(bad.sum()):,} of {bad.size:,} weights, the first at [{first}], are"

@@ -1,4 +1,4 @@
-"""Two-part matrices, for float32 accuracy on half-precision tensor cores: `TwoPartMatrix`."""
+"""`TwoPartMatrix`: matrices for products of float32 accuracy on half-precision tensor cores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
 
 @dataclass(frozen=True, eq=False)
 class TwoPartMatrix(Composite):
-    """float32 numbers (..., K), stored as (hi + lo 2^-11) scale, with one scale per row.
+    """A matrix of float32 numbers (..., K), stored as (hi + lo 2^-11) scale, with a scale per row.
 
-    parts (2, rows, K), hi and lo in float16, and scale (rows,), float32 powers of two: NumPy or
-    CuPy, C-contiguous. shape: (..., K), where the product of the leading axes is rows. The parts
-    are defined by `reference.two_part`: they keep 22 bits of every number, or the bits above 2^-50
-    of the largest number of its row. one_scale: the scale of all rows if it was chosen before the
-    numbers were known, as in `empty`; else None.
+    parts: (2, rows, K), hi and lo in float16. scale: (rows,), float32 powers of two. Both are NumPy
+    or CuPy arrays, C-contiguous. shape: (..., K), where the product of the leading axes is rows.
+    `reference.two_part` defines the parts: they keep 22 significant bits of each number, or its
+    bits above 2^-50 times the largest number in the row. one_scale: the scale of all rows if it was
+    chosen before the numbers were known, as in `empty`; else None.
 
     The arrays are not copied. Scales in device memory are not checked. Raises InputError for arrays
     that do not match.
@@ -68,9 +68,9 @@ class TwoPartMatrix(Composite):
 
     @classmethod
     def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """Convert a float32 array (..., K): NumPy in, NumPy out; CuPy in, CuPy out, by a kernel.
+        """Convert a float32 array (..., K), a NumPy array on the host, a CuPy array by a kernel.
 
-        The parts and scales are the same for both. Raises InputError.
+        The parts and scales are equal for both. Raises InputError.
         """
         if is_array(x):
             (x,) = contiguous(x)
@@ -112,37 +112,37 @@ class TwoPartMatrix(Composite):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parts and scales."""
+        """Bytes of the parts and the scales."""
         return int(self.parts.nbytes) + int(self.scale.nbytes)
 
     def joined(self) -> Any:
-        """The numbers as float32 (..., K), NumPy or CuPy."""
+        """Return the numbers as a float32 array (..., K), NumPy or CuPy."""
         return reference.joined(self.parts, self.scale).reshape(self.shape)
 
     def get(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The numbers as a NumPy array."""
+        """Return the numbers as a NumPy array."""
         return on_host(self.joined())
 
 
 def scale_for(bound: float) -> float:
-    """The scale for rows of magnitudes up to `bound`: bound / scale is at most 2^15.
+    """Return the scale for rows of magnitudes up to `bound`: bound / scale is at most 2^15.
 
     Raises InputError unless bound is a number from 0 to 2^127.
     """
     if real(bound) is None or not 0 <= bound <= LARGEST_BOUND:
         raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {shown(bound)}")
     mantissa, exponent = math.frexp(bound)
-    whole = exponent - (mantissa == 0.5)  # a power of two is one itself
+    whole = exponent - (mantissa == 0.5)  # frexp returns 2^n as 0.5 · 2^(n + 1)
     return max(2.0 ** (whole - 15), reference.SMALLEST_SCALE) if bound else 1.0
 
 
 def _rows(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and K of (..., K), or InputError."""
+    """Return (rows, K) of a shape (..., K). Raises InputError."""
     expected = "(..., K) with at least one element"
     if not isinstance(shape, tuple) or not shape:
         raise InputError(f"{name}: expected {expected}, got {shown(shape)}")

@@ -191,7 +191,7 @@ def _job(
     with shards.locked(out, token):
         for shard in cut:
             done = run_shard(job, shard, token)
-            if not isinstance(done, shards.Done):
+            if not isinstance(done, shards.ShardEntry):
                 raise Difference(f"shard {shard.number}: {done}")
             part = _read_part(out / shards.part_name(shard.number, job.form))
             wrong = []
@@ -336,7 +336,7 @@ def _manifest(rng: Rng, folder: Path) -> None:
     digest = "0123456789abcdef" * 4
     wrong_counts = [rng.whole(0, 3) for _ in range(rng.whole(0, 5))]
     entries: list[Any] = [
-        asdict(shards.Done(i, 3 - count, count, 12, digest, digest if count else None))
+        asdict(shards.ShardEntry(i, 3 - count, count, 12, digest, digest if count else None))
         for i, count in enumerate(wrong_counts)
     ]
     lines: list[Any] = [{"gpt2block map": 2, "task": "score", "lines": 15}, *entries]

@@ -1,4 +1,4 @@
-// cg::reduce over a tile, by shuffles: every thread of the tile receives the result.
+// cg::reduce over a tile by shuffles; every thread of the tile receives the result.
 #pragma once
 
 namespace cooperative_groups {
@@ -9,8 +9,8 @@ namespace cooperative_groups {
         T operator()(T a, T b) const { return result; } \
     };
 OPERATOR(plus, a + b)
-OPERATOR(less, b < a ? b : a)     // the smaller of two, as in CUDA's header
-OPERATOR(greater, a < b ? b : a)  // the larger of two
+OPERATOR(less, b < a ? b : a)     // minimum of a and b, as in CUDA's header
+OPERATOR(greater, a < b ? b : a)  // maximum of a and b
 OPERATOR(bit_and, a & b)
 OPERATOR(bit_or, a | b)
 OPERATOR(bit_xor, a ^ b)

@@ -1,6 +1,6 @@
 // ---- attention
 const attention = data.attention, side = attention.side;
-const weightsOf = (() => {  // rows of a head's triangle, decoded when they are first shown
+const weightsOf = (() => {  // weights of a head, row by row, decoded at the first use
   const known = new Map();
   return (layer, head) => {
     const key = `${layer}.${head}`;

@@ -1,16 +1,16 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const {model, tokens, plan, steps, tensors} = data;
-const served = model.n_head / model.n_kv_head;  // heads of queries that a head of keys serves
+const served = model.n_head / model.n_kv_head;  // number of query heads per key head
 const GROUPED = `Queries are grouped: each of the ${model.n_kv_head} head${model.n_kv_head > 1 ? "s" : ""} of keys and values serves ${served} heads of queries.`;
 const windowOf = layer => model.windows[layer] === null ? "" : ` In this layer a token sees the last ${model.windows[layer]} tokens only, its own among them: its window.`;
 const T = tokens.length;
 const state = {layer: data.layer, step: plan.before[0], head: 0, position: T - 1, opened: 0, read: 0, channel: 0};
 const MOST_LABELS = 44;
-const painters = new Map();  // drawings that depend on the theme
+const painters = new Map();  // functions that redraw elements whose colors depend on the theme
 const byId = id => document.getElementById(id);
 
-// ---- elements, numbers, texts: texts of users and models only ever become text nodes
+// ---- elements, numbers, texts: a text of a user or model becomes a text node, never HTML
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -32,11 +32,11 @@ const milliseconds = ms => ms === undefined || ms === null ? "" : ms < 0.9995 ? 
 const shape = sizes => `(${sizes.join(", ")})`;
 const NAMED = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"};
 const hidden = c => "\\u" + c.codePointAt(0).toString(16).padStart(4, "0");
-// Control characters and marks that change the direction of a text are shown by their code.
+// Control characters, and marks that change the direction of text, are shown as their code.
 const visible = text => text.replace(/[ \n\t\r]/g, c => NAMED[c]).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}]/gu, hidden) || "∅";
 const readable = text => text.replace(/[\p{Cf}\p{Zl}\p{Zp}\p{Cs}]|(?![\n\t])\p{Cc}/gu, hidden);
 const quoted = text => `“${visible(text)}”`;
-// "" for a token that is a whole character or more; its bytes are shown as \xe4 where it is not
+// A note for a token whose bytes are not whole UTF-8 characters; "" for other tokens.
 const partial = bytes => {
   try { new TextDecoder("utf-8", {fatal: true}).decode(Uint8Array.from(bytes.split(" ").filter(Boolean), byte => parseInt(byte, 16))); return ""; }
   catch { return ", not a whole character"; }
@@ -45,7 +45,7 @@ const textOf = id => data.texts[id] ?? tokens.find(token => token.id === id)?.te
 const signed = value => value < 0 ? `(${number(value)})` : number(value);
 const span = (first, end) => end - first > 1 ? `${first}–${end - 1}` : `${first}`;
 
-// ---- tabs that open one panel: arrow keys move between them, open(n) fills the panel
+// ---- tabs of one panel: arrow keys move between the tabs, and open(n) fills the panel
 function tabList({label, titles, prefix, panel, open}) {
   const list = el("div", {role: "tablist", "aria-label": label});
   const choose = (n, focus) => {
@@ -59,7 +59,7 @@ function tabList({label, titles, prefix, panel, open}) {
   return {list, choose};
 }
 
-// ---- stored numbers: base64 of float32, or of float16 multiples of a scale
+// ---- decoding of stored numbers: base64 of float32, or of float16 multiples of a scale
 function bytesOf(text) { return Uint8Array.from(atob(text), c => c.charCodeAt(0)); }
 function half(bits) {
   const exponent = bits >> 10 & 31, fraction = bits & 1023;

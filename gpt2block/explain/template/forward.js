@@ -11,7 +11,7 @@ function drawFlow() {
   byId("flow").append(...plan.before.map(outer), ...blocks, ...plan.after.map(outer),
     flowButton("next", "next token", quoted(textOf(data.next.shown[0])), () => byId("next").scrollIntoView()));
 }
-const fusedLetters = (() => {  // a letter for each group of steps that is one kernel in the fused plan
+const fusedLetters = (() => {  // step → letter of its group; a group is one kernel in the fused plan
   const groups = [...new Set(plan.block.map(step => steps[step].joins.join()))].filter(group => group.includes(","));
   return step => { const at = groups.indexOf(steps[step].joins.join()); return at < 0 ? "" : "ABCDEFGH"[at]; };
 })();
@@ -24,7 +24,8 @@ function stepButton(step) {
 }
 function drawBlock() {
   const diagram = el("div", {class: "diagram"}), reads = (step, other) => tensors[tensorName(step)].inputs.some(([name]) => name === other);
-  let columns = [];  // of a branch; a step that does not read the one before it, as Llama's up, is below it
+  // Columns of a branch. A step that does not read the step before it, such as Llama's up, is drawn below that step.
+  let columns = [];
   for (const step of plan.block) {
     if (!steps[step].adds) {
       if (columns.length > 1 && !reads(step, columns.at(-1).at(-1))) columns.at(-1).push(step);
@@ -34,7 +35,7 @@ function drawBlock() {
     const branch = columns.map(below => el("li", {class: below.length > 1 ? "both" : null}, ...below.map(stepButton)));
     diagram.append(el("div", {class: "sublayer"}, el("div", {class: "rail"}, el("span", {}, diagram.children.length ? "" : "residual stream")),
       el("div", {class: "join", style: "grid-column: 2; grid-row: 1"}, stepButton(step)), el("ol", {class: "branch", style: "grid-area: 2 / 1 / auto / -1"}, ...branch)));
-    // Read and reached by keyboard in the order of the steps: the branch before the addition.
+    // The addition comes last in the document, so that screen readers and the keyboard reach the steps in order.
     const added = diagram.lastChild;
     added.append(added.querySelector(".join"));
     columns = [];

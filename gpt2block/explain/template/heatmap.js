@@ -1,4 +1,4 @@
-// ---- colors: blue below zero, orange above; the middle is the page's own
+// ---- colors: blue for negative numbers, orange for positive numbers, the page's background for zero
 const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 const DIVERGING = {
   light: [[8, 64, 129], [67, 147, 195], [246, 245, 242], [240, 150, 60], [140, 60, 0]],
@@ -8,7 +8,7 @@ const SEQUENTIAL = {
   light: [[250, 250, 248], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]],
   dark: [[24, 27, 33], [33, 62, 97], [49, 108, 166], [106, 168, 232], [214, 236, 255]],
 };
-function mixed(stops, share) {  // share from 0 to 1; NaN is gray
+function mixed(stops, share) {  // share: position from 0 to 1 on the color scale; NaN becomes gray
   if (Number.isNaN(share)) return [128, 128, 128];
   const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
   return stops[low].map((v, i) => Math.round(v + (stops[low + 1][i] - v) * (at - low)));
@@ -16,7 +16,7 @@ function mixed(stops, share) {  // share from 0 to 1; NaN is gray
 const ramp = stops => `linear-gradient(to right, ${stops.map(c => `rgb(${c})`).join(", ")})`;
 const theme = stops => stops[isDark() ? "dark" : "light"];
 
-// ---- a heatmap with a cell under the pointer, which arrow keys move
+// ---- a heatmap; the pointer or the arrow keys select a cell
 function paint(canvas, rows, columns, colorAt) {
   canvas.width = columns; canvas.height = rows;
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
@@ -59,14 +59,14 @@ function heatmap({name, label, rows, columns, colorAt, describe, readout, height
   draw();
   return frame;
 }
-// Vectors of the same channels below each other, each in the colors of its own range.
-function strips({vectors, ...options}) {  // vectors: [label, numbers]
+// Draw vectors with the same channels as rows of a heatmap; each row has a color scale of its own.
+function strips({vectors, ...options}) {  // vectors: pairs [label, numbers]
   const ends = vectors.map(([, values]) => values.reduce((most, v) => Math.max(most, Math.abs(v)), 0) || 1);
   const map = heatmap({...options, rows: vectors.length, columns: vectors[0][1].length, height: `${1.5 * vectors.length}rem`,
     colorAt: (r, c) => mixed(theme(DIVERGING), vectors[r][1][c] / ends[r] / 2 + 0.5)});
   return el("div", {class: "labeled"}, el("div", {class: "labels rows", "aria-hidden": "true"}, ...vectors.map(([label]) => el("span", {}, label))), map);
 }
-// "1.2 × 3 + (−2) × 0.5 + 4.1 (62 more terms)": the first terms of a sum of products, and the rest.
+// Write the first terms of a sum of products and the sum of the rest: "1.2 × 3 + (−2) × 0.5 + 4.1 (62 more terms)".
 const FIRST_TERMS = 4;
 function sumOfProducts(pairs) {
   const first = pairs.slice(0, FIRST_TERMS).map(([a, b]) => `${signed(a)} × ${signed(b)}`), rest = pairs.slice(FIRST_TERMS);

@@ -14,7 +14,7 @@ function drawLens() {
     const start = (layer * positions + position - first) * top;
     const cells = Array.from({length: top}, (_, n) => {
       const id = ids[start + n], p = lensValues[start + n];
-      return el("td", {class: id === following ? "actual" : null, "--share": Math.sqrt(p)}, el("span", {class: "mono"}, visible(textOf(id))), percent(p || Number.MIN_VALUE));  // rounded to 0, but never 0
+      return el("td", {class: id === following ? "actual" : null, "--share": Math.sqrt(p)}, el("span", {class: "mono"}, visible(textOf(id))), percent(p || Number.MIN_VALUE));  // a probability of 0 was rounded to 0: show "<0.01%"
     });
     return el("tr", {}, el("th", {scope: "row"}, layer ? `block ${layer - 1}` : "embedding"), ...cells);
   });

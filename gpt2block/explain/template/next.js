@@ -1,4 +1,4 @@
-// ---- the next token: the rules of gpt2block/sampling.py, in float32 up to exp, then in integers
+// ---- the next token, by the rules of gpt2block/sampling.py: float32 up to exp, then integers
 const logits = new Float32Array(bytesOf(data.next.logits).buffer);
 const UNIT = 2 ** 40;
 function massesOf(temperature, topK, topP) {
@@ -28,7 +28,7 @@ function distribution(...options) {
   return mass.map(m => m / total);
 }
 const byModel = distribution(1, 0, 1);
-// What the filters leave, in the order in which they are applied.
+// Describe the number of tokens that each filter keeps, in the order in which the filters are applied.
 function whatIsKept(temperature, topK, topP, kept) {
   if (temperature === 0) return "At temperature 0 the most likely token is always drawn; the filters change nothing.";
   const counted = (...options) => massesOf(...options).reduce((n, mass) => n + (mass > 0), 0), few = n => n === 1 ? "1 token" : `${n.toLocaleString("en")} tokens`;

@@ -1,7 +1,7 @@
 // ---- one row of attention, step by step, from the queries, keys and values of the block that the page opens
-const LATER = 3;  // tokens after the selected one, which the mask hides
+const LATER = 3;  // number of tokens shown after the selected token, to show that the mask hides them
 const rowsOfQKV = decoded(data.opened.attention.rows), openedTokens = data.opened.attention.tokens;
-const openedWindow = model.windows[data.layer], scaleOfScores = steps.attn.number;  // null: all tokens, and 1 / √d
+const openedWindow = model.windows[data.layer], scaleOfScores = steps.attn.number;  // window null: all tokens; scale null: 1 / √d
 const isPast = (position, j) => openedWindow !== null && j <= position - openedWindow;
 function attentionRow(position, head) {
   const D = model.head_size, Q = model.n_head * D, KV = model.n_kv_head * D, shared = Math.floor(head * model.n_kv_head / model.n_head);
@@ -19,7 +19,7 @@ const nameOfToken = token => `${quoted(tokens[token].text)} (${token})`;
 const equation = text => el("p", {class: "mono equation"}, text);
 const livePart = () => el("output", {class: "readout", "aria-live": "polite"});
 
-// What a step shows of the token that is selected in the table: row, index of the token, redrawing of the table.
+// Functions that return a step's details for the token selected in the table. Arguments: row, token, redraw of the table.
 function detailOfScore({position, q, keys, scores}, j) {
   const k = keys[j], products = q.map((each, c) => each * k[c]), readout = livePart();
   return [strips({name: "opened", label: `Query of ${nameOfToken(position)}, key of ${nameOfToken(j)} and their products, ${q.length} channels`, readout,
@@ -53,7 +53,7 @@ function detailOfValues({position, head, values, weights, output}, j, drawTable)
       reached: (_, c) => { if (c !== state.channel) { choose(c); drawTable(); } }}), readout,
     strips({name: "opened-result", label: `Result of head ${head} for ${nameOfToken(position)}, ${D} channels`, readout: result, vectors: [["sum", output]], describe: (_, c) => `channel ${c}: ${number(output[c])}`}), result, sum];
 }
-// head, cell and sum: of its column of the table
+// head, cell, sum: heading, entry and total of a column of the table
 const OPENED_STEPS = [
   {title: "Q·K", head: () => "q·k", about: row => `The query of ${nameOfToken(row.position)} is multiplied by the key of every token: one score each, the sum of ${model.head_size} products.`,
     cell: (row, j) => number(row.scores[j]), detail: detailOfScore},

@@ -1,5 +1,5 @@
-// ---- one number of a product: the row of x and the column of W that it is the sum of
-const productOf = (() => {  // the numbers of a product that the page holds, decoded when they are first shown
+// ---- one number of a product, and the row of x and the column of W from which it is computed
+const productOf = (() => {  // a product's stored rows and columns, decoded at the first use
   const known = new Map();
   return step => {
     if (!known.has(step)) {
@@ -11,14 +11,14 @@ const productOf = (() => {  // the numbers of a product that the page holds, dec
 })();
 const middle = ([first, end]) => Math.floor((first + end - 1) / 2);
 const nearest = (list, at) => list.reduce((best, each, i) => Math.abs(each - at) < Math.abs(list[best] - at) ? i : best, 0);
-// m and n: indices of the rows and columns that the page holds
+// m and n: indices into the stored rows and the stored columns
 function numberOfProduct(step, m, n) {
   const {rows, columns, x, w, b, y} = productOf(step), K = x.length / rows.length;
   const row = x.subarray(m * K, (m + 1) * K), column = w.subarray(n * K, (n + 1) * K), terms = row.map((a, k) => a * column[k]);
   const bias = b ? b[n] : null, sum = terms.reduce((a, b) => a + b, 0) + (bias ?? 0);
   return {t: rows[m], n: columns[n], row, column, terms, bias, sum, stored: y[m * columns.length + n]};
 }
-let showProduct = () => {};  // of a token and a channel; of the same channel as before without one
+let showProduct = () => {};  // arguments: token and channel; without a channel, the previous channel
 function drawProduct(step) {
   showProduct = () => {};
   if (!data.opened.products[step]) return "";
@@ -57,7 +57,7 @@ function productParts({step, x, w, b, K, height, width, t, n, row, column, terms
       describe: (_, k) => `k = ${k}: ${signed(row[k])} × ${signed(column[k])} = ${number(terms[k])}`}), readout,
   ];
 }
-// A matrix as a rectangle, with a row, a column or the cell of both marked.
+// Draw a matrix as a rectangle in which a row, a column or their common cell is marked.
 function matrixBox(name, sizes, {row, column}) {
   const mark = el("span", {class: "mark"}), at = (index, size) => [`${100 * index / size}%`, `max(4px, ${100 / size}%)`];
   if (row !== undefined) [mark.style.top, mark.style.height] = at(row, sizes[0]);

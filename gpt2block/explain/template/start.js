@@ -32,7 +32,7 @@ function setUpTheme() {
     update();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
-  addEventListener("message", ({source, data}) => {  // of a page that shows this one in a frame
+  addEventListener("message", ({source, data}) => {  // a page that shows this page in a frame sets the theme
     if (source !== parent || !["light", "dark"].includes(data?.theme)) return;
     document.documentElement.dataset.theme = data.theme;
     update();

@@ -5,10 +5,10 @@ function drawDetail() {
   const formula = el("div", {class: "formula"});
   const template = byId(`formula-${op}`);
   if (template) formula.append(template.content.cloneNode(true));
-  for (const term of formula.querySelectorAll("[data-input]")) {  // of an input that this model may not have
+  for (const term of formula.querySelectorAll("[data-input]")) {  // terms of inputs that only some models have
     if (tensor.inputs.length < Number(term.dataset.input)) term.remove();
   }
-  const {number: own} = steps[step];  // a scale or factor that this model has
+  const {number: own} = steps[step];  // the model's scale or factor in this step, or null
   for (const term of formula.querySelectorAll("[data-number]")) {
     if (term.dataset.number !== (own === null ? "no" : "yes")) term.remove();
     else if (own !== null) term.querySelector("mn").textContent = String(Number(own.toPrecision(6)));
@@ -23,7 +23,7 @@ function drawDetail() {
     el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
   byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
 }
-function neighbours() {  // the steps before and after the selected one, also of other blocks
+function neighbours() {  // buttons for the previous and the next step, perhaps in another block
   const layers = Array.from({length: model.n_layer}, (_, layer) => plan.block.map(step => ({step, layer})));
   const all = [...plan.before.map(step => ({step})), ...layers.flat(), ...plan.after.map(step => ({step}))];
   const at = all.findIndex(({step, layer}) => step === state.step && (layer ?? state.layer) === state.layer);
@@ -81,7 +81,7 @@ function drawTensor(step, tensor) {
   return [el("div", {class: labels ? "labeled" : null}, labels, map), readout, el("div", {class: "legend"}, ...scale),
     el("p", {class: "note"}, `Rows are tokens, columns are channels. ${area}`)];
 }
-function tokenLabels(kind) {  // along an axis with a row or column for each token; "" where there are too many
+function tokenLabels(kind) {  // labels along an axis of tokens; "" for more than MOST_LABELS tokens
   const long = tokens.some(({text}) => visible(text).length > 1) ? " long" : "";
   return T > MOST_LABELS ? "" : el("div", {class: `labels ${kind}${long}`, "aria-hidden": "true"}, ...tokens.map(token => el("span", {}, visible(token.text))));
 }

@@ -48,7 +48,7 @@ function endWalk() {
   drawWalk();
   byId("walk-start").focus();
 }
-function drawWalk() {  // of the step that is selected, also where it was selected in the diagram
+function drawWalk() {  // draw the sentence of the selected step, wherever the step was selected
   walking &&= inBlock(state.step);
   byId("walk").classList.toggle("walking", walking);
   for (const node of byId("walk").children) node.hidden = walking === (node.id === "walk-start");

@@ -1,4 +1,4 @@
-"""A `.cu` file to begin with for each operation: slow, but right."""
+"""Starter files, one `.cu` file for each operation: slow but correct kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The operations that have a template."""
+    """Return the names of the operations that have a template."""
     return sorted(path.stem for path in HERE.glob("*.cu"))
 
 
 def template(operation: Operation) -> str:
-    """The text of a file; InputError for an operation whose kernels need more than it shows."""
+    """Return the text of an operation's template. Raises InputError if it has none."""
     path = HERE / f"{operation.name}.cu"
     if not path.is_file():
         raise InputError(f"{operation.name} has no template: expected one of {', '.join(names())}")

@@ -1,6 +1,6 @@
 // Causal attention: out = softmax(Q K^T / sqrt(HS)) V for each head; row i sees keys 0 to i
 //
-// One thread per element of out: right, and very slow, because every thread computes all scores of
+// One thread per element of out: correct but very slow, because every thread computes all scores of
 // its row, in two passes.
 //   gpt2block kernels attention --mine my.cu
 //
@@ -16,7 +16,7 @@ __device__ float score(const T* q, const T* k, int HS) {
 }
 
 extern "C" __global__ void my_attention(
-    const T* qkv,  // (B, T, 3C): a row is [Q | K | V], each with its heads next to each other
+    const T* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     T* out,        // (B, T, C)
     int seq_len, int n_head, int HS) {
     const int i = blockIdx.x, head = blockIdx.y, d = threadIdx.x, C = n_head * HS;

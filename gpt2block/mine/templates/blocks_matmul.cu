@@ -1,7 +1,7 @@
 // Matrix product with weights in blocks of 4 bits, Q4_K of a GGUF file: out = x W^T
 //
-// One thread per element of out: right, and slow, because it unpacks every weight by itself, and
-// neighbouring threads read addresses a row apart.
+// One thread per element of out: correct but slow, because each thread unpacks all weights of a row,
+// and neighbouring threads read addresses a row apart.
 //   gpt2block kernels blocks_matmul --mine my.cu
 //
 // The launch line may use M, N, K, B = K / 256 and block. T of `const T*` is float; with --dtype
@@ -13,7 +13,7 @@
 struct Block {  // 256 weights of a row, aligned to 16 bytes
     __half d, dmin;
     unsigned char six[12];     // s and m of 8 sub-blocks of 32 weights, 6 bits each
-    unsigned char codes[128];  // two sub-blocks in 32 bytes: the lower, and the upper halves
+    unsigned char codes[128];  // 32 bytes for 2 sub-blocks: codes in the lower and the upper 4 bits
 };
 
 __device__ float weight(const Block& block, int i) {

@@ -1,6 +1,6 @@
 // Token plus position embedding: out[b, t] = wte[ids[b, t]] + wpe[t]
 //
-// One thread per token: right, and slow, because neighbouring threads read addresses a row apart.
+// One thread per token: correct but slow, because neighbouring threads read addresses a row apart.
 //   gpt2block kernels encoder --mine my.cu
 //
 // The launch line may use rows (B * T), B, T, C, V and block.

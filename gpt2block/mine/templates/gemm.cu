@@ -1,6 +1,6 @@
 // Matrix product in 16 bits, with sums in float: out = a W
 //
-// One thread per element of out: right, and slow, because every thread reads whole rows of a and W.
+// One thread per element of out: correct but slow, because every thread reads whole rows of a and W.
 //   gpt2block kernels gemm --mine my.cu
 //
 // The launch line may use M, N, K and block. T is the type of --dtype, bfloat16 by default; see

@@ -1,6 +1,6 @@
 // LayerNorm: out = (x - mean) * rstd * gamma + beta over each row, rstd = 1 / sqrt(var + eps)
 //
-// One thread per row: right, and slow, because neighbouring threads read addresses a row apart.
+// One thread per row: correct but slow, because neighbouring threads read addresses a row apart.
 //   gpt2block kernels layernorm --mine my.cu
 //
 // The launch line gives the number of blocks, of threads per block and, with shared=, the bytes of

@@ -1,6 +1,6 @@
 // GELU of LayerNorm without gamma and beta: y = GELU((x - mean) * rstd) over each row
 //
-// One thread per row: right, and slow, because neighbouring threads read addresses a row apart.
+// One thread per row: correct but slow, because neighbouring threads read addresses a row apart.
 //   gpt2block kernels layernorm_gelu --mine my.cu
 //
 // The launch line may use N, C and block.

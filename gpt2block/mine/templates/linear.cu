@@ -1,6 +1,6 @@
 // Matrix product of few rows, as in decoding: out = x W + bias
 //
-// One thread per element of out: right, and slow, because neighbouring threads read addresses a row
+// One thread per element of out: correct but slow, because neighbouring threads read addresses a row
 // apart.
 //   gpt2block kernels linear --mine my.cu
 //

@@ -1,6 +1,6 @@
 // Log-likelihood of a token: out = logits[target] - log(sum of exp(logits)) of each row
 //
-// One thread per row, two passes: right, and slow, because neighbouring threads read addresses a row
+// One thread per row, two passes: correct but slow, because neighbouring threads read addresses a row
 // apart.
 //   gpt2block kernels log_likelihood --mine my.cu
 //

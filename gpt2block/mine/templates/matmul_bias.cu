@@ -1,6 +1,6 @@
 // Matrix product: C = A B + bias
 //
-// One thread per element of C: right, and slow, because every thread reads a whole row of A and
+// One thread per element of C: correct but slow, because every thread reads a whole row of A and
 // column of B.
 //   gpt2block kernels matmul_bias --mine my.cu
 //

@@ -1,6 +1,6 @@
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight over each row
 //
-// One thread per row: right, and slow, because neighbouring threads read addresses a row apart.
+// One thread per row: correct but slow, because neighbouring threads read addresses a row apart.
 //   gpt2block kernels rmsnorm --mine my.cu
 //
 // The launch line may use M, C and block. T is the type of --dtype, float16 by default; see

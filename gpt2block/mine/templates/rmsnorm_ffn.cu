@@ -1,6 +1,6 @@
 // The gated feed-forward: out = silu(n W1) * (n W3), n = RMSNorm(x), silu(v) = v / (1 + exp(-v))
 //
-// One thread per element of out: right, and slow, because every thread computes the norm of its row
+// One thread per element of out: correct but slow, because every thread computes the norm of its row
 // again.
 //   gpt2block kernels rmsnorm_ffn --mine my.cu
 //

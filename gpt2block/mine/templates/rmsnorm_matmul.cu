@@ -1,9 +1,9 @@
 // RMSNorm, a matrix product, then RoPE on heads of head_dim columns:
 //
 //   n = x / sqrt(mean(x^2) + eps) * gamma,   y = n W
-//   out: the pairs (y[2k], y[2k + 1]) of each head, turned by the angle row / theta^(2k / head_dim)
+//   out: the pairs (y[2k], y[2k + 1]) of each head, rotated by the angle row / theta^(2k / head_dim)
 //
-// One thread per pair of columns: right, and slow, because every thread computes the norm of its row
+// One thread per pair of columns: correct but slow, because every thread computes the norm of its row
 // again.
 //   gpt2block kernels rmsnorm_matmul --mine my.cu
 //

@@ -1,6 +1,6 @@
 // Softmax: y = exp(x - max) / sum of exp(x - max) over each row
 //
-// One thread per row, three passes: right, and slow, because neighbouring threads read addresses a
+// One thread per row, three passes: correct but slow, because neighbouring threads read addresses a
 // row apart.
 //   gpt2block kernels softmax --mine my.cu
 //

@@ -1,7 +1,7 @@
-// Conversion to FP8, E5M2: the byte whose number is nearest, ties to the even byte; numbers beyond the
-// largest one, 57344, become it
+// Conversion to FP8, E5M2: the byte whose number is nearest, ties to the even byte; magnitudes above
+// the largest number, 57344, become 57344
 //
-// One thread per element, which tries all bytes: right, and slow.
+// One thread per element: correct but slow, because each thread tries all bytes.
 //   gpt2block kernels to_fp8 --mine my.cu
 //
 // The launch line may use size, K, N (size = K * N) and block. T is the type of --dtype; see

@@ -1,6 +1,6 @@
 // The causal half of attention's scores: out[b, h, i, j] = Q_i . K_j / sqrt(HS) for j <= i
 //
-// One thread per score: right, and slow, because every thread reads a whole row of Q and of K.
+// One thread per score: correct but slow, because every thread reads a whole row of Q and of K.
 //   gpt2block kernels trimat --mine my.cu
 //
 // Elements above the diagonal may hold anything. The launch line may use B, T, NH, HS, C and block.
@@ -13,7 +13,7 @@ extern "C" __global__ void my_trimat(
     const int i = blockIdx.y * blockDim.y + threadIdx.y;
     if (i >= T || j > i) return;
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const long long width = 3LL * NH * HS;  // floats of a position
+    const long long width = 3LL * NH * HS;  // floats per position
     const float* q = qkv + (b * (long long)T + i) * width + h * HS;
     const float* k = qkv + (b * (long long)T + j) * width + (NH + h) * HS;
 

@@ -1,8 +1,7 @@
 // Chapter 0, exercise 3: y = a + b with 4 blocks of 64 threads, whatever n is
 //
-// 256 threads walk over the arrays together: first elements 0 to 255, then 256 to 511, and
-// so on. The condition of the loop is the bounds check. Such a loop is called a grid-stride
-// loop.
+// The 256 threads compute elements 0 to 255 first, then 256 to 511, and so on. The condition
+// of the loop is the bounds check. Such a loop is called a grid-stride loop.
 //   gpt2block kernels add --mine my.cu
 //
 // launch: grid=4 block=64
@@ -12,6 +11,6 @@ extern "C" __global__ void my_add(
     float* y,        // (n)
     long long n) {
     const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    const long long threads = (long long)gridDim.x * blockDim.x;  // of the whole grid
+    const long long threads = (long long)gridDim.x * blockDim.x;  // threads of the whole grid
     for (long long i = first; i < n; i += threads) y[i] = a[i] + b[i];
 }

@@ -1,8 +1,8 @@
 // Chapter 8, exercise 1: attention, one block for each query and head, with its row of scores in shared memory
 //
-// Each score is computed once, by one thread, and never leaves the multiprocessor. Then exp
-// and the sum, and at last a thread for each channel of the head adds up the values,
-// weighted.
+// Each score is computed once, by one thread, and never leaves the multiprocessor. Then the
+// block computes exp of the scores and their sum. At last one thread for each channel of the
+// head computes the weighted sum of the values.
 //   gpt2block kernels attention --mine my.cu
 //
 // launch: grid=T, NH, B block=128 shared=4 * T
@@ -11,15 +11,15 @@
 #define THREADS 128
 
 extern "C" __global__ void my_attention(
-    const float* qkv,  // (B, T, 3C): a row is [Q | K | V], each with its heads next to each other
+    const float* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     float* out,        // (B, T, C)
     int T, int n_head, int HS) {
-    extern __shared__ float weights[];  // (T), of which i + 1 are used
+    extern __shared__ float weights[];  // (T): the first i + 1 are used
     __shared__ float scratch[THREADS];
     const int i = blockIdx.x, C = n_head * HS;
     const long long first_row = (long long)blockIdx.z * T;
     const float* q = qkv + (first_row + i) * 3 * C + blockIdx.y * HS;
-    const float* k = qkv + first_row * 3 * C + C + blockIdx.y * HS;  // of key 0; the next key is 3C further
+    const float* k = qkv + first_row * 3 * C + C + blockIdx.y * HS;  // key 0; key j is at k + j * 3C
     const float* v = k + C;
 
     float largest = -INFINITY;
@@ -36,7 +36,7 @@ extern "C" __global__ void my_attention(
         weights[j] = expf(weights[j] - largest);
         sum += weights[j];
     }
-    sum = block_reduce_sum<THREADS>(sum, scratch);  // its barriers also let all threads see all weights
+    sum = block_reduce_sum<THREADS>(sum, scratch);  // after its barriers all threads see all weights
 
     for (int d = threadIdx.x; d < HS; d += THREADS) {
         float o = 0.0f;

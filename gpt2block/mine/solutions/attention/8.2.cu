@@ -1,8 +1,8 @@
 // Chapter 8, exercise 2: attention by tiles of 32 keys, with online softmax; no row of scores is stored
 //
-// A warp has one query. The 8 warps of a block share each tile of K and V, so that a value
-// from global memory is used 8 times. In a tile each lane has the score of one key; for the
-// weighted sum each lane has some channels, and gets the weights of the other lanes by
+// A warp computes one query. The 8 warps of a block share each tile of K and V, so that a value
+// from global memory is used 8 times. In a tile each lane computes the score of one key. For the
+// weighted sum each lane computes some channels, and reads the weights of the other lanes by
 // shuffles. Until the end, o is the sum of exp(score - m) v over the keys so far.
 //   gpt2block kernels attention --mine my.cu
 //
@@ -10,11 +10,11 @@
 #include "lib/common.cuh"  // lanes_max and lanes_sum: five shuffles each
 
 constexpr int WARPS = 8, KEYS = 32;
-constexpr int LARGEST = 64;          // channels of a head, at most: as many as in GPT-2
-constexpr int PARTS = LARGEST / 32;  // channels of a lane: lane, lane + 32, ...
+constexpr int LARGEST = 64;          // maximum channels per head, as in GPT-2
+constexpr int PARTS = LARGEST / 32;  // channels per lane: lane, lane + 32, ...
 
 extern "C" __global__ void my_attention(
-    const float* qkv,  // (B, T, 3C): a row is [Q | K | V], each with its heads next to each other
+    const float* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     float* out,        // (B, T, C)
     int T, int n_head, int HS) {
     __shared__ float q_rows[WARPS][LARGEST], k_tile[KEYS][LARGEST + 1], v_tile[KEYS][LARGEST];
@@ -22,7 +22,7 @@ extern "C" __global__ void my_attention(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, C = n_head * HS;
     const int query = blockIdx.x * WARPS + warp;
     const long long first_row = (long long)blockIdx.z * T;
-    const float* q = qkv + first_row * 3 * C + blockIdx.y * HS;  // of row 0; the next row is 3C further
+    const float* q = qkv + first_row * 3 * C + blockIdx.y * HS;  // row 0; row j is at q + j * 3C
     const float* k = q + C;
     const float* v = k + C;
 
@@ -41,7 +41,7 @@ extern "C" __global__ void my_attention(
         }
         __syncthreads();  // the tile is complete
 
-        float score = -INFINITY;  // of a key that the query does not see
+        float score = -INFINITY;  // score of a key that the query does not see
         if (first + lane <= query) {
             score = 0.0f;
             for (int d = 0; d < HS; ++d) score += q_rows[warp][d] * k_tile[lane][d];

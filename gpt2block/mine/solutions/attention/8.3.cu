@@ -1,27 +1,27 @@
 // Chapter 8, exercise 3: attention by tiles of 32 keys, with QUERIES queries for each warp
 //
-// As exercise 2, coarsened as in chapter 5: a value of K or V that a lane reads from shared
-// memory is used for QUERIES queries, and a tile for 8 QUERIES. Each query has its own m, s
-// and o, all in registers.
+// The kernel of exercise 2, coarsened as in chapter 5: a value of K or V that a lane reads from
+// shared memory is used for QUERIES queries, and a tile for 8 * QUERIES queries. Each query has
+// its own m, s and o, all in registers.
 //   gpt2block kernels attention --mine my.cu
 //
 // launch: grid=ceil(T / 32), NH, B block=256
 #include "lib/common.cuh"  // lanes_max and lanes_sum: five shuffles each
 
-constexpr int WARPS = 8, KEYS = 32, QUERIES = 4;  // the launch line knows WARPS * QUERIES as 32
-constexpr int LARGEST = 64;          // channels of a head, at most: as many as in GPT-2
-constexpr int PARTS = LARGEST / 32;  // channels of a lane: lane, lane + 32, ...
+constexpr int WARPS = 8, KEYS = 32, QUERIES = 4;  // 32 in the launch line is WARPS * QUERIES
+constexpr int LARGEST = 64;          // maximum channels per head, as in GPT-2
+constexpr int PARTS = LARGEST / 32;  // channels per lane: lane, lane + 32, ...
 
 extern "C" __global__ void my_attention(
-    const float* qkv,  // (B, T, 3C): a row is [Q | K | V], each with its heads next to each other
+    const float* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     float* out,        // (B, T, C)
     int T, int n_head, int HS) {
     __shared__ float q_rows[WARPS * QUERIES][LARGEST], k_tile[KEYS][LARGEST + 1], v_tile[KEYS][LARGEST];
     assert(HS <= LARGEST);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, C = n_head * HS;
-    const int query = (blockIdx.x * WARPS + warp) * QUERIES;  // the first one of the warp
+    const int query = (blockIdx.x * WARPS + warp) * QUERIES;  // first query of the warp
     const long long first_row = (long long)blockIdx.z * T;
-    const float* q = qkv + first_row * 3 * C + blockIdx.y * HS;  // of row 0; the next row is 3C further
+    const float* q = qkv + first_row * 3 * C + blockIdx.y * HS;  // row 0; row j is at q + j * 3C
     const float* k = q + C;
     const float* v = k + C;
 

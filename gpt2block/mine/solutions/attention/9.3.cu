@@ -9,10 +9,10 @@
 #include "lib/storage.cuh"
 
 #define WARPS 4
-#define MOST 4  // channels of a lane: heads of up to 128
+#define MOST 4  // maximum channels per lane, for heads of up to 128 channels
 
 extern "C" __global__ void my_attention(
-    const T* qkv,  // (B, T, 3C): a row is [Q | K | V], each with its heads next to each other
+    const T* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     T* out,        // (B, T, C)
     int seq_len, int n_head, int HS) {
     __shared__ float m_of[WARPS], l_of[WARPS], o_of[WARPS][32 * MOST];
@@ -49,7 +49,7 @@ extern "C" __global__ void my_attention(
     for (int c = 0; c < MOST; ++c) o_of[warp][32 * c + lane] = o[c];
     __syncthreads();
 
-    float largest = m_of[0];  // finite: every query sees key 0, which is one of warp 0
+    float largest = m_of[0];  // finite: every query sees key 0, a key of warp 0
     for (int p = 1; p < WARPS; ++p) largest = fmaxf(largest, m_of[p]);
     for (int d = threadIdx.x; d < HS; d += 32 * WARPS) {
         float sum = 0.0f, weighted = 0.0f;

@@ -1,7 +1,7 @@
 // Chapter 13, exercise 1: blocks_matmul, few rows; every code is unpacked once for up to 4 rows of x
 //
-// A warp computes an output of each row. Eight lanes have a block, and a lane 16 bytes of its codes: 16
-// weights of each of two sub-blocks.
+// A warp computes one output of each row. Eight lanes unpack a block together; each of them reads 16
+// bytes of codes: 16 weights of each of two sub-blocks.
 //   gpt2block kernels blocks_matmul --mine my.cu
 //   gpt2block kernels blocks_matmul --mine my.cu --dtype float16
 //
@@ -22,10 +22,10 @@ extern "C" __global__ void my_blocks_matmul(
     float* out,              // (M, N)
     int M, int N, int K) {
     const int n = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (n >= N) return;  // all lanes of a warp, so that the others can still exchange values
+    if (n >= N) return;  // the same for all lanes of a warp, so that shuffles remain valid
     const int first = blockIdx.y * ROWS, pair = lane % 8 / 2, half = lane % 2;
     const Block* blocks = reinterpret_cast<const Block*>(w) + (long long)n * (K / 256);
-    const T* x_rows[ROWS];  // beyond the last row: the last one again, whose sum is not stored
+    const T* x_rows[ROWS];  // places beyond the last row repeat it; their sums are not stored
     for (int r = 0; r < ROWS; ++r) {
         x_rows[r] = x + (long long)min(first + r, M - 1) * K + 64 * pair + 16 * half;
     }

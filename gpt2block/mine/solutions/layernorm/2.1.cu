@@ -1,13 +1,13 @@
 // Chapter 2, exercise 1: LayerNorm, one block per row; thread 0 adds up the partial sums
 //
-// A barrier stands wherever a thread reads what another one has written, or overwrites what
-// another one may still read.
+// There is a barrier before a thread reads a value that another thread has written, and before
+// it overwrites a value that another thread may still read.
 //   gpt2block kernels layernorm --mine my.cu
 //
 // launch: grid=N block=256
 #define THREADS 256
 
-// The sum of one value per thread, for all threads of the block. partial: memory for
+// Return the sum of one value per thread to all threads of the block. partial: memory for
 // THREADS values.
 __device__ float sum_of_block(float value, float* partial) {
     partial[threadIdx.x] = value;

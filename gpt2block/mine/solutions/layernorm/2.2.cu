@@ -1,19 +1,19 @@
 // Chapter 2, exercise 2: LayerNorm, one block per row; a tree adds up the partial sums
 //
-// Each level of the tree halves the number of values: 8 levels for 256 threads, with a
-// barrier each. The barrier stands outside the `if`, because all threads of the block have
-// to reach it.
+// Each level of the tree halves the number of values: 8 levels for 256 threads, with one
+// barrier per level. The barrier is outside the `if`, because all threads of the block have to
+// reach it.
 //   gpt2block kernels layernorm --mine my.cu
 //
 // launch: grid=N block=256
 #define THREADS 256
 
-// The sum of one value per thread, for all threads of the block. partial: memory for
+// Return the sum of one value per thread to all threads of the block. partial: memory for
 // THREADS values.
 __device__ float sum_of_block(float value, float* partial) {
     partial[threadIdx.x] = value;
     for (int n = THREADS / 2; n > 0; n /= 2) {
-        __syncthreads();  // the level before is complete
+        __syncthreads();  // the previous level is complete
         if (threadIdx.x < n) partial[threadIdx.x] += partial[threadIdx.x + n];
     }
     __syncthreads();  // thread 0 has written the sum

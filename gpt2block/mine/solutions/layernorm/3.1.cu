@@ -1,8 +1,8 @@
 // Chapter 3, exercise 1: LayerNorm, one block per row, 16 bytes for each load
 //
 // Rows whose length is a multiple of 4 begin at a multiple of 16 bytes and are read as
-// float4. Other rows take the loop that reads single values. Both add up the same values,
-// so that all that follows is shared.
+// float4. Other rows use a loop that reads single values. Both loops compute the same sums, so
+// that the code after them is shared.
 //   gpt2block kernels layernorm --mine my.cu
 //   gpt2block kernels layernorm --mine my.cu --shape C=2048
 //
@@ -29,7 +29,7 @@ extern "C" __global__ void my_layernorm(
     float* out_row = out + (long long)blockIdx.x * C;
     const float4* x4 = reinterpret_cast<const float4*>(x_row);
     const bool wide = C % 4 == 0;
-    const int n4 = C / 4;  // float4 in a row
+    const int n4 = C / 4;  // float4 per row
 
     float sum = 0.0f;
     if (wide) {

@@ -12,7 +12,7 @@
 #include "lib/common.cuh"  // block_reduce_sum: the tree of chapter 2
 
 #define THREADS 256
-#define HELD 2  // float4 of a thread: rows of up to 4 * HELD * THREADS = 2048 channels
+#define HELD 2  // float4 per thread: for rows of up to 4 * HELD * THREADS = 2048 channels
 
 __device__ float normalized(float x, float mean, float rstd, float gamma, float beta) {
     return (x - mean) * rstd * gamma + beta;

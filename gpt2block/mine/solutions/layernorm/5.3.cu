@@ -1,8 +1,8 @@
 // Chapter 5, exercise 3: LayerNorm 3 with two rows for each warp
 //
-// The loads of both rows are in flight at the same time, and a lane uses each value of
-// gamma and beta for both. Where N is odd, the last warp has one row: it then reads that
-// row twice, and stores it once.
+// The loads of both rows are in flight at the same time, and a lane uses each value of gamma
+// and beta for both rows. If N is odd, the last warp has one row: it reads this row twice, and
+// stores it once.
 //   gpt2block kernels layernorm --mine my.cu
 //
 // launch: grid=ceil(N / 16) block=256
@@ -22,13 +22,13 @@ extern "C" __global__ void my_layernorm(
     const auto warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const int lane = warp.thread_rank();
     const int row = 2 * (blockIdx.x * warp.meta_group_size() + warp.meta_group_rank());
-    if (row >= N) return;  // the whole warp
+    if (row >= N) return;  // the same for the whole warp
     const bool two = row + 1 < N;
     const float* x_first = x + (long long)row * C;
     const float* x_second = two ? x_first + C : x_first;
 
     float first = 0.0f, second = 0.0f;
-#pragma unroll 8  // loads in flight at a time, of each row
+#pragma unroll 8  // loads of each row in flight at a time
     for (int c = lane; c < C; c += LANES) {
         first += x_first[c];
         second += x_second[c];

@@ -1,8 +1,8 @@
 // Chapter 9, exercise 2: linear, few rows; every weight is loaded once for up to 8 rows of x
 //
-// A block computes one output of each row. Its 128 threads share K, and a thread multiplies each of its
-// weights by 8 rows. The order of additions is the same for every M: over k in a thread, over the lanes
-// of a warp by shuffles, then over the warps.
+// A block computes one output of each row. Its 128 threads divide K, and a thread multiplies each of
+// its weights by 8 rows. The order of additions is the same for every M: over k in a thread, over the
+// lanes of a warp by shuffles, then over the warps.
 //   gpt2block kernels linear --mine my.cu
 //   gpt2block kernels linear --mine my.cu --shape M=8,K=768
 //

@@ -1,8 +1,8 @@
 // Chapter 5, exercise 1: a tiled product with two outputs for each thread, 16 rows apart
 //
-// A block of 16 x 16 threads computes 32 x 16 outputs. For each k a thread reads one value
-// of B and two of A from shared memory, for two multiply-adds: 1.5 values each instead of
-// 2.
+// A block of 16 x 16 threads computes 32 x 16 outputs. For each k a thread reads one value of B
+// and two values of A from shared memory for two multiply-adds: 1.5 values per multiply-add
+// instead of 2.
 //   gpt2block kernels matmul_bias --mine my.cu
 //
 // launch: grid=ceil(N / 16), ceil(M / 32) block=16, 16
@@ -17,7 +17,7 @@ extern "C" __global__ void my_matmul(
     __shared__ float a_tile[2 * TILE][TILE], b_tile[TILE][TILE];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int n = blockIdx.x * TILE + tx;
-    const int upper = blockIdx.y * 2 * TILE + ty, lower = upper + TILE;  // the rows of the two outputs
+    const int upper = blockIdx.y * 2 * TILE + ty, lower = upper + TILE;  // rows of the two outputs
 
     float upper_sum = 0.0f, lower_sum = 0.0f;
     for (int k = 0; k < K; k += TILE) {

@@ -1,7 +1,7 @@
 // Chapter 5, exercise 2: a tiled product with OUTPUTS outputs for each thread, 16 rows apart
 //
 // `sum` has a constant size and all loops over it are unrolled, so that it stays in
-// registers. The launch line does not know OUTPUTS: its 128 is TILE * OUTPUTS.
+// registers. The launch line cannot use OUTPUTS: 128 in it is TILE * OUTPUTS.
 //   gpt2block kernels matmul_bias --mine my.cu
 //   gpt2block kernels matmul_bias --mine my.cu --shape M=300
 //
@@ -17,7 +17,7 @@ extern "C" __global__ void my_matmul(
     __shared__ float a_tile[OUTPUTS * TILE][TILE], b_tile[TILE][TILE];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int n = blockIdx.x * TILE + tx;
-    const int first = blockIdx.y * OUTPUTS * TILE + ty;  // the row of the thread's first output
+    const int first = blockIdx.y * OUTPUTS * TILE + ty;  // row of the thread's first output
 
     float sum[OUTPUTS] = {};
     for (int k = 0; k < K; k += TILE) {

@@ -1,8 +1,8 @@
 // Chapter 10, exercise 2: RMSNorm, a product and RoPE in one kernel; the norm's factor is in the epilogue
 //
-// A lane has two neighbouring columns, and the 8 warps of a block share K. One loop over K sums up x^2
-// and the products of x gamma; the factor 1 / sqrt(mean(x^2) + eps) is the same for the whole row, and
-// multiplies the complete sums.
+// A lane computes two neighbouring columns, and the 8 warps of a block divide K. One loop over K sums
+// up x^2 and the products of x gamma with w. The factor 1 / sqrt(mean(x^2) + eps) is the same for the
+// whole row, and multiplies the complete sums.
 //   gpt2block kernels rmsnorm_matmul --mine my.cu
 //   gpt2block kernels rmsnorm_matmul --mine my.cu --dtype float32
 //
@@ -26,7 +26,7 @@ extern "C" __global__ void my_rmsnorm_matmul(
     for (int k = warp; k < K; k += WARPS) {
         const float v = widen(x_row[k]), scaled = v * widen(gamma[k]);
         squares += v * v;
-        if (first < N) {  // N is even, as heads are
+        if (first < N) {  // N is even, as head_dim is even
             r += scaled * widen(w[(long long)k * N + first]);
             i += scaled * widen(w[(long long)k * N + first + 1]);
         }

@@ -9,7 +9,7 @@
 #include "lib/storage.cuh"
 
 #define WARPS 8
-#define EARLY 4  // values of K of a warp that are loaded before the wait
+#define EARLY 4  // values of k per warp whose weights are loaded before the wait
 
 extern "C" __global__ void my_rmsnorm_matmul(
     const T* x,                   // (M, K)

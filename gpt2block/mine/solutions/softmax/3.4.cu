@@ -1,7 +1,7 @@
 // Chapter 3, exercise 4: softmax, one block per row, which stays in registers
 //
-// As in exercise 2. Two things differ: missing values are -inf, which exp turns into 0, and
-// exp is computed once and kept in the registers of x.
+// The method is that of exercise 2, LayerNorm, with two differences: places beyond the row are
+// -inf, of which exp is 0, and exp is computed once and kept in the registers of x.
 //   gpt2block kernels softmax --mine my.cu
 //   gpt2block kernels softmax --mine my.cu --shape T=128
 //   gpt2block kernels softmax --mine my.cu --shape T=516
@@ -10,7 +10,7 @@
 #include "lib/common.cuh"  // block_reduce_max and block_reduce_sum: the tree of chapter 2
 
 #define THREADS 128
-#define HELD 4  // float4 of a thread: rows of up to 4 * HELD * THREADS = 2048 values
+#define HELD 4  // float4 per thread: for rows of up to 4 * HELD * THREADS = 2048 values
 
 // x_row and y_row begin at multiples of 16 bytes; n is a multiple of 4 and at most 4 * HELD
 // * THREADS.

@@ -21,7 +21,7 @@ extern "C" __global__ void my_softmax(
     for (int i = 0; i < n; ++i) {
         const float v = x_row[i];
         if (v > m) {
-            s *= expf(m - v);  // 0 if m is -inf: what came before weighs nothing
+            s *= expf(m - v);  // expf is 0 if m is -inf: earlier values have weight 0
             m = v;
         }
         if (v > -INFINITY) s += expf(v - m);  // -inf - (-inf) would be NaN

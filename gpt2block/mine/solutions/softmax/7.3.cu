@@ -1,9 +1,9 @@
 // Chapter 7, exercise 3: softmax, one block per row, which stays in registers; its warps merge at one barrier
 //
-// Each thread loads up to HELD values, before it uses the first one. A warp takes the
-// maximum of its own values, exp of all of them relative to it, and their sum. The warps
-// leave (m, s) in shared memory, every thread merges all of them, and corrects its values
-// by exp(m of its warp - m of the row). Longer rows are read twice, as in exercise 2.
+// Each thread loads up to HELD values before it uses the first one. A warp computes the maximum
+// m of its values, exp(value - m) of each value, and the sum s of these. The warps write (m, s)
+// to shared memory. Every thread merges all pairs and multiplies its values by exp(m of its
+// warp - m of the row). Longer rows are read twice, as in exercise 2.
 //   gpt2block kernels softmax --mine my.cu
 //   gpt2block kernels softmax --mine my.cu --shape B=1,NH=1,T=1030
 //
@@ -11,13 +11,13 @@
 #include "lib/common.cuh"  // lanes_max and lanes_sum: five shuffles each
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-constexpr int HELD = 8;  // values of a thread: rows of up to HELD * THREADS = 1024 values
+constexpr int HELD = 8;  // values per thread: for rows of up to HELD * THREADS = 1024 values
 
 struct Online {
     float m, s;  // the largest value, the sum of exp(value - m)
 };
 
-// What is subtracted before exp: 0 where only -inf has been seen, since exp(-inf - 0) is 0.
+// Return the number to subtract before exp: m, or 0 if m is -inf, since exp(-inf - 0) is 0.
 __device__ float reference(float m) { return m == -INFINITY ? 0.0f : m; }
 
 __device__ Online merged(Online a, Online b) {
@@ -25,7 +25,7 @@ __device__ Online merged(Online a, Online b) {
     return {m, a.s * expf(a.m - point) + b.s * expf(b.m - point)};
 }
 
-// (m, s) of the block from that of each warp. parts: shared memory for WARPS of them.
+// Return (m, s) of the block, merged from (m, s) of each warp. parts: shared memory, (WARPS).
 __device__ Online merged_over_warps(Online of_warp, Online* parts) {
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
     __syncthreads();
@@ -50,7 +50,7 @@ __device__ void in_registers(const float* x_row, float* y_row, int n, Online* pa
     }
     const Online all = merged_over_warps({m, lanes_sum<32>(s)}, parts);
 
-    const float scale = expf(m - reference(all.m)) / all.s;  // 0 if the warp saw nothing but -inf
+    const float scale = expf(m - reference(all.m)) / all.s;  // 0 if all values of the warp are -inf
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
         const int i = threadIdx.x + k * THREADS;

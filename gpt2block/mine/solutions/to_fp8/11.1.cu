@@ -13,8 +13,8 @@ __device__ unsigned code(float v) {
     const float x = fminf(fabsf(v), 57344.0f);
     if (x < 0x1p-14f) return sign | (unsigned)rintf(x * 65536.0f);  // subnormal: a multiple of 2^-16
     unsigned bits = (unsigned)__float_as_int(x);
-    bits += 0xfffff + (bits >> 21 & 1);             // half of the last bit that is kept; a tie goes to the even one
-    return sign | ((bits >> 21) - (127 - 15) * 4);  // the exponent of E5M2 has the bias 15, that of a float 127
+    bits += 0xfffff + (bits >> 21 & 1);             // round to nearest, ties to an even last bit
+    return sign | ((bits >> 21) - (127 - 15) * 4);  // exponent bias: 15 in E5M2, 127 in float
 }
 
 extern "C" __global__ void my_to_fp8(
@@ -24,7 +24,7 @@ extern "C" __global__ void my_to_fp8(
     const long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
     if (first + 4 <= size) {
         float v[4];
-        Vec<T, 4>::load_once(x + first).unpack(v);  // 16 bytes of float, 8 of 16-bit numbers
+        Vec<T, 4>::load_once(x + first).unpack(v);  // 16 bytes of float32, or 8 bytes of 16-bit numbers
         *reinterpret_cast<unsigned*>(out + first) =
             code(v[0]) | code(v[1]) << 8 | code(v[2]) << 16 | code(v[3]) << 24;
     } else {

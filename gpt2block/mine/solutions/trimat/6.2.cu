@@ -1,8 +1,8 @@
 // Chapter 6, exercise 2: the causal half of attention's scores, each value as two in float16
 //
-// hi is x rounded to float16, lo what the rounding left over, in float16 too. Of the four
-// products of two such values lo * lo is too small to matter. A product of two float16
-// values has at most 22 significant bits and is exact in float32, as on a tensor core.
+// hi is x rounded to float16, and lo is the rest x - hi rounded to float16. Of the four products
+// of two such values, lo * lo is negligible. A product of two float16 values has at most 22
+// significant bits and is exact in float32, as on a tensor core.
 //   gpt2block kernels trimat --mine my.cu
 //
 // launch: grid=ceil(T / 16), ceil(T / 16), B * NH block=16, 16
@@ -25,7 +25,7 @@ extern "C" __global__ void my_trimat(
     const int i = blockIdx.y * blockDim.y + threadIdx.y;
     if (i >= T || j > i) return;
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const long long width = 3LL * NH * HS;  // floats of a position
+    const long long width = 3LL * NH * HS;  // floats per position
     const float* q = qkv + (b * (long long)T + i) * width + h * HS;
     const float* k = qkv + (b * (long long)T + j) * width + (NH + h) * HS;
 
