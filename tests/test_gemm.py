@@ -294,13 +294,13 @@ def test_wrong_input_is_refused(device: Any) -> None:
     whole = r"bound: expected the largest magnitude that the result can have"
     cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
         ((a, w), {"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
-        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, as a has, or float32"),
+        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, like a, or float32"),
         ((float32, w), {}, "a: expected bfloat16 or float16, got float32"),
-        ((half, w), {}, "w: expected float16, as a has, got bfloat16"),
+        ((half, w), {}, "w: expected float16, like a, got bfloat16"),
         ((a, matrix(layout="KN")), {}, "w: expected layout 'NK', .* got 'KN'"),
         ((a, matrix(44)), {}, "K and N in multiples of 8, got K 64, N 44"),
         ((a, w), {"out": odd}, "out: expected data aligned to 16 bytes"),
-        ((a, fp8), {}, "w: expected bfloat16, as a has, got float8_e5m2"),
+        ((a, fp8), {}, "w: expected bfloat16, like a, got float8_e5m2"),
         ((half, fp8, *[None] * 3, memory), {}, "memory: expected at least 512 elements, got 511"),
         ((half, matrix(16, dtype="float16"), *[None] * 2, up["up"]), {}, "up: expected"),
         ((half, up["up"], ones[0, :8], None, up["up"]), {}, "up: expected"),
@@ -314,7 +314,7 @@ def test_wrong_input_is_refused(device: Any) -> None:
         ((ones.astype("float16"), parts), {}, "a: expected float32, got float16"),
         ((parts, parts), {"dtype": "float16"}, a_dtype),
         ((parts, parts), {"dtype": "two_part"}, whole),
-        ((parts, parts), {"bound": 1.0}, "bound: expected dtype 'two_part', of a two-part result"),
+        ((parts, parts), {"bound": 1.0}, "bound: only for a two-part result"),
         ((parts, parts), {"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude"),
         ((parts, parts), {"variant": "split"}, "'split' does not run by itself: expected one of"),
     )

@@ -836,9 +836,9 @@ def test_calls_and_bad_inputs(device: Any) -> None:
     with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
         ops.sample_token(logits, rows[:2])
     state = SampleState.allocate(3, 700)
-    with pytest.raises(InputError, match="sampling: expected 3, one a row, got 1"):
+    with pytest.raises(InputError, match="sampling: expected 3, one per row, got 1"):
         state.set([GREEDY])
     with pytest.raises(InputError, match="n_ctx: expected 1 to"):
         bind_state(logits, state, 0)
-    with pytest.raises(InputError, match="logits: expected 3 rows, those of the state, got 2"):
+    with pytest.raises(InputError, match="logits: expected 3 rows, like the state, got 2"):
         bind_state(logits[:2], state)

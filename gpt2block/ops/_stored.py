@@ -1,4 +1,4 @@
-"""Weights in the dtype and the layout of products. Kernel: matmul/store.cu."""
+"""Convert weights to the dtype and layout that products read. Kernel: matmul/store.cu."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _store(c: Call) -> Launch:
 
 
 def _prepare(asked: Asked) -> Call | Bound:
-    """w is C-contiguous, or the transposed view of such a matrix.
+    """Check a call. w must be C-contiguous or the transposed view of a C-contiguous matrix.
 
-    Without out, the result is a view of w if no element moves.
+    Without out, the result is a view of w if neither dtype nor order of the elements changes.
     """
     (w,), dtype, transposed = asked.inputs, asked.options["dtype"], asked.options["transposed"]
     if dtype not in FLOATS:
@@ -50,8 +50,8 @@ OPERATION = Operation(
 
 
 def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
-    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R).
+    """Return a matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, as (C, R).
 
-    A view of w if no element moves. Raises InputError.
+    The result is a view of w if neither dtype nor order of the elements changes. Raises InputError.
     """
     return OPERATION.bind_on_device((w,), dtype=dtype, transposed=transposed).run()

@@ -27,7 +27,7 @@ def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, in
 
 
 def _width(c: Call) -> int:
-    """Scores a load."""
+    """Scores per load."""
     return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
 
 
@@ -53,7 +53,7 @@ def _online_block(c: Call) -> Launch:
     blocks=tuple(block for block in BLOCKS if block <= THREADS),
 )
 def _rows(c: Call) -> Launch:
-    """A requested block is the number of threads that share a row."""
+    """Launch rows. A requested block size is the number of threads per row."""
     if c.T > LONGEST_IN_REGISTERS:
         raise Unfit(
             f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
@@ -68,13 +68,13 @@ def _rows(c: Call) -> Launch:
         shape.block,
         ("SOFTMAX_WIDTH", width),
         ("SOFTMAX_THREADS", shape.threads),
-        ("SOFTMAX_HELD", power_of_two(shape.held)),  # few kernels for many lengths
+        ("SOFTMAX_HELD", power_of_two(shape.held)),  # a power of two, to compile fewer kernels
         ("SOFTMAX_ROWS", shape.rows),
     )
 
 
 def _prepare(asked: Asked) -> Call:
-    """Without a variant: "rows" where a row fits in registers, else "online_block"."""
+    """Check a call. The default is "rows" if a row fits in registers, else "online_block"."""
     c = asked.checked()
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
@@ -113,8 +113,9 @@ def softmax(
 ) -> CudaArray:
     """`reference.softmax` on a float32 CuPy array; in place with `out=scores`. Raises InputError.
 
-    With `causal` row t of each (T, T) sees columns 0..t: the others become 0 and are never read.
-    A row that sees only -inf becomes NaN, as in NumPy. Without a variant: the fastest that fits.
+    With `causal`, row t of each (T, T) sees columns 0..t: other columns become 0 and are never
+    read. A row that sees only -inf becomes NaN, as in NumPy. The default is the fastest variant
+    that supports the call.
     """
     if out is not scores:
         (scores,) = contiguous(scores)

@@ -1,6 +1,6 @@
-"""To FP8: x, or x / scale, as a byte; and `row_norms`.
+"""Convert x, or x / scale, to FP8; and compute norms of rows of weights (`row_norms`).
 
-Kernels: fp8/convert.cu, fp8/row_norms.cu, and for scales fp8/absmax.cu (`WeightMatrix.quantize`).
+Kernels: fp8/convert.cu, fp8/row_norms.cu, and fp8/absmax.cu for scales (`WeightMatrix.quantize`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gpt2block.weights.matrix import check_layout
 
 NORMS_FILE = "fp8/row_norms.cu"
 NORMS_BLOCK = 256
-NORMS_WIDTH = 4  # weights in a load of row_norms
+NORMS_WIDTH = 4  # weights per load of row_norms
 BLOCKS = (64, 128, 256, 512, 1024)
 
-AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # "K N" and "N K", of contracts
+AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # "K N" and "N K", axes in contracts
 WITH_SCALES = {
     layout: Contract.parse(f"x any {axes}; scale f32 N -> out u8 {axes}")
     for layout, axes in AXES.items()
@@ -44,7 +44,7 @@ def _vectors(c: Call) -> Launch:
 
 
 def _prepare(asked: Asked) -> Call:
-    """With `scale` (N,) x is (K, N) or, "NK", (N, K)."""
+    """Check a call. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
     options = asked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:
@@ -116,10 +116,9 @@ def to_fp8(
 ) -> CudaArray:
     """`reference.to_fp8` on a float32, float16 or bfloat16 CuPy array. Raises InputError.
 
-    format: "float8_e5m2" or "float8_e4m3fn"; the bytes are uint8, the same as in NumPy. For the
-    weights of a product, `WeightMatrix.quantize` chooses the scales and refuses infinity and NaN.
-    With `scale`, every one of which must be a positive normal number: x / scale, layout "KN" or
-    "NK".
+    format: "float8_e5m2" or "float8_e4m3fn"; the result is uint8, with the same bits as in NumPy.
+    For the weights of a product, `WeightMatrix.quantize` chooses scales and rejects infinity and
+    NaN. With `scale` (N,), positive normal numbers, x / scale is converted; layout: "KN" or "NK".
     """
     x, scale = contiguous(x, scale)
     options = {"format": format, "saturate": saturate, "scale": scale, "layout": layout}
