@@ -52,7 +52,7 @@ from gpt2block.ops._attention_tiles import (
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import TWO_PART, Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, Unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -107,32 +107,38 @@ def naive_geometry(
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
     if c.storage == TWO_PART and TWO_PART not in dtypes:
-        raise Unfit("takes no two-part matrix: use variant mma")
+        raise UnsupportedCall("takes no two-part matrix: use variant mma")
     expected = " or ".join(dtypes[:2])
     if c.storage not in dtypes:
-        raise Unfit(f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')")
+        raise UnsupportedCall(
+            f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')"
+        )
 
 
 def _fit_float32(c: Call) -> None:
     _fit_dtype(c, "float32")
     if c.cu_seqlens is not None:
-        raise Unfit("cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16")
+        raise UnsupportedCall(
+            "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16"
+        )
 
 
 def _fit_naive(c: Call) -> None:
     _fit_float32(c)
     if c.softmax_scale is not None:
-        raise Unfit(
+        raise UnsupportedCall(
             "softmax_scale: divides by the square root of the head size: use variant online"
         )
     if c.window is not None:
-        raise Unfit("window: attends to all earlier tokens: use variant online")
+        raise UnsupportedCall("window: attends to all earlier tokens: use variant online")
 
 
 def _fit_online(c: Call) -> None:
     _fit_float32(c)
     if c.HS > LARGEST_HEAD:
-        raise Unfit(f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)")
+        raise UnsupportedCall(
+            f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
+        )
 
 
 def _fit_mha(c: Call) -> Geometry:
@@ -143,14 +149,14 @@ def _fit_mha(c: Call) -> Geometry:
     _fit_naive(c)
     _fit_online(c)
     if c.B > MAX_BATCH:
-        raise Unfit(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
+        raise UnsupportedCall(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
     defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     if limit < geometry.shared:
-        raise Unfit(
+        raise UnsupportedCall(
             f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
             f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
         )
@@ -218,13 +224,13 @@ def _online(c: Call) -> Launch:
 
 def _fit_mma(c: Call) -> None:
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit(
+        raise UnsupportedCall(
             "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
         )
     _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
     heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
     if c.HS not in heads:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: tensor cores take {', '.join(map(str, heads))}: "
             f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
         )
@@ -273,7 +279,7 @@ def _mma(c: Call) -> Launch:
 )
 def _hopper_two_part(c: Call) -> Launch:
     if c.HS != HOPPER_TWO_PART_HEAD:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: "
             "use variant mma"
         )
@@ -316,9 +322,9 @@ def _hopper_few(c: Call) -> Launch:
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.HS not in TENSOR_HEADS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
         )
     launch: Launch
@@ -457,7 +463,7 @@ def _check_fit(
     options |= sizes
     try:
         fit(Call(contract=OPERATION.contract, storage=dtype, **options))
-    except Unfit as problem:
+    except UnsupportedCall as problem:
         raise InputError(f"{name}: {problem}") from None
 
 

@@ -49,7 +49,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 TILES = "attention/cached.cu"
@@ -265,11 +265,11 @@ def _mma(c: Call) -> Launch:
     """Launch `mma`, with the same bits as attention's variant mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tiles")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
     if c.kv_dtype is not None or c.storage not in SIXTEEN_BITS:
-        raise Unfit("takes qkv, k and v of float16 or bfloat16: use variant tiles")
+        raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
     for name in ("qkv", "k", "v", "out"):
@@ -299,12 +299,12 @@ def _hopper(c: Call) -> Launch:
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.storage not in SIXTEEN_BITS:
-        raise Unfit("takes qkv of float16 or bfloat16: use variant tiles")
+        raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
-        raise Unfit(f"head size {HS}: takes {takes}: use variant mma")
+        raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
     for name in ("qkv", "k", "v", "out"):
         check_address(name, getattr(c, name))
     c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
@@ -413,7 +413,7 @@ def _append(c: Call) -> Launch:
 @variant("append split", APPEND_TWO_PART, "kv_append_split")
 def _append_two_part(c: Call) -> Launch:
     if c.storage != TWO_PART:
-        raise Unfit("qkv: expected a TwoPartMatrix")
+        raise UnsupportedCall("qkv: expected a TwoPartMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)

@@ -17,7 +17,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
@@ -44,9 +44,9 @@ def _warp(c: Call) -> Launch:
 @variant("mma", FILE, "blocks_matmul_mma", block=128, dtypes=("float16",))
 def _mma(c: Call) -> Launch:
     if c.storage != "float16":
-        raise Unfit(f"takes x of float16, got {c.storage}: use variant warp")
+        raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant warp")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant warp")
     return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
 
 

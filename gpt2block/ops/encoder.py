@@ -20,7 +20,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -40,7 +40,7 @@ def _launch(c: Call, kernel: str, threads: int) -> Launch:
 
 def _check_vectors(c: Call) -> None:
     if row_alignment(c.C, c.wte, c.wpe, c.out) != 16:
-        raise Unfit(
+        raise UnsupportedCall(
             f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
             f"bytes: use variant 1"
         )

@@ -38,7 +38,7 @@ from gpt2block.ops import gguf
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
@@ -139,10 +139,10 @@ def _mma_two_part(c: Call) -> Launch:
 def _mma(c: Call) -> Any:
     old = compute_capability() < MMA_CAPABILITY
     if old:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use ops.linear")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     two = c.up is not None
     if two:
-        raise Unfit(
+        raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
         )
     if c.two_part:
@@ -204,7 +204,7 @@ def _hopper_gguf(c: Call) -> Launch:
 def _hopper(c: Call) -> Any:
     other = compute_capability() != HOPPER_CAPABILITY
     if other:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out, gelu=c.gelu)
     if c.two_part:

@@ -16,7 +16,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops._terms import CHUNK
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Unfit, variant
+from gpt2block.ops.operation import UnsupportedCall, variant
 from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
@@ -71,7 +71,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 def encoder_rows(c: Call) -> Launch:
     """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have a single type."""
     if len(c.wte.ranges) != 1:
-        raise Unfit(f"wte: expected a single GGUF type, got {c.wte.ranges}")
+        raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
     defines += float_define("GGUF_FACTOR", c.factor, 1.0)
     grid = ceil(c.N / OCTET), ceil(c.C / UNIT)

@@ -30,7 +30,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
@@ -120,15 +120,15 @@ def _every(c: Call) -> tuple[Any, ...]:
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
-    """Raise Unfit or InputError if a kernel does not support the call; allocate its statistics.
+    """Raise UnsupportedCall or InputError if a kernel does not support the call; allocate its statistics.
 
     dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
     stats: whether the kernel writes mean and rstd. parts: whether it can write a TwoPartMatrix.
     """
     if c.two_part and not parts:
-        raise Unfit("a two-part result is for variant narrow alone")
+        raise UnsupportedCall("a two-part result is for variant narrow alone")
     if dtype is not None and c.storage != dtype:
-        raise Unfit(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
+        raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
     if stats:
@@ -149,7 +149,7 @@ def _options(c: Call) -> bool:
 )
 def _skeleton(c: Call) -> Launch:
     if _options(c):
-        raise Unfit("block, mean and rstd need a variant: pass variant=1 to 6")
+        raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
@@ -246,7 +246,7 @@ def _rows(c: Call) -> Launch:
 )
 def _narrow(c: Call) -> Launch:
     if _options(c):
-        raise Unfit("narrow has no block, mean and rstd: use variant 6")
+        raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
@@ -260,7 +260,7 @@ def _narrow(c: Call) -> Launch:
 def _decode(c: Call) -> Launch:
     """Launch decode: one warp per row, in as many blocks as possible."""
     if _options(c):
-        raise Unfit("decode has no block, mean and rstd: use variant 6")
+        raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
     for name in ("x", "gamma", "beta", "out"):

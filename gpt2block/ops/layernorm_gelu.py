@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
@@ -28,9 +28,9 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """Return the arguments of variants baseline and optimized, which have no gamma and beta."""
     if c.gamma is not None or c.beta is not None:
-        raise Unfit("has no gamma and beta: use variant 'rows'")
+        raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
     if same_memory(c.x, c.out):
-        raise Unfit("out: overlaps x: expected another array")
+        raise UnsupportedCall("out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 

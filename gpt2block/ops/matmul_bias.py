@@ -19,7 +19,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 SKELETON = "matmul/skeleton.cu"
@@ -101,7 +101,7 @@ def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
     M, K, N = c.rows, c.K, c.N
     too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
     if max(M, K, N) > MAX_SIZE:
-        raise Unfit(too_large)
+        raise UnsupportedCall(too_large)
     return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
 
 
@@ -113,7 +113,7 @@ def _naive(c: Call) -> Launch:
 @variant("tiled", SKELETON, "matmul_bias_tiled")
 def _tiled(c: Call) -> Launch:
     if c.rows > MAX_ROWS:
-        raise Unfit(TOO_MANY_ROWS.format(c.rows))
+        raise UnsupportedCall(TOO_MANY_ROWS.format(c.rows))
     return _launch(c, SKELETON, tiled_geometry(c.rows, c.N))
 
 

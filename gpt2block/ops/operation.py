@@ -32,7 +32,7 @@ Names = tuple[str, ...]
 REQUIRED: Any = object()  # marks an option without a default
 
 
-class Unfit(Exception):  # noqa: N818  (a reason to take another variant)
+class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
     """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
 
 
@@ -40,7 +40,7 @@ class Unfit(Exception):  # noqa: N818  (a reason to take another variant)
 class Variant:
     """One implementation of an operation, by one or more kernels in launch order.
 
-    `launch` returns the launches of a checked call, or raises Unfit. For a user's kernel, `launch`
+    `launch` returns the launches of a checked call, or raises UnsupportedCall. For a user's kernel, `launch`
     is its `bind`.
     """
 
@@ -246,7 +246,7 @@ class Operation:
                 call.requested = requested is not None
             try:
                 launches = chosen.launch(call)
-            except Unfit as problem:
+            except UnsupportedCall as problem:
                 why = f" variant {chosen.name}: {problem}" if name is not None else f": {problem}"
                 continue
             if requested is not None:

@@ -30,7 +30,7 @@ from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import Asked, Call, storage
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "llama/rmsnorm.cu"
@@ -97,7 +97,7 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 @variant("stream", STREAM, "rmsnorm_stream", dtypes=("float32",))
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
-        raise Unfit("has no residual and no block: use rows")
+        raise UnsupportedCall("has no residual and no block: use rows")
     for name in ("x", "weight", "out"):
         array = getattr(c, name)
         check_address(name, array, array.itemsize * gcd(4, c.C))

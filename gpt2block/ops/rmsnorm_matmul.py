@@ -43,7 +43,7 @@ from gpt2block.ops.operation import (
     Inputs,
     Operation,
     Sizes,
-    Unfit,
+    UnsupportedCall,
     Variant,
     variant,
 )
@@ -121,7 +121,7 @@ def _matvec(c: Call) -> tuple[Launch, ...]:
 def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     """Return the geometry of matvec. head_dim: channels per head for fused RoPE, or 0.
 
-    Raises Unfit if there are too many rows, or if they are too long.
+    Raises UnsupportedCall if there are too many rows, or if they are too long.
     """
     first = c.matrices[0]
     arrays = [a.data.ptr for a in (c.x, c.gamma, c.residual) if a is not None]
@@ -141,20 +141,20 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
         most_shared,
     )
     if geometry is None:
-        raise Unfit(
+        raise UnsupportedCall(
             f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {most_shared:,} bytes of "
             "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
     most = MAX_BLOCKS * (c.rows // geometry.grid[1])
     too_many = f"x: variant matvec takes about {most:,} rows of K {c.K:,}, got {c.rows:,}"
     if geometry.grid[1] > MAX_BLOCKS:
-        raise Unfit(too_many)
+        raise UnsupportedCall(too_many)
     return geometry
 
 
 def _mma(c: Call) -> tuple[Launch, ...]:
     if problem := _mma_problem(c):
-        raise Unfit(problem)
+        raise UnsupportedCall(problem)
     return _fused(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
@@ -207,13 +207,13 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 def _hopper(c: Call) -> tuple[Launch, ...]:
     other = compute_capability() != HOPPER_CAPABILITY
     if other:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     if not narrow:
-        raise Unfit(types)
+        raise UnsupportedCall(types)
     if not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE:
-        raise Unfit(
+        raise UnsupportedCall(
             "expected K and N in multiples of 8, weights and out on 16 bytes, "
             f"got K {c.K}, N {c.N}: use variant matvec"
         )

@@ -13,7 +13,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -55,7 +55,7 @@ def _online_block(c: Call) -> Launch:
 def _rows(c: Call) -> Launch:
     """Launch rows. A requested block size is the number of threads per row."""
     if c.T > LONGEST_IN_REGISTERS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
             "registers: use another variant"
         )

@@ -14,7 +14,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
 from gpt2block.weights.gguf import GgufMatrix
@@ -64,7 +64,7 @@ def _row_norms(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.row_norms.launch(c)
     if c.K % NORMS_WIDTH:
-        raise Unfit(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
+        raise UnsupportedCall(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)
     return launch_at(
         NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype

@@ -24,7 +24,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, Unfit, Variant, variant
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
@@ -135,10 +135,10 @@ def _tri5(c: Call) -> Launch:
 def _tri6(c: Call) -> Launch:
     heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
     if c.HS > MMA_LARGEST_HEAD:
-        raise Unfit(heads)
+        raise UnsupportedCall(heads)
     old = compute_capability() < MMA_CAPABILITY
     if old:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tri5")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
