@@ -8,7 +8,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.weights.conversions import STORE_FILE, check_sizes, store
 
@@ -20,7 +20,7 @@ def _store(c: Call) -> Launch:
     return store(c.w, c.out, c.transposed)
 
 
-def _prepare(asked: Asked) -> Call | Bound:
+def _prepare(asked: UncheckedCall) -> Call | Bound:
     """Check a call. w must be C-contiguous or the transposed view of a C-contiguous matrix.
 
     Without out, the result is a view of w if neither dtype nor order of the elements changes.

@@ -51,7 +51,7 @@ from gpt2block.ops._attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.call import TWO_PART, Asked, Call
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -353,7 +353,7 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
 # --- every variant
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. W is 3C, or less with n_kv_head < n_head. extra holds the scores of naive.
 
     The default is mha for float32, and the fastest variant of the GPU for other dtypes.
@@ -366,7 +366,7 @@ def _prepare(asked: Asked) -> Call:
     return _completed(c)
 
 
-def _prepare_varlen(asked: Asked) -> Bound:
+def _prepare_varlen(asked: UncheckedCall) -> Bound:
     """Bind a call with cu_seqlens to a variant of `attention`, which describes the arguments.
 
     k, v, row and position are as in `kv_append`; only variant hopper takes them.
@@ -383,7 +383,7 @@ def _prepare_varlen(asked: Asked) -> Bound:
     return OPERATION.bound_to(_completed(c))
 
 
-def _checked(asked: Asked) -> Call:
+def _checked(asked: UncheckedCall) -> Call:
     n_head, n_kv_head = checked_heads(asked.options["n_head"], asked.options["n_kv_head"])
     return asked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
 

@@ -48,7 +48,7 @@ from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
@@ -332,7 +332,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
     return kv_dtype is None or on_hopper
 
 
-def _packed(asked: Asked) -> Call:
+def _packed(asked: UncheckedCall) -> Call:
     """Check a call. Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv belong to sequence b.
 
     These are at most `longest` queries, at positions from start[b] on, whose keys and values k and
@@ -346,7 +346,7 @@ def _packed(asked: Asked) -> Call:
     return c
 
 
-def _one_sequence(asked: Asked) -> Call:
+def _one_sequence(asked: UncheckedCall) -> Call:
     c = asked.checked()
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
     c.first = check_integer("start", c.start, 0, c.P - c.T, expected)

@@ -16,7 +16,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import WARP
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
@@ -50,7 +50,7 @@ def _mma(c: Call) -> Launch:
     return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     c = asked.checked()
     check_blocks(c.K)
     check_address("x", c.x)

@@ -67,7 +67,7 @@ class Call(SimpleNamespace):
                 setattr(self, entry.name, output)
 
 
-class Asked(NamedTuple):
+class UncheckedCall(NamedTuple):
     """A call before its checks. options, defaults: values of all of the operation's options."""
 
     contract: Contract

@@ -19,7 +19,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
@@ -89,7 +89,7 @@ def _rows(c: Call) -> Any:
     return launch_at(ROWS, geometry, args, stored, fp8)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     c = asked.checked()
     if c.P < c.T:
         raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")

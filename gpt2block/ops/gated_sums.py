@@ -38,7 +38,7 @@ from gpt2block.ops._products import (
 )
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
@@ -383,7 +383,7 @@ def _with_norms(c: Call, D: int) -> Geometry:
     return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
-def _prepare_rope(asked: Asked) -> Call:
+def _prepare_rope(asked: UncheckedCall) -> Call:
     """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
     c = asked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
@@ -401,10 +401,10 @@ def _prepare_rope(asked: Asked) -> Call:
     return c
 
 
-def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[Asked], Call]:
+def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[UncheckedCall], Call]:
     """A preparation that chooses the variant for weights of this name in blocks, or the other."""
 
-    def prepare(asked: Asked) -> Call:
+    def prepare(asked: UncheckedCall) -> Call:
         c = asked.checked()
         c.order = (of_blocks if getattr(c, name).dtype == GGUF else others,)
         return c

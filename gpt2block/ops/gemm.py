@@ -37,7 +37,7 @@ from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import OPERATION as STORE
-from gpt2block.ops.call import TWO_PART, Asked, Call, storage
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
@@ -72,7 +72,7 @@ def _widen(c: Call) -> Any:
     return launch_at(WIDEN_FILE, geometry, (c.w.data, c.out, size), "float16", c.w.dtype)
 
 
-def _prepare_widen(asked: Asked) -> Call:
+def _prepare_widen(asked: UncheckedCall) -> Call:
     """Check a call that converts w to float16: FP8 without its scales, GGUF blocks with scales.
 
     memory: array for out with at least as many elements, or None for a new array.
@@ -214,7 +214,7 @@ def _hopper(c: Call) -> Any:
     return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. Two-part outputs have one scale for all rows.
 
     dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that

@@ -29,7 +29,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import TWO_PART, Asked, Call, storage
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
@@ -273,7 +273,7 @@ def _decode(c: Call) -> Launch:
     return launch_at("layernorm/decode.cu", geometry, args)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. `extra` is (mean, rstd), each (...), unless the variant has no statistics.
 
     Variants skeleton, narrow and decode have none; variant 6 only with stats. The default is

@@ -46,7 +46,7 @@ from gpt2block.ops._products import (
     storage_of,
 )
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
@@ -432,7 +432,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """`decoding`: choose a variant as for few rows, so that a row's bits do not depend on others.
 
     w is a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with a
@@ -454,7 +454,7 @@ def _prepare(asked: Asked) -> Call:
     return c
 
 
-def _checked(asked: Asked, two_part: Contract) -> Call:
+def _checked(asked: UncheckedCall, two_part: Contract) -> Call:
     """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
     if not isinstance(asked.inputs[1], TwoPartMatrix):
         if asked.options["x_bound"] is not None:
@@ -470,7 +470,7 @@ def _checked(asked: Asked, two_part: Contract) -> Call:
     return c
 
 
-def _prepare_qkv(asked: Asked) -> Call:
+def _prepare_qkv(asked: UncheckedCall) -> Call:
     """k and v have the dtype of the weights, float16 with FP8 weights, or the FP8 format kv_dtype.
 
     No two of row and position are alike; k and v of a token outside the cache are dropped. A
@@ -487,7 +487,7 @@ def _prepare_qkv(asked: Asked) -> Call:
     return c
 
 
-def _prepare_rope(asked: Asked) -> Call:
+def _prepare_rope(asked: UncheckedCall) -> Call:
     """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
     With a GgufMatrix x may have floats, which x_dtype "float16" rounds.

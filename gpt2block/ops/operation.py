@@ -21,7 +21,7 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
 from gpt2block.cuda.kernels import idea_of
 from gpt2block.errors import Argument, InputError, KernelError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
@@ -108,7 +108,7 @@ class Operation:
     name: str
     variants: tuple[Variant, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Asked], Call | Bound] = Asked.checked
+    prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
     parts: tuple[Variant, ...] = ()
     steps: tuple[Operation, ...] = ()
     document: str = "gpt2block"  # source of the operation and its kernels
@@ -158,7 +158,7 @@ class Operation:
         for name, value in options.items():
             if value is REQUIRED:
                 raise TypeError(f"{self.name}: missing keyword argument {name!r}")
-        call = self.prepare(Asked(self.contract, inputs, out, options, self.options))
+        call = self.prepare(UncheckedCall(self.contract, inputs, out, options, self.options))
         return self.bound_to(call) if isinstance(call, Call) else call
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:

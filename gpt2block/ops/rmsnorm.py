@@ -29,7 +29,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import Asked, Call, storage
+from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
@@ -136,7 +136,7 @@ def _sums(c: Call) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. With a residual, x + residual replaces x, and `extra` holds the sum.
 
     The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
@@ -155,7 +155,7 @@ def _prepare(asked: Asked) -> Call:
     return c
 
 
-def _stream_dtype(asked: Asked, name: str) -> str:
+def _stream_dtype(asked: UncheckedCall, name: str) -> str:
     """Return the dtype of out, which may hold terms instead of floats. Raises InputError."""
     dtype, to_terms, x = asked.options["dtype"], asked.options["to_terms"], asked.inputs[0]
     check("x", x)
@@ -168,7 +168,7 @@ def _stream_dtype(asked: Asked, name: str) -> str:
     return str(dtype)
 
 
-def _prepare_operand(asked: Asked) -> Call:
+def _prepare_operand(asked: UncheckedCall) -> Call:
     """Check a call. dtype and to_terms are as in variant stream of rmsnorm."""
     c = asked.checked(out_dtype=_stream_dtype(asked, "operand"))
     check_rows("x", c.x)

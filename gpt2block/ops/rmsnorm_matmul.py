@@ -38,7 +38,7 @@ from gpt2block.ops._products import (
     gate_define,
     storage_of,
 )
-from gpt2block.ops.call import Asked, Call, storage
+from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import (
     Inputs,
     Operation,
@@ -235,7 +235,7 @@ def _preferred(c: Call) -> tuple[str, ...]:
     return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
 
-def _checked(asked: Asked, **more: Any) -> Call:
+def _checked(asked: UncheckedCall, **more: Any) -> Call:
     """Check a call of either operation. Weights can be arrays (K, N)."""
     places, inputs = asked.contract.matrices, list(asked.inputs)
     names = tuple(asked.contract.inputs[place].name for place in places)
@@ -266,7 +266,7 @@ def _matrix(name: str, w: Any) -> WeightMatrix:
     return WeightMatrix(w, storage(w))
 
 
-def _prepare_matmul(asked: Asked) -> Call:
+def _prepare_matmul(asked: UncheckedCall) -> Call:
     start, theta, head_dim = (asked.options[name] for name in ("start", "theta", "head_dim"))
     # start, theta and head_dim are checked below, when the sizes are known.
     c = _checked(asked, start=None, theta=None, head_dim=None)
@@ -282,7 +282,7 @@ def _prepare_matmul(asked: Asked) -> Call:
     return c
 
 
-def _prepare_ffn(asked: Asked) -> Call:
+def _prepare_ffn(asked: UncheckedCall) -> Call:
     """Check a call. With a residual, the first array of `extra` is x + residual."""
     c = _checked(asked)
     c.head_dim, c.half_split = 0, False

@@ -26,7 +26,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 
@@ -118,7 +118,7 @@ def _pairs(c: Call) -> Launch:
     return launch_at(FILE, geometry, args, c.storage)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. x, also as out=x, may have any strides if its last axis is contiguous."""
     x, out = asked.inputs[0], asked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)

@@ -22,7 +22,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops._rows import MAX_ROWS, check_rows
-from gpt2block.ops.call import FIXED, Asked, Call
+from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
@@ -162,7 +162,7 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, geometry, (*args, max(c.together, 1)))
 
 
-def _prepare_state(asked: Asked) -> Call:
+def _prepare_state(asked: UncheckedCall) -> Call:
     c, inputs = asked.checked(), asked.inputs
     check_rows("logits", c.logits, MAX_V)
     if c.slot_row is None and c.M != c.B:
@@ -283,7 +283,7 @@ MARK_SEEN = Operation(
 )
 
 
-def _prepare(asked: Asked) -> Bound:
+def _prepare(asked: UncheckedCall) -> Bound:
     """Bind a call with a new state, whose arrays are in `extra`. Each run is a step.
 
     seen and counts (B, V) are copied; None means that no token was seen or drawn.

@@ -12,7 +12,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
@@ -73,7 +73,7 @@ def _rows(c: Call) -> Launch:
     )
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. The default is "rows" if a row fits in registers, else "online_block"."""
     c = asked.checked()
     if c.causal and c.leading[-1:] != (c.T,):

@@ -13,7 +13,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
@@ -43,7 +43,7 @@ def _vectors(c: Call) -> Launch:
     return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     """Check a call. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
     options = asked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]

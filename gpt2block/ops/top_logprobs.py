@@ -9,7 +9,7 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import check_rows
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives
@@ -31,7 +31,7 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     return asked.checked(K=check_alternatives("K", asked.options["K"], least=1))
 
 

@@ -23,7 +23,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
 from gpt2block.ops.warm import call
 
@@ -152,7 +152,7 @@ def _fill(c: Call) -> Launch:
     return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(asked: UncheckedCall) -> Call:
     c = asked.checked(fill=_checked_fill(asked.options["fill"]))
     if c.HS % 4:
         raise InputError(

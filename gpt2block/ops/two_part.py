@@ -12,7 +12,7 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call, storage
+from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import (
@@ -54,7 +54,7 @@ def _take_rows(c: Call) -> Launch:
     return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)
 
 
-def _prepare_take(asked: Asked) -> Call:
+def _prepare_take(asked: UncheckedCall) -> Call:
     """Check a call. Rows of a TwoPartMatrix become float32. indices stay on the device."""
     two_part = isinstance(asked.inputs[0], TwoPartMatrix)
     c = asked.checked(out_dtype="float32" if two_part else storage(asked.inputs[0]))
