@@ -20,21 +20,25 @@ def _store(c: Call) -> Launch:
     return store(c.w, c.out, c.transposed)
 
 
-def _prepare(asked: UncheckedCall) -> Call | Bound:
+def _prepare(unchecked: UncheckedCall) -> Call | Bound:
     """Check a call. w must be C-contiguous or the transposed view of a C-contiguous matrix.
 
     Without out, the result is a view of w if neither dtype nor order of the elements changes.
     """
-    (w,), dtype, transposed = asked.inputs, asked.options["dtype"], asked.options["transposed"]
+    (w,), dtype, transposed = (
+        unchecked.inputs,
+        unchecked.options["dtype"],
+        unchecked.options["transposed"],
+    )
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
     if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
         w, transposed = w.T, not transposed
-    contract = TRANSPOSED if transposed else asked.contract
-    c = asked._replace(inputs=(w,)).checked(contract, transposed=transposed)
+    contract = TRANSPOSED if transposed else unchecked.contract
+    c = unchecked._replace(inputs=(w,)).checked(contract, transposed=transposed)
     check_sizes("w", w.shape)
-    if c.storage == dtype and not transposed and asked.out is None:
+    if c.storage == dtype and not transposed and unchecked.out is None:
         return Bound(w, ())
     c.make("out")
     return c

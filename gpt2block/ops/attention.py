@@ -353,12 +353,12 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
 # --- every variant
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. W is 3C, or less with n_kv_head < n_head. extra holds the scores of naive.
 
     The default is mha for float32, and the fastest variant of the GPU for other dtypes.
     """
-    c = _checked(asked)
+    c = _checked(unchecked)
     if c.max_seqlen is not None:
         raise InputError("max_seqlen: expected none without cu_seqlens")
     c.B, c.cu_seqlens, c.k = c.rows, None, None
@@ -366,12 +366,12 @@ def _prepare(asked: UncheckedCall) -> Call:
     return _completed(c)
 
 
-def _prepare_varlen(asked: UncheckedCall) -> Bound:
+def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
     """Bind a call with cu_seqlens to a variant of `attention`, which describes the arguments.
 
     k, v, row and position are as in `kv_append`; only variant hopper takes them.
     """
-    c = _checked(asked)
+    c = _checked(unchecked)
     if c.S < 2:
         raise InputError(
             "cu_seqlens: expected shape (B + 1,), the first row of each sequence and the end of "
@@ -383,9 +383,9 @@ def _prepare_varlen(asked: UncheckedCall) -> Bound:
     return OPERATION.bound_to(_completed(c))
 
 
-def _checked(asked: UncheckedCall) -> Call:
-    n_head, n_kv_head = checked_heads(asked.options["n_head"], asked.options["n_kv_head"])
-    return asked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
+def _checked(unchecked: UncheckedCall) -> Call:
+    n_head, n_kv_head = checked_heads(unchecked.options["n_head"], unchecked.options["n_kv_head"])
+    return unchecked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
 
 
 def _completed(c: Call) -> Call:

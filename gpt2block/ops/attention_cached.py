@@ -332,22 +332,22 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
     return kv_dtype is None or on_hopper
 
 
-def _packed(asked: UncheckedCall) -> Call:
+def _packed(unchecked: UncheckedCall) -> Call:
     """Check a call. Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv belong to sequence b.
 
     These are at most `longest` queries, at positions from start[b] on, whose keys and values k and
     v already hold. cu_seqlens and start are not read back to the host: the kernel skips rows beyond
     qkv and positions beyond the cache.
     """
-    c = asked.checked()
+    c = unchecked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
     _check_rows(c)
     c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
     return c
 
 
-def _one_sequence(asked: UncheckedCall) -> Call:
-    c = asked.checked()
+def _one_sequence(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
     c.first = check_integer("start", c.start, 0, c.P - c.T, expected)
     c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None

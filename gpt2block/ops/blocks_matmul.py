@@ -50,8 +50,8 @@ def _mma(c: Call) -> Launch:
     return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
-    c = asked.checked()
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     check_blocks(c.K)
     check_address("x", c.x)
     check_address("w", c.w)

@@ -89,8 +89,8 @@ def _rows(c: Call) -> Any:
     return launch_at(ROWS, geometry, args, stored, fp8)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
-    c = asked.checked()
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     if c.P < c.T:
         raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")
     c.order = (_warps, _elements)

@@ -383,9 +383,9 @@ def _with_norms(c: Call, D: int) -> Geometry:
     return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
-def _prepare_rope(asked: UncheckedCall) -> Call:
+def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
-    c = asked.checked()
+    c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
     if c.kv_dtype is None:
@@ -404,8 +404,8 @@ def _prepare_rope(asked: UncheckedCall) -> Call:
 def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[UncheckedCall], Call]:
     """A preparation that chooses the variant for weights of this name in blocks, or the other."""
 
-    def prepare(asked: UncheckedCall) -> Call:
-        c = asked.checked()
+    def prepare(unchecked: UncheckedCall) -> Call:
+        c = unchecked.checked()
         c.order = (of_blocks if getattr(c, name).dtype == GGUF else others,)
         return c
 

@@ -72,12 +72,12 @@ def _widen(c: Call) -> Any:
     return launch_at(WIDEN_FILE, geometry, (c.w.data, c.out, size), "float16", c.w.dtype)
 
 
-def _prepare_widen(asked: UncheckedCall) -> Call:
+def _prepare_widen(unchecked: UncheckedCall) -> Call:
     """Check a call that converts w to float16: FP8 without its scales, GGUF blocks with scales.
 
     memory: array for out with at least as many elements, or None for a new array.
     """
-    c = asked.checked()
+    c = unchecked.checked()
     size = c.N * c.K
     if size % WIDEN_WIDTH and not isinstance(c.w, GgufMatrix):
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
@@ -214,7 +214,7 @@ def _hopper(c: Call) -> Any:
     return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. Two-part outputs have one scale for all rows.
 
     dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that
@@ -224,11 +224,11 @@ def _prepare(asked: UncheckedCall) -> Call:
     that one cluster passes to the next on Hopper, for FP8 weights and GGUF blocks; all
     multiprocessors then get equal parts of the product.
     """
-    a, w, *_ = asked.inputs
+    a, w, *_ = unchecked.inputs
     two_part_a = isinstance(a, TwoPartMatrix)
     two_part = two_part_a or isinstance(w, TwoPartMatrix)
-    dtype = _out_dtype(asked.options["dtype"], asked.out, None if two_part else storage(a))
-    c = asked.checked(
+    dtype = _out_dtype(unchecked.options["dtype"], unchecked.out, None if two_part else storage(a))
+    c = unchecked.checked(
         WITH_TWO_PART if two_part else None,
         two_part=two_part,
         a_dtype=TWO_PART if two_part_a else "float32",

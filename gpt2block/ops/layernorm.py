@@ -273,7 +273,7 @@ def _decode(c: Call) -> Launch:
     return launch_at("layernorm/decode.cu", geometry, args)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. `extra` is (mean, rstd), each (...), unless the variant has no statistics.
 
     Variants skeleton, narrow and decode have none; variant 6 only with stats. The default is
@@ -281,17 +281,17 @@ def _prepare(asked: UncheckedCall) -> Call:
     floats, as `linear` takes them. A TwoPartMatrix out has one scale for all rows. dtype "two_part"
     allocates one, with a scale from `bound`, or by default from gamma and beta.
     """
-    options, out = asked.options, asked.out
+    options, out = unchecked.options, unchecked.out
     dtype, bound, variant = options["dtype"], options["bound"], options["variant"]
     two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
     if dtype not in (None, TWO_PART):
         raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
     narrowed = variant == NARROW and out is not None
     outputs = (out,) if two_part else (out, options["mean"], options["rstd"])
-    c = asked._replace(out=outputs).checked(
+    c = unchecked._replace(out=outputs).checked(
         TO_TWO_PART if two_part else None,
         two_part=two_part,
-        out_dtype=storage(out if narrowed else asked.inputs[0]),
+        out_dtype=storage(out if narrowed else unchecked.inputs[0]),
     )
     check_rows("x", c.x)
     check_terms(c.to_terms, c.C)

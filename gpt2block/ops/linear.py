@@ -432,7 +432,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """`decoding`: choose a variant as for few rows, so that a row's bits do not depend on others.
 
     w is a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with a
@@ -444,7 +444,7 @@ def _prepare(asked: UncheckedCall) -> Call:
     rounds floats of x, or their LayerNorm, to it, for weights of float16 or FP8 in a kernel of
     decoding on tensor cores; terms say themselves what they have.
     """
-    c = _checked(asked, TWO_PART_LINEAR)
+    c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
@@ -454,15 +454,15 @@ def _prepare(asked: UncheckedCall) -> Call:
     return c
 
 
-def _checked(asked: UncheckedCall, two_part: Contract) -> Call:
+def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
     """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
-    if not isinstance(asked.inputs[1], TwoPartMatrix):
-        if asked.options["x_bound"] is not None:
+    if not isinstance(unchecked.inputs[1], TwoPartMatrix):
+        if unchecked.options["x_bound"] is not None:
             raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
-        c = asked.checked()
+        c = unchecked.checked()
         c.x_scale = 1.0
         return c
-    c = asked.checked(two_part)
+    c = unchecked.checked(two_part)
     c.w = Parts(c.w.parts, c.w.scale)
     if c.terms and c.x_bound is not None:
         raise InputError("x_bound: terms have a scale: expected either")
@@ -470,13 +470,13 @@ def _checked(asked: UncheckedCall, two_part: Contract) -> Call:
     return c
 
 
-def _prepare_qkv(asked: UncheckedCall) -> Call:
+def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     """k and v have the dtype of the weights, float16 with FP8 weights, or the FP8 format kv_dtype.
 
     No two of row and position are alike; k and v of a token outside the cache are dropped. A
     TwoPartMatrix, with k and v of float32, and the other options: as in `linear`.
     """
-    c = _checked(asked, TWO_PART_QKV)
+    c = _checked(unchecked, TWO_PART_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
     if c.kv_dtype is None:
@@ -487,7 +487,7 @@ def _prepare_qkv(asked: UncheckedCall) -> Call:
     return c
 
 
-def _prepare_rope(asked: UncheckedCall) -> Call:
+def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
     With a GgufMatrix x may have floats, which x_dtype "float16" rounds.
@@ -496,7 +496,7 @@ def _prepare_rope(asked: UncheckedCall) -> Call:
     read back: K and V of rows outside the cache are left out. q has the bits of `linear` and
     `rope_append`.
     """
-    c = asked.checked(to_terms=None, up=None)
+    c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
     of_blocks = _rope_blocks_hopper if c.terms else _rope_blocks

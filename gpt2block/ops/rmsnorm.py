@@ -136,7 +136,7 @@ def _sums(c: Call) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. With a residual, x + residual replaces x, and `extra` holds the sum.
 
     The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
@@ -144,23 +144,27 @@ def _prepare(asked: UncheckedCall) -> Call:
     out; a row has the same bits in any number of rows. to_terms: Terms that a float32 out of stream
     holds instead of floats, as `linear` takes them.
     """
-    dtype, to_terms = asked.options["dtype"], asked.options["to_terms"]
-    chosen, x = OPERATION.variant(asked.options["variant"] or "rows"), asked.inputs[0]
+    dtype, to_terms = unchecked.options["dtype"], unchecked.options["to_terms"]
+    chosen, x = OPERATION.variant(unchecked.options["variant"] or "rows"), unchecked.inputs[0]
     if chosen.name == "stream":
-        dtype = _stream_dtype(asked, "rmsnorm")
+        dtype = _stream_dtype(unchecked, "rmsnorm")
     elif dtype is not None or to_terms is not None:
         raise InputError("rmsnorm: dtype and to_terms are options of variant stream: use it")
-    c = asked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
+    c = unchecked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
     check_rows("x", c.x)
     return c
 
 
-def _stream_dtype(asked: UncheckedCall, name: str) -> str:
+def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
     """Return the dtype of out, which may hold terms instead of floats. Raises InputError."""
-    dtype, to_terms, x = asked.options["dtype"], asked.options["to_terms"], asked.inputs[0]
+    dtype, to_terms, x = (
+        unchecked.options["dtype"],
+        unchecked.options["to_terms"],
+        unchecked.inputs[0],
+    )
     check("x", x)
     if dtype is None:
-        dtype = "float32" if asked.out is None else storage(asked.out)
+        dtype = "float32" if unchecked.out is None else storage(unchecked.out)
     check_choice("dtype", dtype, STORAGE)
     if to_terms and dtype != "float32":
         raise InputError(f"{name}: terms of {to_terms}: expected out in float32, got {dtype}")
@@ -168,9 +172,9 @@ def _stream_dtype(asked: UncheckedCall, name: str) -> str:
     return str(dtype)
 
 
-def _prepare_operand(asked: UncheckedCall) -> Call:
+def _prepare_operand(unchecked: UncheckedCall) -> Call:
     """Check a call. dtype and to_terms are as in variant stream of rmsnorm."""
-    c = asked.checked(out_dtype=_stream_dtype(asked, "operand"))
+    c = unchecked.checked(out_dtype=_stream_dtype(unchecked, "operand"))
     check_rows("x", c.x)
     return c
 

@@ -235,13 +235,13 @@ def _preferred(c: Call) -> tuple[str, ...]:
     return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
 
-def _checked(asked: UncheckedCall, **more: Any) -> Call:
+def _checked(unchecked: UncheckedCall, **more: Any) -> Call:
     """Check a call of either operation. Weights can be arrays (K, N)."""
-    places, inputs = asked.contract.matrices, list(asked.inputs)
-    names = tuple(asked.contract.inputs[place].name for place in places)
+    places, inputs = unchecked.contract.matrices, list(unchecked.inputs)
+    names = tuple(unchecked.contract.inputs[place].name for place in places)
     for place, name in zip(places, names, strict=True):
         inputs[place] = _matrix(name, inputs[place])
-    c = asked._replace(inputs=tuple(inputs)).checked(**more)
+    c = unchecked._replace(inputs=tuple(inputs)).checked(**more)
     if c.x.ndim < 2:
         raise InputError(f"x: expected (..., T, K), got {c.x.shape}")
     c.sizes, c.stride = (c.rows, c.N, c.K), checked_row_stride("x", c.x)
@@ -266,10 +266,10 @@ def _matrix(name: str, w: Any) -> WeightMatrix:
     return WeightMatrix(w, storage(w))
 
 
-def _prepare_matmul(asked: UncheckedCall) -> Call:
-    start, theta, head_dim = (asked.options[name] for name in ("start", "theta", "head_dim"))
+def _prepare_matmul(unchecked: UncheckedCall) -> Call:
+    start, theta, head_dim = (unchecked.options[name] for name in ("start", "theta", "head_dim"))
     # start, theta and head_dim are checked below, when the sizes are known.
-    c = _checked(asked, start=None, theta=None, head_dim=None)
+    c = _checked(unchecked, start=None, theta=None, head_dim=None)
     if head_dim is not None:
         whole = isinstance(head_dim, Integral) and not isinstance(head_dim, bool)
         if not whole or head_dim < 2 or head_dim % 2 or c.N % head_dim:
@@ -282,9 +282,9 @@ def _prepare_matmul(asked: UncheckedCall) -> Call:
     return c
 
 
-def _prepare_ffn(asked: UncheckedCall) -> Call:
+def _prepare_ffn(unchecked: UncheckedCall) -> Call:
     """Check a call. With a residual, the first array of `extra` is x + residual."""
-    c = _checked(asked)
+    c = _checked(unchecked)
     c.head_dim, c.half_split = 0, False
     c.order = _preferred(c)
     return c

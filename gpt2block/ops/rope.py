@@ -118,12 +118,12 @@ def _pairs(c: Call) -> Launch:
     return launch_at(FILE, geometry, args, c.storage)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. x, also as out=x, may have any strides if its last axis is contiguous."""
-    x, out = asked.inputs[0], asked.out
+    x, out = unchecked.inputs[0], unchecked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
-    rotation = asked.options["start"], asked.options["theta"]  # checked when T is known
-    c = asked._replace(out=None if itself else out).checked(start=None, theta=None)
+    rotation = unchecked.options["start"], unchecked.options["theta"]  # checked when T is known
+    c = unchecked._replace(out=None if itself else out).checked(start=None, theta=None)
     if len(c.leading) > 1:
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
     if c.D % 2:

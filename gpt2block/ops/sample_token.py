@@ -162,8 +162,8 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, geometry, (*args, max(c.together, 1)))
 
 
-def _prepare_state(asked: UncheckedCall) -> Call:
-    c, inputs = asked.checked(), asked.inputs
+def _prepare_state(unchecked: UncheckedCall) -> Call:
+    c, inputs = unchecked.checked(), unchecked.inputs
     check_rows("logits", c.logits, MAX_V)
     if c.slot_row is None and c.M != c.B:
         raise InputError(f"logits: expected {c.B} rows, like the state, got {c.M}")
@@ -283,15 +283,15 @@ MARK_SEEN = Operation(
 )
 
 
-def _prepare(asked: UncheckedCall) -> Bound:
+def _prepare(unchecked: UncheckedCall) -> Bound:
     """Bind a call with a new state, whose arrays are in `extra`. Each run is a step.
 
     seen and counts (B, V) are copied; None means that no token was seen or drawn.
     """
     sampling, step, seen, counts = (
-        asked.options[name] for name in ("sampling", "step", "seen", "counts")
+        unchecked.options[name] for name in ("sampling", "step", "seen", "counts")
     )
-    c = asked._replace(inputs=(*asked.inputs, seen, counts)).checked(step=None)
+    c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts)).checked(step=None)
     state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))

@@ -73,9 +73,9 @@ def _rows(c: Call) -> Launch:
     )
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. The default is "rows" if a row fits in registers, else "online_block"."""
-    c = asked.checked()
+    c = unchecked.checked()
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)

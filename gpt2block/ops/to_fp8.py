@@ -43,15 +43,15 @@ def _vectors(c: Call) -> Launch:
     return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
-    options = asked.options
+    options = unchecked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
     check_layout(layout)
-    contract = asked.contract if scale is None else WITH_SCALES[layout]
-    return asked._replace(inputs=(*asked.inputs, scale)).checked(contract)
+    contract = unchecked.contract if scale is None else WITH_SCALES[layout]
+    return unchecked._replace(inputs=(*unchecked.inputs, scale)).checked(contract)
 
 
 @variant("absmax", ABSMAX_FILE, "absmax_kn_kernel", "absmax_nk_kernel")

@@ -31,8 +31,8 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
 
 
-def _prepare(asked: UncheckedCall) -> Call:
-    return asked.checked(K=check_alternatives("K", asked.options["K"], least=1))
+def _prepare(unchecked: UncheckedCall) -> Call:
+    return unchecked.checked(K=check_alternatives("K", unchecked.options["K"], least=1))
 
 
 TOP_LOGPROBS = Operation(

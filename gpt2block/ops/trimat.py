@@ -152,8 +152,8 @@ def _fill(c: Call) -> Launch:
     return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
-def _prepare(asked: UncheckedCall) -> Call:
-    c = asked.checked(fill=_checked_fill(asked.options["fill"]))
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked(fill=_checked_fill(unchecked.options["fill"]))
     if c.HS % 4:
         raise InputError(
             f"qkv: head size {c.HS}: expected a multiple of 4: kernels load rows in 16 bytes"

@@ -54,10 +54,10 @@ def _take_rows(c: Call) -> Launch:
     return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)
 
 
-def _prepare_take(asked: UncheckedCall) -> Call:
+def _prepare_take(unchecked: UncheckedCall) -> Call:
     """Check a call. Rows of a TwoPartMatrix become float32. indices stay on the device."""
-    two_part = isinstance(asked.inputs[0], TwoPartMatrix)
-    c = asked.checked(out_dtype="float32" if two_part else storage(asked.inputs[0]))
+    two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
+    c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
     c.order = (_join_rows if two_part else _take_rows,)
     return c
 
