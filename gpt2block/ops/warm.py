@@ -19,7 +19,7 @@ from gpt2block.weights.two_part import TwoPartMatrix
 MOST = 4096  # cached calls at most; the oldest is dropped first
 
 
-class Known(NamedTuple):
+class CachedCall(NamedTuple):
     """An earlier call without its arrays. outputs: shapes and dtypes of out and extra arrays."""
 
     outputs: tuple[tuple[tuple[int, ...], Any], ...]
@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
 
 _PLAIN = (type(None), bool, int, float, str)  # types of options that are compared by value
-_known: dict[Hashable, Known] = {}
+_known: dict[Hashable, CachedCall] = {}
 _inserting = threading.Lock()
 
 
@@ -72,7 +72,7 @@ def _bound_and_run(
     return bound
 
 
-def _kept(addresses: tuple[int, ...], bound: Bound) -> Known | None:
+def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
     """Return the call for the cache. None for in-place operations and two-part results.
 
     bind may write the scale of a two-part result.
@@ -84,4 +84,4 @@ def _kept(addresses: tuple[int, ...], bound: Bound) -> Known | None:
     recipe = Recipe.of(bound.launches, (*addresses, *written))
     if recipe is None or len({*addresses, *written}) < len({*addresses}) + len(written):
         return None
-    return Known(tuple((array.shape, array.dtype) for array in outputs), recipe)
+    return CachedCall(tuple((array.shape, array.dtype) for array in outputs), recipe)
