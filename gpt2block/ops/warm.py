@@ -33,7 +33,7 @@ class CachedCall(NamedTuple):
 
 
 _PLAIN = (type(None), bool, int, float, str)  # types of options that are compared by value
-_known: dict[Hashable, CachedCall] = {}
+_cached_calls: dict[Hashable, CachedCall] = {}
 _inserting = threading.Lock()
 
 
@@ -48,7 +48,7 @@ def call(
         return _bound_and_run(operation, inputs, out, options)
     addresses, kind = seen(inputs, options.values())  # an operation always has the same options
     key = operation, cupy.cuda.runtime.getDevice(), kind
-    known = _known.get(key)
+    known = _cached_calls.get(key)
     if known is not None:
         try:
             return known.run(addresses)
@@ -58,9 +58,9 @@ def call(
     known = _kept(addresses, bound)
     if known is not None:
         with _inserting:  # no other thread may change the dict while the oldest call is looked up
-            if len(_known) >= MOST:
-                _known.pop(next(iter(_known)))
-            _known[key] = known
+            if len(_cached_calls) >= MOST:
+                _cached_calls.pop(next(iter(_cached_calls)))
+            _cached_calls[key] = known
     return bound
 
 
