@@ -21,7 +21,7 @@ from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.gemm import WIDEN, handed_memory
+from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
@@ -172,7 +172,7 @@ def test_weights_are_widened_in_every_tile(
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
-    alone, handed = M // 2, handed_memory()
+    alone, handed = M // 2, allocate_stream_k_workspace()
     for float_out in (False, True):
         added = residual.astype(np.float32) if float_out else residual
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}

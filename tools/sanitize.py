@@ -49,7 +49,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.ops.gemm import handed_memory
+from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
@@ -182,7 +182,12 @@ def handed_sums() -> None:
         GgufMatrix.random([("Q4_K", 2312)], 1280),
     ):
         truth = a.astype(np.float64) @ w.dequantized().astype(np.float64)
-        arrays = (cupy.asarray(a), w.mapped(cupy.asarray), *[None] * 4, handed_memory())
+        arrays = (
+            cupy.asarray(a),
+            w.mapped(cupy.asarray),
+            *[None] * 4,
+            allocate_stream_k_workspace(),
+        )
         limit = measure.tolerance("float16")
         checked(f"handed {w}", truth, limit, bound_and_run, OPERATIONS["gemm"], arrays)
 

@@ -348,7 +348,7 @@ def widens(w: WeightMatrix) -> bool:
     return w.dtype in FP8 and w.K % 16 == 0
 
 
-def handed_memory() -> CudaArray:
+def allocate_stream_k_workspace() -> CudaArray:
     """Allocate the buffer `handed` of products with weights for which `widens` is true.
 
     Each stream needs its own buffer.

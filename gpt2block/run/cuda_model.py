@@ -37,7 +37,7 @@ from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
-from gpt2block.ops.gemm import handed_memory, widens
+from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass, SumsPass
@@ -480,7 +480,7 @@ class CudaModel(StoredModel):
                 given["wide"] = self._wide
             if any(widens(m) for m in used):
                 if self._handed is None:
-                    self._handed = handed_memory()
+                    self._handed = allocate_stream_k_workspace()
                 given["handed"] = self._handed
         return given
 
