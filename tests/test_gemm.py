@@ -172,7 +172,7 @@ def test_weights_are_widened_in_every_tile(
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
-    alone, handed = M // 2, allocate_stream_k_workspace()
+    alone, workspace = M // 2, allocate_stream_k_workspace()
     for float_out in (False, True):
         added = residual.astype(np.float32) if float_out else residual
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
@@ -180,14 +180,14 @@ def test_weights_are_widened_in_every_tile(
         for tile in OF_REGISTERS + STREAMED:
             monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
             _gemm_hopper.geometry.cache_clear()
-            inputs = a, narrow, bias, added, None, None, handed
+            inputs = a, narrow, bias, added, None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected)
             row = slice(alone, alone + 1)
-            inputs = a[row], narrow, bias, added[row], None, None, handed
+            inputs = a[row], narrow, bias, added[row], None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected[row])
-            assert not handed[:FLAGS].any()
+            assert not workspace[:FLAGS].any()
         monkeypatch.undo()
         _gemm_hopper.geometry.cache_clear()
 

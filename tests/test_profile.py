@@ -235,7 +235,10 @@ def test_memory_that_a_product_works_in_is_no_weight() -> None:
     M, N, K = 512, 768, 256
     a, w = Stored((M, K), "float16", 2 * M * K), Stored((N, K), "float8_e5m2", N * K)
     work, out = Stored((N * K,), "float16", 2 * N * K), Stored((M, N), "float16", 2 * M * N)
-    names, inputs = ("", "w", "", "", "", "wide", "handed"), (a, w, None, None, None, work, work)
+    names, inputs = (
+        ("", "w", "", "", "", "wide", "stream_k_workspace"),
+        (a, w, None, None, None, work, work),
+    )
     assert moved("gemm", names, inputs, out) == Moved(N * K, 2 * M * (K + N), 0)
 
 

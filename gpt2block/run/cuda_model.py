@@ -115,7 +115,7 @@ class CudaModel(StoredModel):
         self._divisors: dict[str, float] = {}
         self._divided: dict[str, Any] = {}
         self._wide: CudaArray | None = None
-        self._handed: CudaArray | None = None
+        self._stream_k_workspace: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, formats)
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -479,9 +479,9 @@ class CudaModel(StoredModel):
             if size:
                 given["wide"] = self._wide
             if any(widens(m) for m in used):
-                if self._handed is None:
-                    self._handed = allocate_stream_k_workspace()
-                given["handed"] = self._handed
+                if self._stream_k_workspace is None:
+                    self._stream_k_workspace = allocate_stream_k_workspace()
+                given["stream_k_workspace"] = self._stream_k_workspace
         return given
 
     def _head_of_all(self) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from gpt2block.run.recorder import VIEW, Stored, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
-SCRATCH = "memory", "handed"  # in which a product converts its weights, or hands sums on
+SCRATCH = (
+    "memory",
+    "stream_k_workspace",
+)  # in which a product converts its weights, or hands sums on
 Call = Callable[[], Any]
 
 
