@@ -82,10 +82,10 @@ OF_REGISTERS = (
 )
 
 # Tiles for calls that provide memory for the sums that a cluster passes to the next cluster.
-# HANDED_US is the time of this transfer in us, estimated from products of 512 rows of Llama 7B on
+# STREAM_K_US is the time of this transfer in us, estimated from products of 512 rows of Llama 7B on
 # an H100.
 STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.shares > 1)
-HANDED_US = 4.0
+STREAM_K_US = 4.0
 FLAGS = 1024  # floats before these sums: flags of the clusters whose sums are complete
 
 MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
@@ -107,7 +107,7 @@ def choose_tile(
     def us(tile: HopperGemmTile) -> float:
         waves = _tiles(tile, M, N) / _at_once(tile, sms)
         if tile.stream:
-            ends = HANDED_US + ceil(waves) * tile.wave_us
+            ends = STREAM_K_US + ceil(waves) * tile.wave_us
             return tile.start_us + ends + waves * slices * tile.slice_us if waves >= 1 else inf
         waves = ceil(waves)
         return tile.start_us + waves * (ceil(slices / tile.split_k) * tile.slice_us + tile.wave_us)
@@ -151,7 +151,7 @@ def geometry(
     is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
     octet: bytes of eight rows of w in GGUF blocks, for gemm_gguf_hopper; 0 for other weights. These
     two kernels multiply w by a, in this order, and do not split K. streams: whether the call has
-    memory of `handed_floats` for them.
+    memory of `workspace_floats` for them.
     """
     turned = fp8 or octet > 0
     of_registers = OF_REGISTERS + STREAMED * streams
@@ -207,7 +207,7 @@ def launched(
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def handed_floats(sms: int) -> int:
+def workspace_floats(sms: int) -> int:
     """Number of floats, initially 0, for flags and sums that clusters pass to one another."""
     return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 

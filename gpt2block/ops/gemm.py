@@ -331,7 +331,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         if c.memory is not None:
             _check_memory(c)
         if c.stream_k_workspace is not None and c.stream_k_workspace.size < (
-            needed := _handed_floats()
+            needed := _workspace_floats()
         ):
             raise InputError(
                 f"stream_k_workspace: expected at least {needed:,} zeros, got {c.stream_k_workspace.size:,}"
@@ -360,11 +360,11 @@ def allocate_stream_k_workspace() -> CudaArray:
 
     Each stream needs its own buffer.
     """
-    return cupy.zeros(_handed_floats(), "float32")
+    return cupy.zeros(_workspace_floats(), "float32")
 
 
-def _handed_floats() -> int:
-    return hopper.handed_floats(device_attribute("MultiProcessorCount"))
+def _workspace_floats() -> int:
+    return hopper.workspace_floats(device_attribute("MultiProcessorCount"))
 
 
 def _check_up(c: Call) -> None:
