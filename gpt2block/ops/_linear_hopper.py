@@ -381,7 +381,7 @@ def launch_blocks(
     args: tuple[Any, ...],
     head: int = 0,
 ) -> Launch:
-    """Launch a kernel for blocks of GGUF, or raise UnsupportedCall; as `launch`, with the bias among args.
+    """Launch a kernel for GGUF blocks, or raise UnsupportedCall. args include the bias.
 
     Where a type has minimums, the sums of x come first, unless x is summed: in the half of x that
     rounded terms leave free.

@@ -173,12 +173,10 @@ def _hopper_two_part(c: Call) -> Launch:
 def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
     """Return geometry and arguments of a 16-bit product. GGUF blocks are passed without a map."""
     M, N, K = c.sizes
-    stream_k_workspace: tuple[Any, ...] = ()
+    workspace: tuple[Any, ...] = ()
     if of_weights:
-        of_weights["streams"], stream_k_workspace = (
-            c.stream_k_workspace is not None,
-            (c.stream_k_workspace,),
-        )
+        workspace = (c.stream_k_workspace,)
+        of_weights["streams"] = c.stream_k_workspace is not None
     geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
     weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
@@ -188,7 +186,7 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     else:
         out = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
         ends = (*out, c.scale, c.bias, None, None)
-    return geometry, (*maps, *ends, *stream_k_workspace, M, N, K)
+    return geometry, (*maps, *ends, *workspace, M, N, K)
 
 
 @variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
@@ -223,9 +221,9 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that
     the product kernel does not support are first converted to float16, exactly, by a separate
     launch, into `memory`, (S,) with at least as many elements, or into a new array. With a two-part
-    w, a float32 `a` is first converted to two-part. stream_k_workspace: memory, initially 0, for partial sums
-    that one cluster passes to the next on Hopper, for FP8 weights and GGUF blocks; all
-    multiprocessors then get equal parts of the product.
+    w, a float32 `a` is first converted to two-part. stream_k_workspace: floats, initially 0, for
+    partial sums that one cluster passes to the next on Hopper, with FP8 weights and GGUF blocks;
+    all multiprocessors then get equal parts of the product.
     """
     a, w, *_ = unchecked.inputs
     two_part_a = isinstance(a, TwoPartMatrix)
@@ -330,12 +328,10 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
-        if c.stream_k_workspace is not None and c.stream_k_workspace.size < (
-            needed := _workspace_floats()
-        ):
-            raise InputError(
-                f"stream_k_workspace: expected at least {needed:,} zeros, got {c.stream_k_workspace.size:,}"
-            )
+        if c.stream_k_workspace is not None:
+            size, needed = c.stream_k_workspace.size, _workspace_floats()
+            if size < needed:
+                raise InputError(f"stream_k_workspace: expected {needed:,} zeros, got {size:,}")
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
@@ -356,10 +352,7 @@ def widens(w: WeightMatrix) -> bool:
 
 
 def allocate_stream_k_workspace() -> CudaArray:
-    """Allocate the buffer `stream_k_workspace` of products with weights for which `widens` is true.
-
-    Each stream needs its own buffer.
-    """
+    """Allocate the workspace of products for which `widens` is true; each stream needs its own."""
     return cupy.zeros(_workspace_floats(), "float32")
 
 

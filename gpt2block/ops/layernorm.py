@@ -120,10 +120,11 @@ def _every(c: Call) -> tuple[Any, ...]:
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
-    """Raise UnsupportedCall or InputError if a kernel does not support the call; allocate its statistics.
+    """Raise UnsupportedCall or InputError for calls that a kernel does not support.
 
     dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
-    stats: whether the kernel writes mean and rstd. parts: whether it can write a TwoPartMatrix.
+    stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
+    write a TwoPartMatrix.
     """
     if c.two_part and not parts:
         raise UnsupportedCall("a two-part result is for variant narrow alone")

@@ -191,7 +191,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall where a product cannot have the order of additions of decoding on them."""
+    """Raise UnsupportedCall if tensor cores cannot add products in the order of decoding."""
     old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
     if old:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")

@@ -40,8 +40,8 @@ class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another varia
 class Variant:
     """One implementation of an operation, by one or more kernels in launch order.
 
-    `launch` returns the launches of a checked call, or raises UnsupportedCall. For a user's kernel, `launch`
-    is its `bind`.
+    `launch` returns the launches of a checked call, or raises UnsupportedCall. For a user's kernel,
+    `launch` is its `bind`.
     """
 
     name: str

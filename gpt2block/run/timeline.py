@@ -20,10 +20,7 @@ from gpt2block.run.recorder import VIEW, Stored, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
-SCRATCH = (
-    "memory",
-    "stream_k_workspace",
-)  # in which a product converts its weights, or hands sums on
+SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
 
 
