@@ -31,8 +31,8 @@ class Prefill:
     products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
     bits or two-part. With "fp8", a product that does not widen FP8 weights itself converts them
     into the tensor "wide" first, and others exchange partial sums in "stream_k_workspace". rows:
-    new tokens of all sequences; longest: an upper bound for one sequence. cached: whether there is a
-    kv_cache; with tensor cores, attention over the new tokens only does not need one. continued:
+    new tokens of all sequences; longest: an upper bound for one sequence. cached: whether there is
+    a kv_cache; with tensor cores, attention over the new tokens only does not need one. continued:
     whether the sequences continue tokens in the kv_cache; only tensor cores need to know.
     ends: the number of rows of the output "last"; None: one for each row of the kv_cache. kv_dtype:
     the FP8 format of the kv_cache, or None; attention over the new tokens only then reads keys and
