@@ -281,7 +281,7 @@ def test_merges_decide_and_not_ids(tmp_path: Path, changed: dict[str, Any], ids:
     ("changed", "setting"),
     [
         ({"merges": [["b", "c"], ["a", "b"]]}, "model.merges that are not in the order of ids"),
-        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge makes"),
+        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge produces"),
         ({"ignore_merges": True}, "model.ignore_merges"),
         ({"new_setting": 1}, "model.new_setting"),
         ({"normalizer": {"type": "NFC"}}, "normalizer NFC"),
@@ -529,7 +529,7 @@ def test_gpt2_does_not_take_the_place_of_another_tokenizer(
     set_options(folder, {"tokenizer_class": "GPT2TokenizerFast"})
     assert tokenizer.load(folder, 50257).n_vocab == 50257
     (folder / name).write_text(text)
-    message = rf"it has {name}.* no tokenizer that gpt2block reads"
+    message = rf"it has {name}.* but no supported tokenizer"
     with pytest.raises(CheckpointError, match=message):
         tokenizer.load(folder, 50257)
 
