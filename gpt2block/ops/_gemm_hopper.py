@@ -166,7 +166,7 @@ def geometry(
         chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
-        floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
+        floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias and scales
     of_w = 0 if octet else 1 if fp8 else 2
     shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
     if octet:
