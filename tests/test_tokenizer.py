@@ -825,7 +825,7 @@ def test_a_text_has_the_least_tokens(
 ) -> None:
     """Also where steps leave out characters, and where no token stands for some."""
     encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
-    least = tokenizer.least_tokens(encoding)
+    least = tokenizer.token_count_bound(encoding)
     assert (least("ab" * 1000) > 0) == known
     for text in ("ab" * 300, "-" * 300, "\4" * 300, "▁a" * 300, " a" * 300, "<x>" + " " * 300):
         assert least(text) <= len(tokenizer.encode(encoding, text, special=True)), text[:9]

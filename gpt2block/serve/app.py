@@ -137,7 +137,7 @@ class Server:
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.metrics = Metrics()
-        self._least_tokens = tokenizer.least_tokens(encoding)
+        self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
@@ -301,7 +301,7 @@ class Server:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         messages = [message.plain() for message in given.messages]
         text, places = self.model.chat_template.placed(messages)
-        self._check_length(self._least_tokens(text), "messages", "at least ")
+        self._check_length(self._token_count_bound(text), "messages", "at least ")
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
@@ -314,7 +314,7 @@ class Server:
         """A prompt's token ids: at least one."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
-            self._check_length(self._least_tokens(prompt), field, "at least ")
+            self._check_length(self._token_count_bound(prompt), field, "at least ")
             prompt = tokenizer.encode(encoding, prompt, name=field)
         self._check_length(len(prompt), field)
         ids = tokenizer.token_ids(encoding, prompt, V, field)

@@ -350,7 +350,7 @@ def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
     return ids + encoding.encode_ordinary(text[start:])
 
 
-def least_tokens(encoding: Encoding) -> Callable[[str], int]:
+def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
     """Return a fast function: text → a lower bound of its number of tokens; 0 if none is known.
 
     The bound also holds if names of special tokens are encoded as their ids.
