@@ -134,13 +134,13 @@ def test_a_recipe_moves_every_address(host: Recorder) -> None:
     tensors = tensor_map(x, (1, 64, 64)), NO_MAP
     args = (*tensors, np.uintp(y.data.ptr), np.uintp(0), np.int32(y.data.ptr % 4096))
     launch = requests.Launch("f", None, (1,), (32,), args)
-    early = overlap.Early("f", None, (1,), (32,), args)
+    early = overlap.OverlappedLaunch("f", None, (1,), (32,), args)
     recipe = Recipe.of((launch, early), addresses_of((x, y)))
     assert recipe is not None
     moved = recipe.at(addresses_of((z, x)))
     expected = (tensor_map(z, (1, 64, 64)), NO_MAP, np.uintp(x.data.ptr), *args[3:])
     assert [each.args for each in moved] == [expected] * 2
-    assert [type(each) for each in moved] == [requests.Launch, overlap.Early]
+    assert [type(each) for each in moved] == [requests.Launch, overlap.OverlappedLaunch]
     changed = Recipe.of((launch,), addresses_of((x, y, y)))  # an input is also an output
     assert changed is not None
     assert changed.at(addresses_of((z, x, y)))[0].args == expected

@@ -343,7 +343,7 @@ def capture_bound(
     """
     launches = [launch for each in bound for launch in each.launches]
     if overlapping:
-        launches = [overlap.early(launch) for launch in launches]
+        launches = [overlap.overlapped(launch) for launch in launches]
     ends = first_and_last(outs or [each.out for each in bound])
     return Captured(timing.captured(launches * rounds), ends, bound)
 

@@ -88,15 +88,15 @@ def run(launch: Launch) -> None:
         raise DeviceError(f"{launch.name}: cuLaunchKernelEx failed with CUDA error {status}")
 
 
-class Early(Launch):
+class OverlappedLaunch(Launch):
     """A launch that may start before the previous one has ended; its kernel waits itself."""
 
     def run(self) -> None:
         run(self)
 
 
-def early(launch: Launch) -> Launch:
-    """The launch as an `Early` one, or unchanged where that is not supported."""
+def overlapped(launch: Launch) -> Launch:
+    """The launch as an `OverlappedLaunch` one, or unchanged where that is not supported."""
     if not possible():
         return launch
-    return Early(**{each.name: getattr(launch, each.name) for each in fields(launch)})
+    return OverlappedLaunch(**{each.name: getattr(launch, each.name) for each in fields(launch)})

@@ -222,7 +222,7 @@ def _hopper(c: Call) -> tuple[Launch, ...]:
     rotation = _turn(c, head_dim)
     layout = c.matrices[0].layout
     product = hopper.launch(norm.out, matrices, layout, c.out, *rotation, gelu=c.gelu)
-    return (*norm.launches, overlapping.early(product), *(() if head_dim else _rope(c)))
+    return (*norm.launches, overlapping.overlapped(product), *(() if head_dim else _rope(c)))
 
 
 def _preferred(c: Call) -> tuple[str, ...]:
