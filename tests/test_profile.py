@@ -52,7 +52,7 @@ from gpt2block.profiling.summary import layer_of
 from gpt2block.run import cuda_timeline
 from gpt2block.run.model import start_all
 from gpt2block.run.recorder import Stored
-from gpt2block.run.timeline import Moved, Timeline, moved
+from gpt2block.run.timeline import BytesMoved, Timeline, moved
 from tests.command_line import gpt2block, printed
 from tests.devices import on_gpu, one_order
 from tests.test_readme import shown
@@ -201,7 +201,7 @@ def test_kernels_of_a_gpu_move_the_same(
     assert sum(each.weights for each in moved.values()) == weights_of(ROWS, itemsize) + scales
     x = 4 * ROWS * CONFIG.n_embd
     assert moved["h.0.x1"].activations == 3 * x  # attention, the residual, the sum
-    assert moved["sample"] == Moved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
+    assert moved["sample"] == BytesMoved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
 
 
 def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_memory_that_a_product_works_in_is_no_weight() -> None:
         ("", "w", "", "", "", "wide", "stream_k_workspace"),
         (a, w, None, None, None, work, work),
     )
-    assert moved("gemm", names, inputs, out) == Moved(N * K, 2 * M * (K + N), 0)
+    assert moved("gemm", names, inputs, out) == BytesMoved(N * K, 2 * M * (K + N), 0)
 
 
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpt2block.profiling.runs import Profile
-from gpt2block.run.timeline import Moved, Ran, Timeline
+from gpt2block.run.timeline import BytesMoved, Ran, Timeline
 
 RESOLUTION_US = 0.5  # of the time of a kernel on a GPU, that of an event
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
@@ -31,7 +31,7 @@ class TimedOperation:
     own_us: float
     added_us: float
     share: float
-    moved: Moved
+    moved: BytesMoved
     gb_s: float | None
     of_floor: float | None
 
@@ -51,7 +51,7 @@ class PassTimes:
     apart_us: float
     own_us: float
     between_us: float
-    moved: Moved
+    moved: BytesMoved
     floor_us: float
 
 
@@ -118,9 +118,9 @@ def of_kind(profile: Profile, kind: str) -> list[Timeline]:
     return [each.timeline for each in profile.passes if each.kind == kind]
 
 
-def total(parts: Iterable[Moved]) -> Moved:
-    return Moved(*(sum(column) for column in zip(*parts, strict=True)))
+def total(parts: Iterable[BytesMoved]) -> BytesMoved:
+    return BytesMoved(*(sum(column) for column in zip(*parts, strict=True)))
 
 
-def mean(nbytes: Moved, count: int) -> Moved:
-    return Moved(*(round(each / count) for each in nbytes))
+def mean(nbytes: BytesMoved, count: int) -> BytesMoved:
+    return BytesMoved(*(round(each / count) for each in nbytes))

@@ -23,7 +23,7 @@ from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
 from gpt2block.run.recorder import Stored
 from gpt2block.run.recording import Recording, Recordings, capture
-from gpt2block.run.timeline import Call, Moved, Ran, Timeline, moved, weights_dtype
+from gpt2block.run.timeline import BytesMoved, Call, Ran, Timeline, moved, weights_dtype
 
 EMPTY = 100  # kernels that do nothing, for the time between two kernels
 SAMPLE = "sample"  # the step of what launches after a pass
@@ -162,10 +162,10 @@ def _kernels(recording: Recording) -> Iterator[Ran]:
         out = _in_memory(recording.known(name), step.attrs.get("to_terms"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
-            nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else Moved()
+            nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
             yield Ran(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
     for bound in recording.after:  # reads the result of the pass
-        nbytes = Moved(activations=recording.out.nbytes + bound.out.nbytes)
+        nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)
             yield Ran(SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes)

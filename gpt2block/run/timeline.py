@@ -24,7 +24,7 @@ SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and fo
 Call = Callable[[], Any]
 
 
-class Moved(NamedTuple):
+class BytesMoved(NamedTuple):
     """The least bytes that a step moves: its inputs are read once, its result is written once.
 
     cache: keys and values, those that attention sees, or the new ones.
@@ -58,7 +58,7 @@ class Ran(NamedTuple):
     block: Shape
     dtype: str
     weights: str
-    moved: Moved
+    moved: BytesMoved
     end: float = 0.0
     own: float = 0.0
     apart: float = 0.0
@@ -90,7 +90,7 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> Moved:
+def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> BytesMoved:
     """What a step of an operation moves.
 
     names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
@@ -116,7 +116,7 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
             activations += nbytes
     if contract.outputs and contract.outputs[0].kind != "kv":
         activations += out.nbytes
-    return Moved(weights, activations, cache)
+    return BytesMoved(weights, activations, cache)
 
 
 def _read(op: str, name: str, given: Mapping[str, Any], out: Stored) -> int:
