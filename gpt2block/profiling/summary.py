@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpt2block.profiling.runs import Profile
-from gpt2block.run.timeline import BytesMoved, Ran, Timeline
+from gpt2block.run.timeline import BytesMoved, KernelTiming, Timeline
 
 RESOLUTION_US = 0.5  # of the time of a kernel on a GPU, that of an event
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
@@ -64,7 +64,7 @@ def layer_of(step: str) -> tuple[int | None, str]:
 def operations(profile: Profile, kind: str) -> list[TimedOperation]:
     """The operations of the passes of a kind, in the order in which they first run."""
     timelines = of_kind(profile, kind)
-    groups: dict[tuple[str, str], list[tuple[Ran, float]]] = {}
+    groups: dict[tuple[str, str], list[tuple[KernelTiming, float]]] = {}
     for timeline in timelines:
         for ran, added in zip(timeline.ran, timeline.added, strict=True):
             groups.setdefault((layer_of(ran.step)[1], ran.kernel), []).append((ran, added))

@@ -23,7 +23,7 @@ from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
 from gpt2block.run.recorder import Stored
 from gpt2block.run.recording import Recording, Recordings, capture
-from gpt2block.run.timeline import BytesMoved, Call, Ran, Timeline, moved, weights_dtype
+from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 
 EMPTY = 100  # kernels that do nothing, for the time between two kernels
 SAMPLE = "sample"  # the step of what launches after a pass
@@ -115,7 +115,7 @@ def _us(
 
 
 def assembled(
-    kernels: Sequence[Ran],
+    kernels: Sequence[KernelTiming],
     ends: Sequence[float],
     apart: Sequence[float],
     start: float,
@@ -152,7 +152,7 @@ def _in_memory(array: Any, terms: Terms | None) -> Stored:
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
-def _kernels(recording: Recording) -> Iterator[Ran]:
+def _kernels(recording: Recording) -> Iterator[KernelTiming]:
     """The kernels of a recording, without times."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
@@ -163,9 +163,11 @@ def _kernels(recording: Recording) -> Iterator[Ran]:
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
             nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
-            yield Ran(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
+            yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
     for bound in recording.after:  # reads the result of the pass
         nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)
-            yield Ran(SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes)
+            yield KernelTiming(
+                SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes
+            )

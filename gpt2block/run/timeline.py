@@ -39,7 +39,7 @@ class BytesMoved(NamedTuple):
         return sum(self)
 
 
-class Ran(NamedTuple):
+class KernelTiming(NamedTuple):
     """A kernel of a pass, or with NumPy a step.
 
     step: its name, such as "h.3.q". kernel: with NumPy the function of the reference, which has no
@@ -70,7 +70,7 @@ class Timeline(NamedTuple):
     between: µs from a kernel to the next one where that waits for it; 0 with NumPy.
     """
 
-    ran: tuple[Ran, ...]
+    ran: tuple[KernelTiming, ...]
     us: float
     between: float = 0.0
 
@@ -164,7 +164,7 @@ class Clock:
     """Notes the steps of a pass with NumPy; the time that this takes is left out."""
 
     def __init__(self) -> None:
-        self.ran: list[Ran] = []
+        self.ran: list[KernelTiming] = []
         self._noting = 0.0  # seconds
         self._start = perf_counter()
 
@@ -177,7 +177,7 @@ class Clock:
             facts = stored.dtype, weights_dtype(step.op, inputs)
             bytes_of = moved(step.op, names, inputs, stored)
             self.ran.append(
-                Ran(step.name, step.op, step.op, (), (), *facts, bytes_of, end, own, end)
+                KernelTiming(step.name, step.op, step.op, (), (), *facts, bytes_of, end, own, end)
             )
         self._noting += perf_counter() - ended
 
