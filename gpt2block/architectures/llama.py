@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig
 
@@ -33,7 +33,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "lm_head": ("lm_head", "output"),
 }
 # Older files have frequencies.
-FILES = Files("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+FILES = CheckpointLayout("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 GGUF, TURNED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them

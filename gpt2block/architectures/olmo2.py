@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.config import ModelConfig, Shapes
 from gpt2block.config.llama import LlamaConfig
 
@@ -45,7 +45,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_attn": ("post_attention_layernorm", "post_attention_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: Files = llama.FILES
+FILES: CheckpointLayout = llama.FILES
 GGUF, TURNED = "olmo2", False
 
 
