@@ -40,7 +40,7 @@ class Architecture(Protocol):
     NAMES: Mapping[str, tuple[str, str]]
     FILES: CheckpointLayout
     GGUF: str  # general.architecture of its GGUF files; "" if there are none
-    TURNED: bool  # whether these have rows of q and k in the order of Meta's RoPE
+    GGUF_ROPE_INTERLEAVED: bool  # whether these have rows of q and k in the order of Meta's RoPE
 
     NORM: str  # the name of its norms, for messages
     QKV: str  # the step whose rows are [Q | K | V] as attention reads them

@@ -155,7 +155,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "gemma3", False
+GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 

@@ -29,7 +29,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 }
 # Older files have masks.
 FILES = CheckpointLayout("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
-GGUF, TURNED = "gpt2", False
+GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64,)  # channels of a head of a prefill on tensor cores

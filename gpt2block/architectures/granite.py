@@ -63,7 +63,7 @@ class GraniteConfig(LlamaConfig):
 CONFIG: type[ModelConfig] = GraniteConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "granite", True
+GGUF, GGUF_ROPE_INTERLEAVED = "granite", True
 
 attention, feed_forward = llama.attention, llama.feed_forward
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

@@ -34,7 +34,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 }
 # Older files have frequencies.
 FILES = CheckpointLayout("model.", "layers.", "NK", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-GGUF, TURNED = "llama", True
+GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # channels of a head of a prefill on tensor cores

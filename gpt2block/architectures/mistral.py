@@ -34,7 +34,7 @@ class MistralConfig(WindowedConfig):
 CONFIG: type[ModelConfig] = MistralConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = llama.GGUF, llama.TURNED
+GGUF, GGUF_ROPE_INTERLEAVED = llama.GGUF, llama.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants

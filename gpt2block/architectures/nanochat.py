@@ -94,7 +94,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_proj": ("mlp.fc2", "ffn_down"),
 }
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "", False
+GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
 DIVIDED: tuple[str, ...] = ()  # a square is not linear
 

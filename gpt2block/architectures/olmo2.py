@@ -46,7 +46,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "olmo2", False
+GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -97,7 +97,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # its rows follow those of gate
 }
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "phi3", False
+GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants

@@ -45,7 +45,7 @@ class Qwen2Config(QwenConfig):
 CONFIG: type[ModelConfig] = Qwen2Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "qwen2", False
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 
 # The block is Llama's: where a matrix has biases, its product adds them.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final

@@ -41,7 +41,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_k": ("self_attn.k_norm", "attn_k_norm"),
 }
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "qwen3", False
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -76,7 +76,7 @@ class SmolLM3Config(LlamaConfig):
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, TURNED = "smollm3", True  # files of which have no key for the layers
+GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # files of which have no key for the layers
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
