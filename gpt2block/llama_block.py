@@ -15,7 +15,7 @@ from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparisons
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
 from gpt2block.parameters.llama import LlamaBlockWeights
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.run.block import BlockSpec, Given
 
 
@@ -59,7 +59,7 @@ class LlamaBlock(BaseBlock):
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
         c = weights.config
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
-        settings = Settings(*heads, self.causal, weights.half_split, ("frequencies",))
+        settings = PassSettings(*heads, self.causal, weights.half_split, ("frequencies",))
         spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
         self._start(spec, device, index, graph)
 

@@ -39,7 +39,7 @@ from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine, two_part_of
@@ -104,7 +104,7 @@ class CudaModel(StoredModel):
     ) -> None:
         super().__init__(config, formats, f"cuda:{device}")
         self.device = device
-        self._architecture, self._settings = architecture_of(config), Settings.of(config)
+        self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
