@@ -21,7 +21,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
-from gpt2block.run.recorder import Stored
+from gpt2block.run.recorder import TensorSpec
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 
@@ -145,9 +145,9 @@ def _nothing() -> Launch:
     return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
-def _in_memory(array: Any, terms: Terms | None) -> Stored:
+def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
     """The size of an array with these terms: rounded ones take half of it in the order of wgmma."""
-    stored = Stored.of(array)
+    stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 

@@ -16,7 +16,7 @@ from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
 from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
-from gpt2block.run.recorder import VIEW, Stored, described
+from gpt2block.run.recorder import VIEW, TensorSpec, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
@@ -90,11 +90,11 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> BytesMoved:
+def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
     """What a step of an operation moves.
 
     names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
-    those of floats can be Stored. out: the result.
+    those of floats can be TensorSpec. out: the result.
     """
     contract = reference.CONTRACTS[op]
     given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
@@ -105,7 +105,7 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
         if value is None or entry.name in SCRATCH:
             continue
         if entry.kind == "kv":
-            stored, (new, keys) = Stored.of(value), _tokens(given)
+            stored, (new, keys) = TensorSpec.of(value), _tokens(given)
             token = stored.nbytes // prod(stored.shape[:2])  # (B, n_ctx, C)
             cache += token * (new if entry.name in written else keys)
             continue
@@ -119,9 +119,9 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
     return BytesMoved(weights, activations, cache)
 
 
-def _read(op: str, name: str, given: Mapping[str, Any], out: Stored) -> int:
+def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
     """The bytes of an input that an operation reads, of some only a part."""
-    stored = Stored.of(given[name])
+    stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
     if name == "qkv" and op in ("kv_append", "attention_packed"):  # [Q | K | V]; the cache has K, V
@@ -173,7 +173,7 @@ class Clock:
         if step.op != VIEW:
             end, own = 1e6 * (ended - self._start - self._noting), 1e6 * (ended - began)
             names = [x if isinstance(x, str) else "" for x in step.inputs]
-            stored = Stored.of(out)
+            stored = TensorSpec.of(out)
             facts = stored.dtype, weights_dtype(step.op, inputs)
             bytes_of = moved(step.op, names, inputs, stored)
             self.ran.append(
