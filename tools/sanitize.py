@@ -53,7 +53,7 @@ from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
-from gpt2block.run.guessing import Pace
+from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids, start_all
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
@@ -533,7 +533,7 @@ def guessed(model: Model[Any], prompts: list[Ids]) -> None:
     turns = cycle((4, 1, 8))
     options: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0, "stop_ids": (), "seed": 0}
     options |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
-    with patch.object(Pace, "together", lambda *_: next(turns)):
+    with patch.object(SpeculationPolicy, "together", lambda *_: next(turns)):
         found = model.generate(prompts, speculate=True, **options)
     assert found == model.generate(prompts, **options)
 
