@@ -4,7 +4,7 @@ import numpy as np
 
 from gpt2block import Block, BlockWeights, random_input, reference
 
-weights = BlockWeights.random(seed=0)  # GPT-2 small's shapes: C = 768, 12 heads
+weights = BlockWeights.random(seed=0)  # shapes of GPT-2 small: C = 768, 12 heads
 x = random_input(seed=1, shape=(128, 768))  # (T, C)
 block = Block(weights)
 y = block(x)

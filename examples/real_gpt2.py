@@ -4,8 +4,8 @@
 
 `--model` is a hub id (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a Hugging Face directory, an llm.c
 .bin, or "shakespeare", the bundled GPT-2. The residual stream is compared with float64 NumPy after
-the embedding and after each block. If the model or device cannot be used, one line on stderr says
-why, and the exit code is 2.
+the embedding and after each block. If the model or device cannot be used, an error is printed to
+stderr, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def show(text: str, model: str, device: str | None) -> None:
 
     w = GPT2Weights.from_pretrained(checkpoint)
     exact = reference.encoder(ids, w.wte.astype(np.float64), w.wpe.astype(np.float64))
-    for layer, x in enumerate(gpt2.hidden_states(ids)[:-1]):  # the last is after ln_f
+    for layer, x in enumerate(gpt2.hidden_states(ids)[:-1]):  # without the state after ln_f
         if layer > 0:
             exact = reference.block_forward(exact, w.blocks[layer - 1], causal=True)
         error = np.abs(x - exact).max() / np.abs(exact).max()

@@ -19,7 +19,7 @@ from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.parameters.arrays import BlockArrays
 from gpt2block.parameters.gpt2 import BlockWeights, unpack
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given
@@ -300,7 +300,9 @@ def spec_of(
     heads = weights.n_head, weights.n_head, weights.eps, weights.n_embd // weights.n_head
     names = weights.tensors()
     fused = kernels == "fused"
-    return BlockSpec(gpt2, Settings(*heads, causal), weights.n_embd, names, kernels, fused, bounds)
+    return BlockSpec(
+        gpt2, PassSettings(*heads, causal), weights.n_embd, names, kernels, fused, bounds
+    )
 
 
 def largest(weights: BlockWeights) -> dict[str, float]:
@@ -335,6 +337,6 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
             raise InputError(
                 f"{name}: expected seq_len · 768 = {seq_len * 768:,} floats, got {array.size:,}"
             )
-    settings = Settings(n_head=12, n_kv_head=12, eps=1e-5, head_size=64, causal=False)
+    settings = PassSettings(n_head=12, n_kv_head=12, eps=1e-5, head_size=64, causal=False)
     spec = BlockSpec(gpt2, settings, 768, block_shapes(768), "skeleton")
     run_once(spec, unpack(weights.ravel()), x.reshape(shape), output.reshape(shape))

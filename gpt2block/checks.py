@@ -1,6 +1,6 @@
 """Checks of arguments, which raise InputError with the name of the argument.
 
-Also the dtypes of arrays, and arrays of other libraries in host memory.
+This module also defines the float dtypes, and imports host arrays of other libraries.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ R = TypeVar("R")
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 MOST_POSITIONS = 2**31 - 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
+DLPACK_HOST = (1, 3)  # DLDeviceType values kDLCPU and kDLCUDAHost (pinned memory)
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def as_float(value: object) -> float | None:
-    """A Python or NumPy number as a float, also NaN; None for anything else, also for a bool."""
+    """Return a Python or NumPy number, including NaN, as a float; None for a bool or other type."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return None
     try:
@@ -38,13 +38,13 @@ def as_float(value: object) -> float | None:
 
 
 def real(value: object) -> float | None:
-    """A finite Python or NumPy number as a float; None for anything else, also for a bool."""
-    found = as_float(value)
-    return found if found is not None and math.isfinite(found) else None
+    """Return a finite Python or NumPy number as a float; None for other values, such as a bool."""
+    number = as_float(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def check_number(name: str, value: object, least: float, most: float, expected: str) -> float:
-    """`value` as a float; InputError unless it is a number from `least` to `most`."""
+    """Return `value` as a float. Raises InputError unless it is a number from `least` to `most`."""
     number = real(value)
     if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
@@ -52,7 +52,10 @@ def check_number(name: str, value: object, least: float, most: float, expected: 
 
 
 def check_integer(name: str, value: Any, least: float, most: float, expected: str) -> int:
-    """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
+    """Return `value` as an int. Raises InputError unless it is an integer, not a bool, in range.
+
+    The range is least..most. expected: description of valid values for the message.
+    """
     whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     number = int(value) if whole else None
     if number is None or not least <= number <= most:
@@ -61,13 +64,13 @@ def check_integer(name: str, value: Any, least: float, most: float, expected: st
 
 
 def check_flag(name: str, value: object) -> bool:
-    """`value` as a bool; InputError unless it is True or False, as for the string "no"."""
+    """Return `value` as a bool. Raises InputError unless it is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
-# Usual names of dtypes that differ from NumPy's
+# Common names of dtypes that differ from the names in NumPy
 _DTYPE_OF = {
     **dict.fromkeys(("fp32", "f32"), "float32"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
@@ -78,7 +81,7 @@ _DTYPE_OF = {
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """InputError unless `value` is one of the strings; it suggests the nearest one."""
+    """Raise InputError unless `value` is one of the strings; the message suggests the nearest."""
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
         several = f"one of {', '.join(known)}"
@@ -87,9 +90,9 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def meant(value: object, known: Iterable[str]) -> str:
-    """The end of an error message, ": did you mean bfloat16?"; "" if no known string is near.
+    """Return the end of an error message, ": did you mean bfloat16?"; "" if no string is similar.
 
-    A dtype of NumPy or torch means the string of its name.
+    A dtype of NumPy or torch is compared by its name.
     """
     from difflib import get_close_matches  # noqa: PLC0415
 
@@ -103,7 +106,7 @@ def meant(value: object, known: Iterable[str]) -> str:
 
 
 def check_callable(name: str, value: object) -> None:
-    """InputError unless `value` can be called."""
+    """Raise InputError unless `value` is callable."""
     if not callable(value):
         raise InputError(f"{name}: expected a function, got {shown(value)}")
 
@@ -115,13 +118,13 @@ def check_encodable(name: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise InputError(
             f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
-            "expected text that UTF-8 can encode: decode it again from its bytes, with "
-            "replacements of invalid ones"
+            "expected text that UTF-8 can encode: decode its bytes again, and replace invalid "
+            "bytes"
         ) from error
 
 
 def several(given: Any) -> list[Any]:
-    """The elements of an iterable, or a list of the single object."""
+    """Return the elements of an iterable as a list, or a list of a single object."""
     try:
         return list(given)
     except TypeError:
@@ -129,16 +132,16 @@ def several(given: Any) -> list[Any]:
 
 
 def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
-    """Whether `array` is a NumPy array whose operators are those of NumPy.
+    """Whether `array` is a NumPy array with the usual operators.
 
-    A masked array's mask would be ignored, and * of an np.matrix is the matrix product.
+    The mask of a masked array would be ignored, and * of an np.matrix is the matrix product.
     """
     kinds = (np.ma.MaskedArray, np.matrix)
     return isinstance(array, np.ndarray) and not isinstance(array, kinds)
 
 
 def plain_array(name: str, given: Any) -> NDArray[Any]:
-    """`np.asarray`; InputError for masked arrays and bools, which it would convert silently."""
+    """Call `np.asarray`. Raises InputError for masked arrays and bools, which NumPy accepts."""
     if isinstance(given, np.ma.MaskedArray):
         raise InputError(f"{name}: expected an array without a mask, got a NumPy masked array")
     if isinstance(given, (list, tuple)) and any(isinstance(n, (bool, np.bool_)) for n in given):
@@ -147,9 +150,9 @@ def plain_array(name: str, given: Any) -> NDArray[Any]:
 
 
 def as_numpy(name: str, given: Any) -> NDArray[Any]:
-    """`np.asarray`; InputError if the object's own conversion fails, such as a torch tensor's.
+    """Call `np.asarray`. Raises InputError if an object, such as a torch tensor, fails to convert.
 
-    Raises TypeError, ValueError or OverflowError for what cannot be an array.
+    Raises TypeError, ValueError or OverflowError for objects that NumPy cannot convert.
     """
     try:
         return np.asarray(given)
@@ -158,14 +161,17 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
 
 
 def of_bfloat16(array: Any) -> str:
-    """The end of an error message for torch tensors of bfloat16, which NumPy cannot read, or ""."""
+    """Return the end of an error message for torch tensors of bfloat16, else "".
+
+    NumPy cannot read tensors of bfloat16.
+    """
     if str(getattr(array, "dtype", "")) != "torch.bfloat16":
         return ""
     return ": use x.float().numpy(), and .astype(ml_dtypes.bfloat16) for a bfloat16 array"
 
 
 def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: an unknown keyword raises UnknownOption, which names the nearest known one.
+    """Decorator that raises UnknownOption for unknown keywords, and suggests the nearest keyword.
 
     rejected: keyword → message, for keywords that need an explanation; {} stands for the value.
     """
@@ -190,7 +196,7 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 
 def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """The name of a function as its caller knows it: a method has the class of the object."""
+    """Return the name of a function as the caller knows it; of a method with the object's class."""
     owner, dot, name = function.__qualname__.rpartition(".")
     if dot and args:
         owner = (args[0] if isinstance(args[0], type) else type(args[0])).__name__
@@ -198,7 +204,7 @@ def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOption:
-    """The error for a keyword that a function does not have, with the nearest that it has."""
+    """Return the error for a keyword that a function does not have, with the nearest keyword."""
     from difflib import get_close_matches  # noqa: PLC0415
 
     nearest = get_close_matches(name, list(known), 1)
@@ -207,9 +213,9 @@ def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOptio
 
 
 def host_array(x: Any) -> NDArray[Any] | None:
-    """`x` as a NumPy array when it lives in host memory, else None.
+    """Return `x` as a NumPy array if it is in host memory, else None.
 
-    It is copied only if it has not this machine's byte order.
+    The array is copied only if its byte order differs from this machine's byte order.
     """
     if isinstance(x, np.ma.MaskedArray):
         raise InputError("x: expected an array without a mask, got a NumPy masked array")
@@ -222,7 +228,10 @@ def host_array(x: Any) -> NDArray[Any] | None:
 
 
 def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
-    """`host_array`; InputError for anything else, with what to do: on_gpu for a CUDA array."""
+    """Return `host_array(x)`. Raises InputError if it is None.
+
+    on_gpu: advice in the message for a CUDA array.
+    """
     host = host_array(x)
     if host is not None:
         return host
@@ -236,7 +245,7 @@ def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
 
 
 def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
-    """A foreign array through `from_library`; what is not shared is an InputError."""
+    """Return from_library(x) for a foreign array. Raises InputError if it cannot be shared."""
     try:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -246,7 +255,7 @@ def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
 
 
 def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
-    """The value as an int; InputError unless it is an integer, not a bool, in 1..most."""
+    """Return the value as an int. Raises InputError unless it is a non-bool integer in 1..most."""
     count = check_integer(name, value, 1, math.inf, "a positive integer")
     return check_integer(name, count, 1, most, f"at most {most:,}")
 
@@ -254,9 +263,9 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
 def normed_together(
     gamma_q: tuple[int, ...], gamma_k: tuple[int, ...], n_head: int, n_kv_head: int, D: int
 ) -> bool:
-    """Whether weights of these shapes are of all heads of Q and of K, of D channels, not of each.
+    """Whether gammas of these shapes normalize all heads of Q and of K together, not each head.
 
-    InputError unless they are of either.
+    D: channels per head. Raises InputError for other shapes.
     """
     together = (n_head * D,), (n_kv_head * D,)
     if (gamma_q, gamma_k) not in (together, ((D,), (D,))):
@@ -268,19 +277,19 @@ def normed_together(
 
 
 def check_blocks(K: int) -> None:
-    """InputError unless K weights are whole blocks of Q4_K."""
+    """Raise InputError unless K weights are a whole number of Q4_K blocks."""
     if K % 256:
         raise InputError(f"x: expected rows of a multiple of 256 numbers, got {K:,}")
 
 
 def check_eps(value: Any) -> float:
-    """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
+    """Return the value as a float. Raises InputError unless it is a valid epsilon in float32."""
     expected = "a finite number of at least 0 that fits float32"
     return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
 
 def check_token(name: str, value: Any) -> int:
-    """The value as an int; InputError unless it can be the id of a token."""
+    """Return the value as an int. Raises InputError unless it is a valid token id."""
     return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
@@ -288,7 +297,7 @@ def _position(name: str, value: Any) -> int:
     return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
 
 
-# Scalar arguments by name, with the same meaning in every function.
+# Checks of scalar arguments by name; a name has the same meaning in every function.
 SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_head": check_count,
     "window": check_count,

@@ -1,4 +1,4 @@
-"""The exceptions of gpt2block: messages say what was expected, what was given, what to do."""
+"""Exceptions of gpt2block. Messages say what was expected, what was passed and what to do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from importlib.util import find_spec
 from reprlib import Repr
 from typing import NamedTuple
 
-LONGEST = 500  # characters of a message
-_KEPT_END = 160  # characters kept from the end, which says what to do
+LONGEST = 500  # characters per message at most
+_KEPT_END = 160  # characters kept at the end of a message, which says what to do
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """`text` on one line without control characters, at most `longest` characters long.
+    """Return `text` on one line, without control characters and with at most `longest` characters.
 
     Characters that are not printable by `str.isprintable` (control characters, newlines, lone
-    surrogates, direction marks) become escape sequences. The middle of a longer text is left out.
+    surrogates, direction marks) become escape sequences. The middle of a longer text is omitted.
     """
     if len(text) > 2 * longest:
         text = text[:longest] + text[-longest:]  # escaping never shortens a text
@@ -28,27 +28,27 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 class _Values(Repr):
-    """`repr` for messages: limited in length and depth, and without exceptions."""
+    """`repr` for messages: limited in length and depth, and never raises."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = 100
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python raises ValueError for the repr of integers of more than 4,300 digits."""
+        """Shorten long integers: Python raises ValueError for a repr of more than 4,300 digits."""
         digits = self.maxlong
         return repr(x) if abs(x) < 10**digits else f"an integer of more than {digits} digits"
 
 
 def shown(value: object) -> str:
-    """The `repr` of a value, shortened, for an error message."""
+    """Return the shortened `repr` of a value for an error message."""
     return _Values().repr(value)
 
 
 class Argument(NamedTuple):
-    """An argument that a message names; the command line shows its option instead.
+    """An argument in a message, which the command line replaces by its option.
 
-    value: one that the message suggests, as in "dtype='float32'".
+    value: value that the message suggests, as in "dtype='float32'".
     """
 
     name: str
@@ -59,10 +59,10 @@ class Argument(NamedTuple):
 
 
 class PrintableError(Exception):
-    """Base class with a printable message, as it may hold names and values from files.
+    """Base class of errors that makes the message printable: it may hold names from files.
 
-    parts: text and Arguments, which joined are the message. A message about an argument begins with
-    its name and a colon, as in "stride: expected …": this name becomes an Argument.
+    parts: texts and Arguments, which are joined to the message. If a message begins with the name
+    of an argument and a colon, as in "stride: expected …", this name becomes an Argument.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -74,11 +74,11 @@ class PrintableError(Exception):
         super().__init__(self.message())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process gets the Arguments, too."""
+        """Pickle the parts, so that another process also gets the Arguments."""
         return type(self), tuple(self.parts)
 
     def message(self, spelled: Callable[[Argument], str] = str) -> str:
-        """The message, in which `spelled` writes the arguments."""
+        """Return the message. spelled: function that formats an Argument."""
         texts = (spelled(part) if isinstance(part, Argument) else part for part in self.parts)
         return printable("".join(texts))
 
@@ -167,9 +167,9 @@ def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> Non
 def require(
     purpose: str, extra: str, *modules: str, kind: type[PrintableError] = InputError
 ) -> None:
-    """Raise an error of this kind unless these modules are installed, which an extra has.
+    """Raise an error of this kind unless these modules of an optional extra are installed.
 
-    purpose: what needs them, as the beginning of the message.
+    purpose: subject of the message, which needs the modules.
     """
     missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: whoever opens one finds the old content or the new."""
+"""Atomic replacement of files: a reader sees either the old content or the new content."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ except ImportError:  # Windows
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file to write, which takes the place of `path` after the block.
+    """Yield a new file to write, which replaces `path` after the with block.
 
-    After an error, a crash included, the old file is complete; after an error no other file is
-    left. A file keeps its permissions, and of a link the target is replaced. A pipe or a device,
-    such as /dev/stdout, is written directly. Raises OSError, also where the old file is read-only.
+    After an error or a crash, the old file is complete; after an error, the new file is removed.
+    The file keeps its permissions. If `path` is a link, its target is replaced. A pipe or a device,
+    such as /dev/stdout, is written directly. Raises OSError, also if the old file is read-only.
     """
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:  # also a link to nothing
+    except FileNotFoundError:  # also raised for a dangling link
         mode = None
     target = Path(os.path.realpath(path))
     if mode is not None and not (S_ISREG(mode) and target.is_file()):
@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield stream
         return
     if mode is not None:
-        os.close(os.open(target, os.O_WRONLY))  # as to write into it
+        os.close(os.open(target, os.O_WRONLY))  # raises if the old file is read-only
     new = target.with_name(f".{target.name[:40]}.{uuid4().hex}.tmp")
     try:
         with new.open("xb") as stream:
@@ -50,12 +50,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # not every file system can; it makes the new name permanent
+    with suppress(OSError):  # makes the new name permanent; not every file system supports this
         _sync_folder(target.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write or replace a file as a whole. Raises InputError where it cannot."""
+    """Write or replace a file atomically. Raises InputError if it cannot be written."""
     check_file(path)
     try:
         with replacing(path) as file:
@@ -66,7 +66,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError unless a file can have this path; to be called before a long computation."""
+    """Raise InputError unless a file can have this path. Call it before a long computation."""
     if path.is_dir():
         raise InputError(f"{path}: expected a file, got a directory")
     if not path.parent.is_dir():
@@ -74,7 +74,7 @@ def check_file(path: Path) -> None:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Rename a new file to `path`; a file that it replaces passes on its permissions."""
+    """Rename a new file to `path`, with the permissions of the file that it replaces."""
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if S_ISREG(mode):
@@ -92,14 +92,14 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder `.name-…` in `directory`, which is removed after the block.
+    """Yield a new folder `.name-…` in `directory`, which is removed after the with block.
 
-    It is locked until then. The folders of this name without a lock, which killed processes have
-    left, are removed first. Where folders cannot be locked, as on Windows and NFS, the new one has
-    another name, and none is removed. Raises OSError.
+    The folder is locked until then. Folders of this name without a lock, which killed processes
+    have left behind, are removed first. If folders cannot be locked, as on Windows and NFS, the new
+    folder has another name, and no other folder is removed. Raises OSError.
     """
     with ExitStack() as held:
-        with _lock(directory) as locks:  # nobody sees the new folder before it is locked
+        with _lock(directory) as locks:  # no process sees the new folder before it is locked
             for left in directory.glob(f".{name}-*") if locks else ():
                 if left.is_symlink() or not left.is_dir():
                     continue
@@ -115,7 +115,7 @@ def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a folder during the block, if that is possible: yields whether it is."""
+    """Lock a folder during the with block. Yield whether it is locked."""
     if fcntl is None:
         yield False
         return

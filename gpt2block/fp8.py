@@ -1,4 +1,4 @@
-"""FP8 numbers in NumPy: their formats and conversions, part of the `reference`."""
+"""FP8 numbers in NumPy: formats and conversions, as a part of the module `reference`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Array = NDArray[np.floating[Any]]
 
 
 class _Fp8(NamedTuple):
-    """An FP8 format: a byte has the sign, the exponent and `fraction` fraction bits."""
+    """An FP8 format: a byte has a sign, an exponent and `fraction` fraction bits."""
 
     fraction: int
-    bias: int
-    largest: int  # the byte of the largest number; the next byte represents larger ones
-    nan: int
+    bias: int  # bias of the exponent
+    largest: int  # byte of the largest number; the next byte represents numbers beyond the range
+    nan: int  # byte of NaN
 
 
 FP8_FORMATS: Mapping[str, _Fp8] = {
     "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # 57344; 0x7c is infinity
-    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, for larger numbers, is its only NaN
+    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, also for larger numbers, is the only NaN
 }
 
 
@@ -43,12 +43,12 @@ def to_fp8(
     scale: Array | None = None,
     layout: str = "KN",
 ) -> NDArray[np.uint8]:
-    """x as FP8 bytes, rounded once to nearest even, for any float dtype. → shape of x, uint8.
+    """Convert x, of any float dtype, to FP8 bytes, rounded to nearest even. → shape of x, uint8.
 
-    With `saturate`, numbers beyond the largest one, ±57344 (E5M2) or ±448 (E4M3FN), including
-    infinity, become that number; else infinity (E5M2) or NaN (E4M3FN). NaN stays NaN, with its
-    sign. scale (N,), float32: one number for each output channel of a matrix (K, N) or, with layout
-    "NK", (N, K); then x / scale, rounded to float32, is converted.
+    With `saturate`, numbers beyond the largest number, ±57344 (E5M2) or ±448 (E4M3FN), including
+    infinity, become ± the largest number; else infinity (E5M2) or NaN (E4M3FN). NaN stays NaN, with
+    its sign. scale (N,), float32: one number for each output channel of a matrix (K, N) or, with
+    layout "NK", (N, K); then x / scale, rounded to float32, is converted.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
     """
     fp8 = _fp8_format(format)
@@ -63,12 +63,13 @@ def to_fp8(
                 f"got {scale.shape} for {x.shape}"
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
-    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps are constant
+    lowest = 1 - fp8.bias  # exponent of the smallest normal number; steps below it are constant
     beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
-    # FP8 numbers are multiples of 2^(e-F) there. A division by a power of two is exact, and rint
-    # rounds ties to even. The leading bit, 2^F steps, adds one to e in the byte; so does a carry.
+    # With F fraction bits, FP8 numbers from 2^e to 2^(e+1) are multiples of 2^(e-F). Division by a
+    # power of two is exact, and rint rounds ties to even. The leading bit, 2^F steps, adds one to
+    # the exponent in the byte, and so does a carry.
     steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
     code = (e - lowest << fp8.fraction) + steps
     code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)
@@ -78,14 +79,14 @@ def to_fp8(
 
 @takes("x u8 ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
-    """The numbers that FP8 bytes represent, exactly. → shape of x, float32."""
+    """Convert FP8 bytes to float32, exactly. → shape of x, float32."""
     magnitudes = _fp8_magnitudes(format)
     values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
     return values
 
 
 def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
-    """The numbers that the bytes 0x00 … 0x7f represent."""
+    """Return the numbers that the bytes 0x00 … 0x7f represent."""
     fp8 = _fp8_format(format)
     code = np.arange(128)
     exponent, fraction = code >> fp8.fraction, code & (1 << fp8.fraction) - 1

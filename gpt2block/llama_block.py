@@ -15,7 +15,7 @@ from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparisons
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
 from gpt2block.parameters.llama import LlamaBlockWeights
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.run.block import BlockSpec, Given
 
 

@@ -481,7 +481,7 @@ def linear_qkv(
 
 @takes(
     "a any ... K; w rows K N; bias? f32 N; residual? out_dtype ... N; up? rows K N; "
-    "memory? f16 S; handed? f32 H -> out~residual out_dtype ... N"
+    "memory? f16 S; stream_k_workspace? f32 H -> out~residual out_dtype ... N"
 )
 def gemm(
     a: Array,

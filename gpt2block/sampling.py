@@ -1,7 +1,7 @@
-"""Sampling of the next token: the options of a row, and the NumPy reference.
+"""Sampling of the next token: options, and the NumPy reference.
 
-The kernel `sample_token` computes the same with the same integers; only its exp may differ in the
-last bit. The algorithm is documented in kernels_cu/tokens/sample.cu.
+The kernel `sample_token` uses the same integer arithmetic; only its exp may differ in the last bit.
+The algorithm is documented in kernels_cu/tokens/sample.cu.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gpt2block.checks import check_integer, check_number, real
 from gpt2block.config.options import Range, documented, meaning_of, option
 from gpt2block.errors import InputError, shown
 
-DEFAULT_TEMPERATURE = 0.8  # of `generate`, from Python and from the command line
-SEED_BITS = 53  # of a new seed: JSON readers that use doubles keep it exactly
-SMALLEST = 2.0**-126  # the smallest normal float32
-LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32
-UNIT = np.float32(2**40)  # the mass of the most likely token
-ROUNDS = 10  # of Philox
-PLACES = 128  # of a row's table: two numbers each, before and from min_new_tokens on
-CHANGES = 2 * PLACES + 2  # numbers of the table: place 0 has no token; at the end the penalties
-MOST_BIAS = 2.0**64  # so that a finite logit with a bias is finite
-MOST_ALTERNATIVES = 20  # most likely tokens that can be reported at a position
+DEFAULT_TEMPERATURE = 0.8  # default of `generate` in Python and on the command line
+SEED_BITS = 53  # bits of a new seed: JSON readers that use doubles keep it exactly
+SMALLEST = 2.0**-126  # smallest normal float32
+LARGEST = 2.0**126  # largest power of two whose reciprocal is a normal float32
+UNIT = np.float32(2**40)  # mass of the most likely token
+ROUNDS = 10  # rounds of Philox
+PLACES = 128  # entries of a row's table: a bias before min_new_tokens, and a bias after it
+CHANGES = 2 * PLACES + 2  # numbers of the table and the two penalties; entry 0 is for no token
+MOST_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
+MOST_ALTERNATIVES = 20  # most likely tokens per position that can be reported at most
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
 _PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none")
@@ -37,7 +37,7 @@ Masses = NDArray[np.uint64]
 
 
 class SamplingKeywords(TypedDict, total=False):
-    """The keywords of `generate` that are options of a Sampling, in their order."""
+    """The keywords of `generate` that are fields of Sampling, in the order of `generate`."""
 
     temperature: float
     top_k: int
@@ -62,7 +62,7 @@ class Sampling:
     {options}
 
     logit_bias, min_new_tokens and the penalties are applied first, then the other options in the
-    order of the fields. Drawn tokens are those that the row has sampled, without its prompt. A
+    order of the fields. Drawn tokens are the tokens that the row has sampled, without its prompt. A
     temperature of 1 with all filters off draws from the model's own distribution. The same logits,
     seed, sample and step give the same token, alone or in a batch.
     Raises InputError for values out of range.
@@ -72,7 +72,7 @@ class Sampling:
         DEFAULT_TEMPERATURE,
         "0: the most likely token; 1: the model's own distribution.",
         Range(SMALLEST, LARGEST, f"0 (greedy), or {_USUAL}"),
-        more="The logits are divided by it.",
+        more="The logits are divided by the temperature.",
     )
     top_k: int = option(
         0,
@@ -93,7 +93,7 @@ class Sampling:
         1.0,
         "Above 1: tokens already in the text become less likely.",
         Range(SMALLEST, LARGEST, _USUAL),
-        more="It divides their logits above 0, and multiplies the others; 1: off.",
+        more="Their positive logits are divided by it, negative logits multiplied; 1: off.",
     )
     seed: int = option(
         0,
@@ -103,13 +103,13 @@ class Sampling:
     )
     sample: int = option(
         0,
-        "The index among the samples of one prompt.",
+        "Index among the samples of one prompt.",
         Range(0, 2**31 - 1, "the number of a sample from 0"),
     )
     logit_bias: LogitBias = option(
         (),
-        "Numbers by token id, added to the logits before anything else.",
-        more="At most 127 different ones.",
+        "Bias for each token id, added to the logits first.",
+        more="At most 127 different numbers.",
     )
     frequency_penalty: float = option(
         0.0, "Subtracted once for each time a token was drawn.", _PENALTY
@@ -119,17 +119,17 @@ class Sampling:
     )
     min_new_tokens: int = option(
         0,
-        "No stop ends the text before so many tokens.",
+        "No stop condition ends the text before this many tokens.",
         Range(0, 2**31 - 1, "a number of tokens, 0 for none"),
-        more="The tokens that end a text are not drawn before.",
+        more="Tokens that end the text are not drawn before.",
     )
     end_ids: Iterable[int] = option(
-        (), "With min_new_tokens: tokens that are not drawn before; those that end the text."
+        (), "Tokens that end the text, and are not drawn before min_new_tokens."
     )
 
     def __post_init__(self) -> None:
-        # Convert NumPy numbers to Python: -top_k of a uint8 is not negative. What needs neither
-        # that nor an error stays: every call of generate makes a Sampling.
+        # Convert NumPy numbers to Python numbers: -top_k of a uint8 is not negative. Valid Python
+        # numbers are skipped, because every call of generate creates a Sampling.
         for name, (least, most, expected) in _FLOATS.items():
             value = getattr(self, name)
             if type(value) is float and least <= value <= most:
@@ -151,61 +151,61 @@ class Sampling:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """logit_bias as it is stored: tokens in ascending order, and the number of each."""
+        """logit_bias as stored: pairs of token and bias, with tokens in ascending order."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """end_ids as they are stored, in ascending order; none without min_new_tokens."""
+        """end_ids as stored, in ascending order; empty without min_new_tokens."""
         return cast("tuple[int, ...]", self.end_ids) if self.min_new_tokens else ()
 
     @property
     def counts(self) -> bool:
-        """Whether it matters how often a token was drawn."""
+        """Whether sampling depends on how often each token was drawn."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def changes(self) -> bool:
-        """Whether logits change otherwise than by the repetition penalty."""
+        """Whether logits are changed by options other than the repetition penalty."""
         return bool(self.biases or self.late) or self.counts
 
     def _check_places(self) -> None:
         late, most = set(self.late), PLACES - 1 - bool(self.late)
         if len({(np.float32(bias), token in late) for token, bias in self.biases}) > most:
-            twice = ", those of end tokens apart, with min_new_tokens" if late else ""
+            twice = ", counted separately for end tokens with min_new_tokens" if late else ""
             raise InputError(f"logit_bias: expected at most {most} different numbers{twice}")
 
 
 def _ranges(kind: str) -> dict[str, Range]:
-    """The ranges of a Sampling's numbers of this type."""
+    """Return the ranges of Sampling's fields of this type."""
     ranges = {each.name: meaning_of(each).range for each in fields(Sampling) if each.type == kind}
-    return {name: found for name, found in ranges.items() if found}
+    return {name: limits for name, limits in ranges.items() if limits}
 
 
 _FLOATS, _INTEGERS = _ranges("float"), _ranges("int")
-# The keywords of `generate` that are numbers, in their order.
+# Keywords of `generate` that are numbers, in the order of `generate`.
 NUMBERS = tuple(name for name in SAMPLING_OPTIONS if name in {**_FLOATS, **_INTEGERS})
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """Tokens and biases, sorted; InputError unless they are that, each token once."""
+    """Return pairs of token and bias, sorted by token. Raises InputError for other values."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         pairs = [(token, bias) for token, bias in pairs]
     except (TypeError, ValueError):
         raise InputError(f"logit_bias: expected numbers by token, got {shown(given)}") from None
     expected = "a finite number, added to the logit of a token"
-    found = {
+    biases = {
         check_integer("logit_bias", token, 0, 2**31 - 1, "token ids"): check_number(
             "logit_bias", bias, -MOST_BIAS, MOST_BIAS, expected
         )
         for token, bias in pairs
     }
-    return tuple(sorted(found.items()))
+    return tuple(sorted(biases.items()))
 
 
 def _ids(given: Any) -> tuple[int, ...]:
-    """Token ids in ascending order, each once."""
+    """Return distinct token ids in ascending order. Raises InputError for other values."""
     if not isinstance(given, Iterable):
         raise InputError(f"end_ids: expected token ids, got {shown(given)}")
     ids = {check_integer("end_ids", token, 0, 2**31 - 1, "token ids") for token in given}
@@ -213,14 +213,14 @@ def _ids(given: Any) -> tuple[int, ...]:
 
 
 def new_seed() -> int:
-    """A random seed."""
+    """Return a random seed."""
     import secrets  # noqa: PLC0415  (slow to import)
 
     return secrets.randbits(SEED_BITS)
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `generate`, with defaults of a Sampling's fields unless they have `sampling`."""
+    """Add `defaults` for missing keywords of `generate`, unless `options` has a `sampling`."""
     return {**({} if options.get("sampling") else defaults), **options}
 
 
@@ -228,7 +228,7 @@ class Choice(NamedTuple):
     """A token, and its log-probability under the unmodified logits."""
 
     token: int  # -1 if a logit is NaN or all are -inf
-    logprob: float  # NaN in that case, and if a logit is +inf
+    logprob: float  # NaN if the token is -1, or if a logit is +inf
 
 
 def choose(
@@ -241,8 +241,9 @@ def choose(
     """Sample the next token of a row.
 
     logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
-    was drawn. step: number of tokens that the row has drawn so far. +inf is treated as the largest
-    number; -inf has no mass. The filters have the order and meaning of those of `transformers`.
+    token was drawn. step: number of tokens that the row has drawn so far. +inf is treated as the
+    largest number; -inf has no mass. The filters have the same order and meaning as in
+    `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
@@ -263,7 +264,7 @@ def choose(
 
 
 def check_biased(sampling: Sampling, V: int) -> None:
-    """InputError for a token with a bias, or an end token, that a vocabulary of V does not have."""
+    """Raise InputError if a token with a bias, or an end token, is not in a vocabulary of V."""
     last = {"logit_bias": sampling.biases[-1:], "end_ids": [(each, 0) for each in sampling.late]}
     for name, pairs in last.items():
         if pairs and pairs[-1][0] >= V:
@@ -271,17 +272,18 @@ def check_biased(sampling: Sampling, V: int) -> None:
 
 
 def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """A row's changes of logits as the kernel reads them: (CHANGES,), and twice each place, (V,).
+    """Return a row's changes of logits for the kernel: a table (CHANGES,), and entries (V,).
 
-    Place 0 of the first has 1 if there are any, and the bits of min_new_tokens.
+    Entry 0 of the table holds 1 if anything changes, and the bits of min_new_tokens. The second
+    array holds twice the index of each token's entry in the table.
     """
     check_biased(sampling, V)
     values, places = np.zeros(CHANGES, np.float32), np.zeros(V, np.uint8)
     if sampling.changes:
-        own, late = dict(sampling.biases), set(sampling.late)
-        tokens = sorted(own.keys() | late)
-        of_tokens = [(-math.inf if t in late else own[t], own.get(t, 0.0)) for t in tokens]
-        pairs = np.array(of_tokens, np.float32).reshape(-1, 2) + np.float32(0)  # no -0.0
+        biases, late = dict(sampling.biases), set(sampling.late)
+        tokens = sorted(biases.keys() | late)
+        changed = [(-math.inf if t in late else biases[t], biases.get(t, 0.0)) for t in tokens]
+        pairs = np.array(changed, np.float32).reshape(-1, 2) + np.float32(0)  # + 0 turns -0.0 to 0
         different, place = np.unique(pairs.view(np.uint64), return_inverse=True)
         values[0], values[-2:] = 1, (sampling.frequency_penalty, sampling.presence_penalty)
         values[1:2].view(np.int32)[:] = sampling.min_new_tokens
@@ -297,7 +299,7 @@ def penalized(
     counts: NDArray[np.int32] | None = None,
     step: int = 0,
 ) -> Floats:
-    """Logits with biases, without end tokens that come too early, and after the penalties.
+    """Return logits after biases, exclusion of end tokens before min_new_tokens, and penalties.
 
     Sources: Keskar et al., "CTRL" (2019), for the repetition penalty; OpenAI, "API reference".
     """
@@ -305,8 +307,8 @@ def penalized(
         check_biased(sampling, len(raw))
         raw = raw.copy()
     if sampling.biases:
-        ids, of_ids = zip(*sampling.biases, strict=True)
-        raw[list(ids)] += np.array(of_ids, np.float32)
+        ids, biases = zip(*sampling.biases, strict=True)
+        raw[list(ids)] += np.array(biases, np.float32)
     if step < sampling.min_new_tokens:
         raw[list(sampling.late)] = -np.inf
     penalty = np.float32(sampling.repetition_penalty)
@@ -323,9 +325,9 @@ def penalized(
 
 
 def masses(l: Floats, sampling: Sampling) -> Masses:  # noqa: E741
-    """The mass of each token in the draw: 2^40 exp((l - max l) / temperature), 0 if filtered out.
+    """Return the mass of each token, 2^40 exp((l - max l) / temperature), 0 for filtered tokens.
 
-    l: as `penalized` returns it, float32 (V,), without NaN, at least one above -inf. The
+    l: result of `penalized`, float32 (V,), without NaN, at least one number above -inf. The
     temperature must not be 0.
     """
     largest, inverse = l.max(), np.float32(1) / np.float32(sampling.temperature)
@@ -337,54 +339,54 @@ def masses(l: Floats, sampling: Sampling) -> Masses:  # noqa: E741
     if np.float32(sampling.top_p) < 1:
         order = np.flatnonzero(mass)
         order = order[np.argsort(-l[order])]
-        together = np.cumsum(mass[order])
-        need = max(1, _part(sampling.top_p, int(together[-1])))
-        mass[l < l[order[np.searchsorted(together, np.uint64(need))]]] = 0
+        running = np.cumsum(mass[order])
+        need = max(1, _part(sampling.top_p, int(running[-1])))
+        mass[l < l[order[np.searchsorted(running, np.uint64(need))]]] = 0
     mass[mass < np.uint64(np.float32(sampling.min_p) * UNIT)] = 0
     return mass
 
 
 def probabilities(logits: Floats, sampling: Sampling) -> NDArray[np.float64]:
-    """The probability with which `choose` draws each token as the first one, (V,): 0 if filtered.
+    """Return the probability that `choose` draws each token first, (V,): 0 for filtered tokens.
 
-    All are 0 if a logit is NaN or all are -inf.
+    All probabilities are 0 if a logit is NaN or all logits are -inf.
     """
     raw = logits.astype(np.float32)
-    found = np.zeros(len(raw))
+    result = np.zeros(len(raw))
     if np.isnan(raw.max()):
-        return found
+        return result
     l = penalized(raw, sampling)  # noqa: E741
     if l.max() == -np.inf:
-        return found
+        return result
     if sampling.temperature == 0:
-        found[l.argmax()] = 1
-        return found
+        result[l.argmax()] = 1
+        return result
     mass = masses(l, sampling)
-    found[:] = mass / mass.sum()
-    return found
+    result[:] = mass / mass.sum()
+    return result
 
 
 def _part(p: float, mass: int) -> int:
-    """p times `mass`, rounded up, with p as float32 in fixed point with 64 fractional bits."""
+    """Return p times `mass`, rounded up. p is a float32 in fixed point with 64 fractional bits."""
     return -(-int(float(np.float32(p)) * 2**64) * mass // 2**64)
 
 
 def draw(mass: Masses, random: int) -> int:
-    """The first token whose cumulative mass, by id, exceeds random / 2^64 of the total."""
-    together = np.cumsum(mass)
-    r = random * int(together[-1]) >> 64
-    return int(np.searchsorted(together, np.uint64(r), side="right"))
+    """Return the first token whose cumulative mass, by id, exceeds random / 2^64 of the total."""
+    running = np.cumsum(mass)
+    r = random * int(running[-1]) >> 64
+    return int(np.searchsorted(running, np.uint64(r), side="right"))
 
 
 def random_bits(seed: int, step: int, sample: int) -> int:
-    """64 random bits, determined by the arguments."""
+    """Return 64 random bits, determined by the arguments."""
     # Convert to Python integers: NumPy integers overflow.
     words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return words[0] | words[1] << 32
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four random 32-bit words of a counter of four words and a key of two.
+    """Philox4x32-10: return four random 32-bit words from a counter of four words and a key of two.
 
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
     """
@@ -399,20 +401,20 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 
 
 def check_step(step: object) -> int:
-    """The step as an int; InputError unless it is a possible number of drawn tokens."""
+    """Return the step as an int. Raises InputError unless it is a valid number of drawn tokens."""
     return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
 
 
 def check_alternatives(name: str, value: object, least: int = 0) -> int:
-    """The value as an int; InputError unless that many alternatives can be reported."""
+    """Return the value as an int. Raises InputError unless so many alternatives can be reported."""
     most = MOST_ALTERNATIVES
     return check_integer(name, value, least, most, f"an integer from {least} to {most}")
 
 
 def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Sampling]:
-    """A Sampling for each of B rows, from one for all rows or a sequence of B; else InputError.
+    """Return a Sampling for each of B rows, from one Sampling for all rows or a sequence of B.
 
-    None draws from the model's own distribution, with seed 0.
+    None draws from the model's own distribution, with seed 0. Raises InputError for other values.
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling(temperature=1.0)] * B
@@ -425,7 +427,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
 
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
-    """The arguments of the kernel: an array (B,) for each field, the seed viewed as int64."""
+    """Return arguments of the kernel: an array (B,) for each field, with the seed as int64 bits."""
     dtypes = {
         "temperature": np.float32,
         "top_p": np.float32,

@@ -10,7 +10,7 @@ from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
 from gpt2block.ops._terms import Terms
 from gpt2block.passes import names_of
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import forward
 from gpt2block.passes.machine import Outline, Step, two_part_of
@@ -25,7 +25,7 @@ def outline(config: ModelConfig) -> Outline:
 def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
     """The steps of a prompt."""
     do = outline(config)
-    over = shape.over(do, Settings.of(config), "bfloat16", defaultdict(float))
+    over = shape.over(do, PassSettings.of(config), "bfloat16", defaultdict(float))
     if want == "logits":
         over.logits_of(forward(over, architecture_of(config), config, "rows"), 0, shape.rows)
     else:
@@ -43,7 +43,7 @@ def decode(
 ) -> list[Step]:
     """The steps of a token."""
     do = outline(config)
-    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype, bounds, x_dtype)
+    step = DecodePass(do, PassSettings.of(config), norms, known, kv_dtype, bounds, x_dtype)
     forward(step, architecture_of(config), config, "logits")
     return do.steps
 
@@ -51,6 +51,6 @@ def decode(
 def decode_sums(config: ModelConfig, splits: int, x_dtype: str | None = None) -> list[Step]:
     """The same for few rows of a Llama."""
     do = outline(config)
-    step = SumsPass(do, Settings.of(config), splits, None, x_dtype)
+    step = SumsPass(do, PassSettings.of(config), splits, None, x_dtype)
     forward(step, architecture_of(config), config, "logits")
     return do.steps

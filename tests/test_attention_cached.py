@@ -612,7 +612,7 @@ def test_bad_input(device: Any) -> None:
         (
             ops.kv_append,
             (q, k, twice, rows, rows),
-            r"qkv: expected \(N, 144\), or more queries of k's 48",
+            r"qkv: expected \(N, 144\), or a larger multiple of k's 48",
         ),
         (
             ops.attention_packed,

@@ -406,7 +406,7 @@ def test_arrays_of_a_cache_that_do_not_fit() -> None:
     bind = partial(VARLEN.bind, n_head=2, causal=True, max_seqlen=5)
     wide = cp.zeros((1, 8, 256), "float16")
     for inputs, options, problem in (
-        ((x, starts, k), {}, "v: expected an array, as there is another of a kv_cache"),
+        ((x, starts, k), {}, "v: expected an array: k, v, row and position"),
         ((x, starts, k, v, at), {}, "position: expected an array"),
         ((x, starts, k, k, at, at), {}, "k: overlaps v"),
         ((x, starts, wide, wide + 1, at, at), {}, r"k: expected shape \(1, 8, 128\)"),
@@ -465,7 +465,7 @@ def test_bad_input(device: Any) -> None:
         ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
         ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
         ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
-        ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
+        ((x, 2), {"max_seqlen": 3}, "max_seqlen: expected none without cu_seqlens"),
         ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
         ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
         ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),

@@ -21,7 +21,7 @@ from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.gemm import WIDEN, handed_memory
+from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
@@ -172,7 +172,7 @@ def test_weights_are_widened_in_every_tile(
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
     residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
-    alone, handed = M // 2, handed_memory()
+    alone, workspace = M // 2, allocate_stream_k_workspace()
     for float_out in (False, True):
         added = residual.astype(np.float32) if float_out else residual
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
@@ -180,14 +180,14 @@ def test_weights_are_widened_in_every_tile(
         for tile in OF_REGISTERS + STREAMED:
             monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
             _gemm_hopper.geometry.cache_clear()
-            inputs = a, narrow, bias, added, None, None, handed
+            inputs = a, narrow, bias, added, None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected)
             row = slice(alone, alone + 1)
-            inputs = a[row], narrow, bias, added[row], None, None, handed
+            inputs = a[row], narrow, bias, added[row], None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected[row])
-            assert not handed[:FLAGS].any()
+            assert not workspace[:FLAGS].any()
         monkeypatch.undo()
         _gemm_hopper.geometry.cache_clear()
 
@@ -294,13 +294,13 @@ def test_wrong_input_is_refused(device: Any) -> None:
     whole = r"bound: expected the largest magnitude that the result can have"
     cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
         ((a, w), {"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
-        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, as a has, or float32"),
+        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, like a, or float32"),
         ((float32, w), {}, "a: expected bfloat16 or float16, got float32"),
-        ((half, w), {}, "w: expected float16, as a has, got bfloat16"),
+        ((half, w), {}, "w: expected float16, like a, got bfloat16"),
         ((a, matrix(layout="KN")), {}, "w: expected layout 'NK', .* got 'KN'"),
         ((a, matrix(44)), {}, "K and N in multiples of 8, got K 64, N 44"),
         ((a, w), {"out": odd}, "out: expected data aligned to 16 bytes"),
-        ((a, fp8), {}, "w: expected bfloat16, as a has, got float8_e5m2"),
+        ((a, fp8), {}, "w: expected bfloat16, like a, got float8_e5m2"),
         ((half, fp8, *[None] * 3, memory), {}, "memory: expected at least 512 elements, got 511"),
         ((half, matrix(16, dtype="float16"), *[None] * 2, up["up"]), {}, "up: expected"),
         ((half, up["up"], ones[0, :8], None, up["up"]), {}, "up: expected"),
@@ -314,7 +314,7 @@ def test_wrong_input_is_refused(device: Any) -> None:
         ((ones.astype("float16"), parts), {}, "a: expected float32, got float16"),
         ((parts, parts), {"dtype": "float16"}, a_dtype),
         ((parts, parts), {"dtype": "two_part"}, whole),
-        ((parts, parts), {"bound": 1.0}, "bound: expected dtype 'two_part', of a two-part result"),
+        ((parts, parts), {"bound": 1.0}, "bound: only for a two-part result"),
         ((parts, parts), {"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude"),
         ((parts, parts), {"variant": "split"}, "'split' does not run by itself: expected one of"),
     )

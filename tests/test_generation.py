@@ -381,7 +381,7 @@ def test_a_sampling_in_place_of_its_fields() -> None:
     assert generate(engine, BYTES, "a", sampling=replace(sampling, sample=2)) == expected[2]
     calls: list[Any] = [generate, stream, Run]
     for call in calls:
-        with pytest.raises(InputError, match="sampling: holds seed already: give one of the two"):
+        with pytest.raises(InputError, match="sampling: already has seed: pass only one"):
             call(engine, BYTES, "a", sampling=sampling, seed=4)
         with pytest.raises(InputError, match=r"sampling: expected a Sampling, got 0\.5"):
             call(engine, BYTES, "a", sampling=0.5)

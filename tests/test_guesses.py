@@ -19,7 +19,7 @@ from gpt2block.ops.attention_cached import SPLIT, split_geometry
 from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
 from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.run.guessing import ROWS, Pace
+from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling, changes
 from tests.caches import random_cache
@@ -260,12 +260,12 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps of different numbers of rows, however often guesses are right; those that were run."""
     turns, run = cycle([4, 1, 8, 8, 4]), list[int]()
 
-    def together(pace: Pace, slots: Ids, most: int) -> int:
+    def together(pace: SpeculationPolicy, slots: Ids, most: int) -> int:
         wanted = next(turns)
         run.append(wanted if len(slots) * wanted <= most else 1)
         return run[-1]
 
-    monkeypatch.setattr(Pace, "together", together)
+    monkeypatch.setattr(SpeculationPolicy, "together", together)
     return run
 
 
@@ -440,7 +440,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400) -> list[int]:
     """The rows of each step, where guesses are right that often and steps take so long."""
-    pace, rng, slot, run = Pace(1), np.random.default_rng(0), np.zeros(1, np.int32), []
+    pace, rng, slot, run = SpeculationPolicy(1), np.random.default_rng(0), np.zeros(1, np.int32), []
     pace.begin(slot)
     for _ in range(steps):
         together = pace.together(slot, 128)
@@ -475,7 +475,7 @@ def test_the_fastest_number_of_rows(
 
 def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
     """A fifth of the guesses is right, one after another."""
-    pace, slot, run = Pace(1), np.zeros(1, np.int32), list[int]()
+    pace, slot, run = SpeculationPolicy(1), np.zeros(1, np.int32), list[int]()
     pace.begin(slot)
     right, costs = np.tile(np.arange(50) < 10, 40), {1: 1.0, 4: 1.2, 8: 1.4}
     at = 0
@@ -492,7 +492,7 @@ def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
 
 
 def test_no_more_rows_than_a_step_may_have() -> None:
-    pace, slots = Pace(40), np.arange(40, dtype=np.int32)
+    pace, slots = SpeculationPolicy(40), np.arange(40, dtype=np.int32)
     for _ in range(3):
         pace.add(slots, np.full((40, 8), TAKEN | GUESSED | RIGHT, np.int32))
     assert pace.together(slots[:1], 128) == 8

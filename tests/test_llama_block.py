@@ -195,7 +195,7 @@ def test_packed_order_is_that_of_the_matrices_out_by_in() -> None:
         ({"n_head": 5}, "w_o: 24 rows are not a multiple of n_head 5"),
         ({"w_gate": np.zeros((24, 41), np.float32)}, "w_up: expected shape"),
         ({"w_o": None}, "w_o: expected a matrix"),
-        ({"b_qkv": np.zeros(72, np.float32)}, "biases: expected those of attention"),
+        ({"b_qkv": np.zeros(72, np.float32)}, "biases: expected biases of attention"),
         ({"b_gate": np.zeros(40, np.float32)}, "biases"),
         ({"w_up": np.zeros((24, 40))}, "w_up: expected float32, the same"),
         ({"half_split": 1}, "half_split: expected True or False"),

@@ -120,7 +120,7 @@ def test_what_the_stream_refuses(device: Any) -> None:
     ):
         with pytest.raises(InputError, match=message):
             RMSNORM.bind(inputs, variant="stream", **options)
-    with pytest.raises(InputError, match="writes the dtype of x: use variant stream"):
+    with pytest.raises(InputError, match="dtype and to_terms are options of variant stream"):
         RMSNORM.bind((x, weight), dtype="float16")
 
 

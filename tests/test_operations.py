@@ -19,7 +19,7 @@ from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
-from gpt2block.ops.call import Asked
+from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
 from tests.benches import drawn
 from tests.command_line import gpt2block, printed
@@ -190,7 +190,7 @@ class StandIn:
         self.outs: list[object] = []
         setattr(self, operation.name, lambda *arrays, **options: None)
 
-    def prepare(self, asked: Asked) -> Any:
+    def prepare(self, asked: UncheckedCall) -> Any:
         arrays, out = asked.inputs, asked.out
         name = asked.options.get("variant") or self.operation.variants[0].name
         block = asked.options.get("block")

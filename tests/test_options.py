@@ -113,7 +113,7 @@ def test_the_options_of_keywords() -> None:
     for keywords, message in (
         (
             {"sampling": Sampling(), "top_k": 1},
-            "sampling: holds top_k already: give one",
+            "sampling: already has top_k: pass only one",
         ),
         ({"sampling": 3}, "sampling: expected a Sampling, got 3"),
         ({"samples": 0}, "samples: expected a positive integer, got 0"),

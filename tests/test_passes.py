@@ -18,7 +18,7 @@ from gpt2block.config import ModelConfig, block_shapes
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.passes import model_steps
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step
 from gpt2block.passes.prefill import Prefill, Products
@@ -37,7 +37,7 @@ WANTS: tuple[Any, ...] = (None, "last", "logits", "rows", "hidden", "log_likelih
 
 
 def block_of(kernels: str, n_head: int = 2) -> BlockSpec:
-    settings = Settings(n_head, n_head, 1e-5, 64)
+    settings = PassSettings(n_head, n_head, 1e-5, 64)
     return BlockSpec(gpt2, settings, 64 * n_head, block_shapes(64 * n_head), kernels)
 
 

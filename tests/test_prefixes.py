@@ -16,7 +16,7 @@ from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.config.formats import Formats
 from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
-from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, Found, Prefixes, least_shared
+from gpt2block.generation.prefixes import MOST_COMPARED, NOTHING, HeldPrefix, Prefixes, least_shared
 from gpt2block.generation.rows import Row
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.parameters.arrays import random_model
@@ -89,7 +89,7 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
             assert found == NOTHING
         elif len(entries) <= MOST_COMPARED:
             last = [slot for slot, count in counts.items() if count == most][-1]
-            assert found == Found(last, most)
+            assert found == HeldPrefix(last, most)
         elif coming:
             assert counts[found.slot] == found.tokens > most / 2
     for slot in entries:

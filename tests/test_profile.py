@@ -51,8 +51,8 @@ from gpt2block.profiling import trace as trace_of
 from gpt2block.profiling.summary import layer_of
 from gpt2block.run import cuda_timeline
 from gpt2block.run.model import start_all
-from gpt2block.run.recorder import Stored
-from gpt2block.run.timeline import Moved, Timeline, moved
+from gpt2block.run.recorder import TensorSpec
+from gpt2block.run.timeline import BytesMoved, Timeline, moved
 from tests.command_line import gpt2block, printed
 from tests.devices import on_gpu, one_order
 from tests.test_readme import shown
@@ -201,7 +201,7 @@ def test_kernels_of_a_gpu_move_the_same(
     assert sum(each.weights for each in moved.values()) == weights_of(ROWS, itemsize) + scales
     x = 4 * ROWS * CONFIG.n_embd
     assert moved["h.0.x1"].activations == 3 * x  # attention, the residual, the sum
-    assert moved["sample"] == Moved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
+    assert moved["sample"] == BytesMoved(0, 4 * ROWS * CONFIG.vocab_size + 4 * ROWS, 0)
 
 
 def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,22 +221,27 @@ def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> 
 def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
     """Not all of the cache, which is no weight either."""
     N, C = 96, 768
-    cache = Stored((64, 1024, C), "float16", 2 * 64 * 1024 * C)
+    cache = TensorSpec((64, 1024, C), "float16", 2 * 64 * 1024 * C)
     row, position, seams = np.full(N, 5), np.arange(N), np.array([0, N])
-    inputs = (Stored((N, 3 * C), "float16", 6 * N * C), seams, cache, cache, row, position)
+    inputs = (TensorSpec((N, 3 * C), "float16", 6 * N * C), seams, cache, cache, row, position)
     names = ("", "cu_seqlens", "h.0.k", "h.0.v", "row", "positions")
-    found = moved("attention_varlen", names, inputs, Stored((N, C), "float16", 2 * N * C))
+    found = moved("attention_varlen", names, inputs, TensorSpec((N, C), "float16", 2 * N * C))
     assert (found.weights, found.cache) == (0, 2 * 2 * N * C)
-    plain = moved("attention_varlen", names[:2], inputs[:2], Stored((N, C), "float16", 2 * N * C))
+    plain = moved(
+        "attention_varlen", names[:2], inputs[:2], TensorSpec((N, C), "float16", 2 * N * C)
+    )
     assert plain.cache == 0
 
 
 def test_memory_that_a_product_works_in_is_no_weight() -> None:
     M, N, K = 512, 768, 256
-    a, w = Stored((M, K), "float16", 2 * M * K), Stored((N, K), "float8_e5m2", N * K)
-    work, out = Stored((N * K,), "float16", 2 * N * K), Stored((M, N), "float16", 2 * M * N)
-    names, inputs = ("", "w", "", "", "", "wide", "handed"), (a, w, None, None, None, work, work)
-    assert moved("gemm", names, inputs, out) == Moved(N * K, 2 * M * (K + N), 0)
+    a, w = TensorSpec((M, K), "float16", 2 * M * K), TensorSpec((N, K), "float8_e5m2", N * K)
+    work, out = TensorSpec((N * K,), "float16", 2 * N * K), TensorSpec((M, N), "float16", 2 * M * N)
+    names, inputs = (
+        ("", "w", "", "", "", "wide", "stream_k_workspace"),
+        (a, w, None, None, None, work, work),
+    )
+    assert moved("gemm", names, inputs, out) == BytesMoved(N * K, 2 * M * (K + N), 0)
 
 
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,7 @@ def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
     assert choose(x[:1], replace(ends, end_ids=[0], logit_bias={}), 0).token == -1
     with pytest.raises(InputError, match="end_ids: expected token ids from 0 to 3, got 4"):
         choose(x[:4], ends, 0)
-    with pytest.raises(InputError, match="126 different numbers, those of end tokens apart, with "):
+    with pytest.raises(InputError, match="126 different numbers, counted separately for end"):
         Sampling(logit_bias={n: n for n in range(127)}, min_new_tokens=1, end_ids=[500])
 
 
@@ -836,9 +836,9 @@ def test_calls_and_bad_inputs(device: Any) -> None:
     with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
         ops.sample_token(logits, rows[:2])
     state = SampleState.allocate(3, 700)
-    with pytest.raises(InputError, match="sampling: expected 3, one a row, got 1"):
+    with pytest.raises(InputError, match="sampling: expected 3, one per row, got 1"):
         state.set([GREEDY])
     with pytest.raises(InputError, match="n_ctx: expected 1 to"):
         bind_state(logits, state, 0)
-    with pytest.raises(InputError, match="logits: expected 3 rows, those of the state, got 2"):
+    with pytest.raises(InputError, match="logits: expected 3 rows, like the state, got 2"):
         bind_state(logits[:2], state)

@@ -284,7 +284,7 @@ def test_merges_decide_and_not_ids(tmp_path: Path, changed: dict[str, Any], ids:
     ("changed", "setting"),
     [
         ({"merges": [["b", "c"], ["a", "b"]]}, "model.merges that are not in the order of ids"),
-        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge makes"),
+        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge produces"),
         ({"ignore_merges": True}, "model.ignore_merges"),
         ({"new_setting": 1}, "model.new_setting"),
         ({"normalizer": {"type": "NFC"}}, "normalizer NFC"),
@@ -532,7 +532,7 @@ def test_gpt2_does_not_take_the_place_of_another_tokenizer(
     set_options(folder, {"tokenizer_class": "GPT2TokenizerFast"})
     assert tokenizer.load(folder, 50257).n_vocab == 50257
     (folder / name).write_text(text)
-    message = rf"it has {name}.* no tokenizer that gpt2block reads"
+    message = rf"it has {name}.* but no supported tokenizer"
     with pytest.raises(CheckpointError, match=message):
         tokenizer.load(folder, 50257)
 
@@ -828,7 +828,7 @@ def test_a_text_has_the_least_tokens(
 ) -> None:
     """Also where steps leave out characters, and where no token stands for some."""
     encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
-    least = tokenizer.least_tokens(encoding)
+    least = tokenizer.token_count_bound(encoding)
     assert (least("ab" * 1000) > 0) == known
     for text in ("ab" * 300, "-" * 300, "\4" * 300, "▁a" * 300, " a" * 300, "<x>" + " " * 300):
         assert least(text) <= len(tokenizer.encode(encoding, text, special=True)), text[:9]

@@ -19,7 +19,7 @@ from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops.recipe import Recipe, addresses_of
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.warm import _known
+from gpt2block.ops.warm import _cached_calls
 from tests.threads import together
 
 
@@ -61,7 +61,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cp, "empty", recorder.array)
     monkeypatch.setattr(kernels, "load", recorder.load)
-    caches = (_known.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
+    caches = (_cached_calls.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
     for forget in caches:
         forget()
     yield recorder
@@ -74,7 +74,7 @@ def test_addresses_alone_change(host: Recorder) -> None:
     for _ in range(3):
         x, gamma = host.array((40, 96)), host.array(96)
         outs.append((x, gamma, ops.layernorm_gelu(x, gamma)))
-    assert len(_known) == 1
+    assert len(_cached_calls) == 1
     first, *others = host.launches
     for (name, grid, args), arrays in zip(host.launches, outs, strict=True):
         x, gamma, out = arrays
@@ -103,9 +103,9 @@ def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
     for count, (x, options) in enumerate(cases, 1):
         for _ in range(2):
             call(x, **options)
-        assert len(_known) == count
+        assert len(_cached_calls) == count
     call(host.array((4, 64)), eps=np.float64(0.5))  # not Python's own number: bound each time
-    assert len(_known) == len(cases)
+    assert len(_cached_calls) == len(cases)
 
 
 def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
@@ -125,7 +125,7 @@ def test_an_array_given_twice_is_another_call(host: Recorder) -> None:
     x, y = host.array((5, 7)), host.array((5, 7))
     for calls, (a, b) in enumerate(((x, y), (y, x), (x, x), (y, y)), 1):
         ops.add(a, b)
-        assert len(_known) == (1 if calls < 3 else 2)
+        assert len(_cached_calls) == (1 if calls < 3 else 2)
         assert host.launches[-1][2][:2] == (a.data.ptr, b.data.ptr)
 
 
@@ -152,7 +152,7 @@ def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.Monk
     monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
     for n in range(1, 9):
         ops.softmax(host.array((2, n)))
-        assert len(_known) <= 3
+        assert len(_cached_calls) <= 3
 
 
 def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.Monkey
             assert ops.softmax(x).shape == x.shape
 
     assert together(work) == []
-    assert len(_known) <= 3
+    assert len(_cached_calls) <= 3
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def warm() -> ModuleType:
-    _known.clear()
+    _cached_calls.clear()
     return import_module("gpt2block.ops.warm")
 
 
@@ -194,14 +194,14 @@ def test_a_warm_call_gives_the_bits_of_a_cold_one(warm: ModuleType, cp: ModuleTy
         x, gamma = random(cp, seed, 40, 96), random(cp, seed + 9, 96)
         cold = OPERATIONS["layernorm_gelu"].bind((x, gamma, None)).run()
         cp.testing.assert_array_equal(ops.layernorm_gelu(x, gamma), cold)
-    assert len(warm._known) == 1
+    assert len(warm._cached_calls) == 1
 
 
 @pytest.mark.gpu
 def test_every_output_is_new(warm: ModuleType, cp: ModuleType) -> None:
     x, gamma, beta = random(cp, 0, 6, 64), cp.ones(64, "float32"), cp.zeros(64, "float32")
     results = [ops.layernorm(x, gamma, beta, variant=6, stats=True) for _ in range(3)]
-    assert len(warm._known) == 1
+    assert len(warm._cached_calls) == 1
     assert len({array.data.ptr for result in results for array in result}) == 9
     for result in results[1:]:
         for array, first in zip(result, results[0], strict=True):
@@ -238,7 +238,7 @@ def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> No
             ops.layernorm_gelu(x, cp.ones(63, "float32"))
         with pytest.raises(InputError, match="x: expected a CuPy array"):
             ops.layernorm_gelu(x.get())
-    assert not warm._known
+    assert not warm._cached_calls
 
 
 @pytest.mark.gpu

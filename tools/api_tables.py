@@ -1,11 +1,11 @@
-"""Lists of parameters on the page of the Python API: an extension of griffe.
+"""Tables of parameters on the page of the Python API: an extension of griffe.
 
 A docstring describes a parameter in a sentence that begins with its name and a colon, or with
 several names: "top: tokens for each layer. ids, mask: as in a call." Such sentences become a
-section of NumPy's style, which mkdocstrings shows as a table with types and defaults.
+section in NumPy's style, which mkdocstrings shows as a table with types and defaults.
 
-Where a docstring has the place of options, it is the one that `help` shows, and the parameters are
-those of the signature there: griffe reads sources, where options are fields of dataclasses.
+If a docstring is completed with options at run time, docstring and signature come from the Python
+object: griffe reads sources, in which options are fields of dataclasses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _takes_options(child: griffe.Object) -> bool:
 
 
 def _as_imported(child: griffe.Function | griffe.Class) -> None:
-    """Take docstring, parameters and defaults from the object, as Python knows it."""
+    """Replace docstring, parameters and defaults by the values of the imported object."""
     module = child.module.path
     found = attrgetter(child.path.removeprefix(f"{module}."))(importlib.import_module(module))
     assert child.docstring is not None
@@ -68,7 +68,7 @@ def _as_imported(child: griffe.Function | griffe.Class) -> None:
 
 
 def with_section(text: str, names: Iterable[str], title: str) -> str:
-    """A docstring in which the descriptions of these names are a section at the end."""
+    """Return the docstring with the descriptions of these names moved to a section at its end."""
     name = "|".join(map(re.escape, names))
     if not name:
         return text

@@ -1,7 +1,6 @@
-"""The charts in docs/: `python tools/charts.py` draws them from the tables of its pages.
+"""Draw the charts in docs/ from the tables of its pages: `python tools/charts.py`.
 
-The tables are the only place of the figures; `tests/test_site.py` compares the charts with
-them.
+The figures are stored only in these tables; `tests/test_site.py` compares the charts with them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from svg import BLUE, FAINT, GREEN, GREY, INK, ORANGE, Picture
 DOCS = Path(__file__).parent.parent / "docs"
 FOLDER = DOCS / "images"
 H200 = "NVIDIA H200"
-LEFT, RIGHT, STEP = 180, 720, 34  # of the bars, and from one to the next
-LEAST = 0.01  # ms: shorter times are drawn as if they were as long
-PAIR = BLUE, "#5f6c7b"  # gpt2block and a peer, whose bar follows without a gap
+LEFT, RIGHT, STEP = 180, 720, 34  # ends of the bars, distance between bars
+LEAST = 0.01  # ms: shorter times are drawn with this length
+PAIR = BLUE, "#5f6c7b"  # colors of gpt2block and of a peer, whose bar follows without a gap
 Table = list[dict[str, str]]
 
 
@@ -33,7 +32,7 @@ class Bar:
 
 
 def table(heading: str, nth: int = 0, page: str = "performance.md") -> Table:
-    """A table of a page by the heading above it: a dict for each row, by column."""
+    """Return the table of a page below a heading: a dict, column → text, for each row."""
     text = (DOCS / page).read_text(encoding="utf-8")
     section = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.MULTILINE)[0]
     blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
@@ -43,7 +42,7 @@ def table(heading: str, nth: int = 0, page: str = "performance.md") -> Table:
 
 
 def transposed(rows: Table) -> Table:
-    """A table whose columns are the rows: the first column has the names."""
+    """Return a table with rows and columns exchanged. The first column has the names."""
     first, *names = rows[0]
     return [{first: name, **{row[first]: row[name] for row in rows}} for name in names]
 
@@ -51,7 +50,7 @@ def transposed(rows: Table) -> Table:
 def bars(
     title: str, note: str, found: Sequence[Bar], limit: tuple[float, str] | None = None
 ) -> Picture:
-    """Horizontal bars from zero, each with its name before and its label after it."""
+    """Draw horizontal bars from zero, each with a name on its left and a label on its right."""
     about = "; ".join(f"{bar.name}: {bar.label}" for bar in found)
     tops = [78.0]
     for bar in found[1:]:
@@ -77,7 +76,7 @@ def bars(
 
 
 def block() -> Picture:
-    """A block compared with PyTorch in the same dtype, in the table of blocks."""
+    """Draw the times of a block and of PyTorch in the same dtype, from the table of blocks."""
     rows = table("The GPT-2 block", 1)
     ratios = [float(row["PyTorch"]) / float(row["bfloat16"]) for row in rows]
     found = [
@@ -132,7 +131,7 @@ def matmul() -> Picture:
 
 
 def pair(name: str, peer: str, mflop: float, times: Sequence[str]) -> list[Bar]:
-    """The rates of gpt2block and of a peer at the same work, from their times in µs."""
+    """Draw the rates of gpt2block and of a peer for the same work, from their times in µs."""
     found = []
     for who, us, color in zip(("gpt2block", peer), times, PAIR, strict=True):
         rate = mflop / float(us)
@@ -142,7 +141,7 @@ def pair(name: str, peer: str, mflop: float, times: Sequence[str]) -> list[Bar]:
 
 
 def products() -> Picture:
-    """Products of 8192 rows by gpt2block and by cuBLAS."""
+    """Draw the rates of products of 8192 rows, of gpt2block and cuBLAS."""
     (row,) = (row for row in table("gemm") if row["M"] == "8192")
     found = []
     for name, text in row.items():
@@ -158,7 +157,7 @@ def products() -> Picture:
 
 
 def attention() -> Picture:
-    """Attention with a causal mask by gpt2block and by cuDNN."""
+    """Draw the rates of attention with a causal mask, of gpt2block and cuDNN."""
     found, ratios = [], []
     for row in table("attention", 1):
         B, T = (int(size) for size in row["B, T"].split(", "))
@@ -174,7 +173,7 @@ def attention() -> Picture:
 
 
 def decoding() -> Picture:
-    """Tokens/s of decoding by rows, and their share of what memory allows."""
+    """Draw tokens/s of decoding by rows, and the fraction of the limit set by memory bandwidth."""
     found, rows = [], table("Decoding")
     shares = [int(row["of the floor"].removesuffix(" %")) for row in rows]
     for row in rows:
@@ -191,7 +190,7 @@ def decoding() -> Picture:
 def curves(
     p: Picture, title: str, left: float, at: Sequence[float], found: Mapping[str, Sequence[float]]
 ) -> None:
-    """Curves over rates, with logarithmic milliseconds upwards, in a half of a picture."""
+    """Draw curves of logarithmic milliseconds over request rates, in half of a picture."""
     top, bottom, width = 112.0, 340.0, 260.0
     logs = {name: [log10(max(ms, LEAST)) for ms in curve] for name, curve in found.items()}
     low, high = floor(min(map(min, logs.values()))), ceil(max(map(max, logs.values())))
@@ -202,7 +201,7 @@ def curves(
         p.text(left - 8, y + 5, f"{10**power:g}", color=GREY, at="end")
     for rate in at:
         p.text(left + width * rate / at[-1], bottom + 22, f"{rate:g}", color=GREY, at="middle")
-    beside = bottom + 15  # of the name below, from the lowest curve upwards
+    beside = bottom + 15  # height of the previous name: names are placed from the lowest curve up
     for (name, curve), color in zip(logs.items(), (BLUE, GREEN, ORANGE), strict=True):
         heights = [bottom - (bottom - top) * (each - low) / (high - low) for each in curve]
         points = [(left + width * x / at[-1], y) for x, y in zip(at, heights, strict=True)]
@@ -213,7 +212,7 @@ def curves(
 
 
 def serving() -> Picture:
-    """Times to the first token and between events of streams, by the rate of requests."""
+    """Draw times to the first token and between events of streams, by the rate of requests."""
     rows = table("Speed", 1, "serve.md")
     at = [float(row["requests/s"].replace(",", "")) for row in rows]
     last = rows[-1]

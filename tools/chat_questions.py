@@ -1,10 +1,10 @@
-"""How many of 24 easy questions a chat model answers, by the options of sampling.
+"""Count how many of 24 easy questions a chat model answers, for several sampling options.
 
     python -m tools.chat_questions --model smollm2 --seeds 4
 
-tools/chat_questions.json has the questions, and the words of which a right answer has at least one
-(any case, whole words). Prints a line for each setting: right answers, the mean over the
-seeds and the fewest and most.
+tools/chat_questions.json has the questions, and words of which a correct answer contains at least
+one (any case, whole words). The tool prints a line for each setting: mean, minimum and maximum of
+the correct answers over the seeds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_right(question: str, answer: str) -> bool:
 
 
 def right_answers(model: Any, seed: int, tokens: int, options: dict[str, float]) -> int:
-    """Of the first `tokens` tokens of each answer."""
+    """Count correct answers within the first `tokens` tokens of each answer."""
     count = 0
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]

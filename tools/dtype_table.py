@@ -6,7 +6,8 @@
     python tools/dtype_table.py input.txt --kv
 
 input.txt is tinyshakespeare. The tool scores its last 10 %, which no bundled model was trained on,
-or the first --bytes of them. --kv: with 16-bit weights, in each dtype of keys and values.
+or the first --bytes bytes of this part. --kv: vary the dtype of keys and values, with 16-bit
+weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A plugin of pytest that collects the messages of the package's errors during a test run.
+"""A pytest plugin that collects the messages of the package's errors during a test run.
 
     GPT2BLOCK_ERROR_TEXTS=before.txt pytest -p tools.error_texts -n 2 tests/test_wrong_arguments.py
 
-writes each class and message once, sorted, so that those before and after a change can be compared.
-Errors in processes that tests start are not seen, those of pytest-xdist's workers are.
+writes each class and message once, sorted, to compare messages before and after a change. Errors in
+workers of pytest-xdist are collected, errors in processes that tests start are not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from gpt2block.errors import KernelError, PrintableError
 
 FILE = Path(os.environ.get("GPT2BLOCK_ERROR_TEXTS", "error_texts.txt")).absolute()
-_VARYING = (  # from run to run → what stands for it
+_VARYING = (  # patterns of text that differs between runs → replacement
     (re.compile(re.escape(str(Path(__file__).parents[1]))), "ROOT"),
     (re.compile(r"/\S*/pytest-\d+/(popen-gw\d+/)?"), "TEMPORARY/"),
     (re.compile(r"/tmp/\w*?tmp\w+"), "TEMPORARY"),
@@ -28,7 +28,7 @@ _found: set[str] = set()
 
 
 def _record(kind: type[Exception]) -> None:
-    """Make the constructor of a class of errors note the message."""
+    """Make the constructor of an error class record each message."""
     construct = kind.__init__
 
     def noting(self: Exception, *args: Any) -> None:
@@ -49,13 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Append this process's messages, before pytest-xdist ends a worker."""
+    """Append the messages of this process to the file, before pytest-xdist ends a worker."""
     with FILE.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("".join(f"{line}\n" for line in sorted(_found)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Sort the messages of all processes, in the one that ends last."""
+    """Sort the messages of all processes, in the process that ends last."""
     if not hasattr(config, "workerinput"):
         lines = sorted(set(FILE.read_text("utf-8").splitlines(keepends=True)))
         FILE.write_text("".join(lines), encoding="utf-8")

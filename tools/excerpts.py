@@ -1,12 +1,12 @@
-"""Excerpts of source files in the documentation: `python tools/excerpts.py` writes them again.
+"""Update excerpts of source files in the documentation: `python tools/excerpts.py`.
 
 A page names an excerpt and links to its file:
 
     <!-- source: layernorm_forward_kernel1( -->
     [`layernorm/ladder.cu`](../../kernels_cu/layernorm/ladder.cu)
 
-The block of code is written between the two lines, and the link leads to its first line.
-`<!-- source -->` alone is the whole file. `tests/test_site.py` compares the pages with the files.
+The tool writes the code between the two lines, and links to its first line. `<!-- source -->` alone
+stands for the whole file. `tests/test_site.py` compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEADING = ("//", "template", "#pragma")  # lines above an excerpt that belong to
 
 
 def insert(page: str, folder: Path) -> str:
-    """A page of `folder` with the excerpts that it names, as their files have them now."""
+    """Return a page of `folder` with its excerpts updated from the current files."""
 
     def shown(match: re.Match[str]) -> str:
         file, text = folder / match["path"], match["text"]
@@ -40,7 +40,7 @@ def insert(page: str, folder: Path) -> str:
 
 
 def excerpt(file: Path, text: str) -> tuple[str, int]:
-    """The lines of a file from the only one that contains `text` to the brace that closes it.
+    """Return the lines of a file from the only line that contains `text` to its closing brace.
 
     Returns them, and the number of the first one.
 
@@ -67,7 +67,7 @@ def excerpt(file: Path, text: str) -> tuple[str, int]:
 
 
 def _braces(lines: list[str], at: int) -> tuple[int, int]:
-    """The lines of the statement at a line: those of LEADING above it, and its block."""
+    """Return the lines of the statement at a line: LEADING lines above it, and its block."""
     start = at
     while start and lines[start - 1].strip().startswith(LEADING):
         start -= 1

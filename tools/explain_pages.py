@@ -1,4 +1,4 @@
-"""`gpt2block explain` for the site: of the bundled models and, where it is installed, SmolLM2."""
+"""Pages of `gpt2block explain` for the site: bundled models and, if installed, SmolLM2."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MARK = re.compile(r"^<!-- explain -->\n(!\[[^]]*\]\([^)]+\))$", re.MULTILINE)
 
 @cache
 def page(model: str) -> str:
-    """The HTML of a pass of a model; it does not change while `mkdocs serve` runs."""
+    """Return the HTML of a pass of a model, cached while `mkdocs serve` runs."""
     return from_pretrained(model, device="cpu").explain(TEXT).html
 
 
 def address(model: str) -> str:
-    """Where the page of a model is on the site."""
+    """Return the path of a model's page on the site."""
     return f"explain/{model}.html"
 
 
 def insert(markdown: str) -> str:
-    """A page with the passes in place of the picture after the mark; on a phone, with the picture.
+    """Replace the picture after the mark by the passes. Phones still show the picture.
 
     A phone has no room for a page in a page: there style.css shows the picture, and not the frames.
     """

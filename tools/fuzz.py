@@ -35,11 +35,11 @@ from fuzzing import NUMPY_AREAS, Area, Difference, Refused, area, generator
 
 from gpt2block.errors import printable
 
-SECONDS = 20  # time limit of a case; a longer one counts as a hang
+SECONDS = 20  # time limit of a case; a longer case counts as a hang
 GRACE = 10  # further seconds until the process of a case that cannot be interrupted is killed
 SHOWN = 60  # failures printed at most
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync is fast in memory
-ENVIRONMENT = {  # of the worker processes: no network, one thread each
+ENVIRONMENT = {  # environment of the worker processes: no network, one thread each
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "OMP_NUM_THREADS": "1",
@@ -55,7 +55,7 @@ class TimeLimitError(BaseException):
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that failed, and how to run it again."""
+    """A case that failed, and the command that repeats it."""
 
     area: str
     seed: int
@@ -92,14 +92,14 @@ class Tally:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeLimitError in this block after so many seconds."""
+    """Raise TimeLimitError in the with block after this many seconds."""
 
     def stop(signum: int, frame: Any) -> None:
         raise TimeLimitError(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     begun = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeated, in case the first one was caught
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeated, in case the first signal is caught
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def run_case(tested: Area, seed: int, case: int) -> Outcome:
 
 
 def judged(tested: Area, seed: int, case: int) -> Outcome:
-    """Run a case; return its outcome."""
+    """Run a case and return its outcome."""
     try:
         return run_case(tested, seed, case)
     except KeyboardInterrupt:
@@ -187,7 +187,7 @@ class Worker:
             raise RuntimeError("a process ended before its first case") from None
 
     def run(self, name: str, seed: int, case: int) -> Outcome:
-        """Run a case. One that ends its process, or does not end, is a failure."""
+        """Run a case. A case that ends its process, or does not end, is a failure."""
         kind: Kind = "traceback"
         try:
             self._connection.send((name, seed, case))
@@ -211,7 +211,7 @@ class Worker:
 
 
 def cases_of(areas: Sequence[Area], calls: int) -> Iterator[tuple[str, int]]:
-    """Divide the calls by the areas' shares, at least one each: the area and number of each."""
+    """Return area and number of each call. Each area gets its share of the calls, at least one."""
     total = sum(tested.share for tested in areas)
     for tested in areas:
         for case in range(max(1, round(calls * tested.share / total))):

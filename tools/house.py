@@ -1,17 +1,16 @@
-"""The structure of the package in figures: how far a call goes, circles, names, options, lines.
+"""Print figures of the package's structure: call walks, import cycles, names, options, lines.
 
     python tools/house.py                  # prints all of it
     python tools/house.py > tests/golden/house.txt
 
-A walk is the way of a call on the emulator: how many files have the functions of the package that
-it enters, how many calls there are, and how often a function is in another file than the one
-entered before it, in its thread. A reader who follows the call makes this way. Functions of the
-emulator and comprehensions are left out. Each walk runs in a process of its own; "first" is the
-first call there, after the objects are made.
+A walk follows a call on the emulator, as a reader would. It counts the files whose functions are
+entered, the calls, and the changes of file between consecutive calls of a thread. Functions of the
+emulator and comprehensions are not counted. Each walk runs in a separate process; "first" is the
+first call in it, after the objects are created.
 
-A circle is a set of files each of which imports, directly or not, each other, also by imports for
-types and in functions. A name that stands twice is that of two classes. The files of an option are
-those that have its name.
+An import cycle is a set of files which import each other, directly or indirectly, including imports
+for types and in functions. Names of several classes are listed with their number. The files of an
+option are the files that contain its name.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ PROMPTS = [1, 2, 3], [4, 5], [6]
 
 
 class Way:
-    """The way of the calls while it follows them."""
+    """Counts of the calls while a walk is recorded."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.calls = self.changes = 0
-        self._last: dict[int, str] = {}  # the file of each thread
+        self._last: dict[int, str] = {}  # file of the latest call of each thread
         self._follows = False
 
     @contextmanager
@@ -57,7 +56,7 @@ class Way:
             self._follows = False
 
     def enter(self, frame: FrameType, event: str, argument: object) -> None:
-        """For `sys.setprofile`."""
+        """Count a call; a callback of `sys.setprofile`."""
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not self._follows or event != "call" or name.startswith("<"):
             return
@@ -88,7 +87,7 @@ def of_block(kernels: str) -> Iterator[tuple[str, str]]:
     weights = gpt2block.BlockWeights.random(0, config)
     options: Any = {"device": "cuda", "dtype": "float32", "kernels": kernels}
     block, x = gpt2block.Block(weights, **options), np.full((3, 64), 0.1, np.float32)
-    yield "first", Way().of(block, x)  # those of later ones depend on the addresses of arrays
+    yield "first", Way().of(block, x)  # walks of later calls depend on the addresses of arrays
     on_device = cupy.asarray(x)
     out = cupy.empty_like(on_device)
     for _ in range(2):
@@ -113,7 +112,7 @@ def of_mine() -> Iterator[tuple[str, str]]:
 
 
 def of_http() -> Iterator[tuple[str, str]]:
-    """The second of two completions of one token: the first one imports what is imported late."""
+    """Record the second of two completions of one token: the first one does late imports."""
     from starlette.testclient import TestClient  # noqa: PLC0415
 
     import gpt2block  # noqa: PLC0415
@@ -121,7 +120,7 @@ def of_http() -> Iterator[tuple[str, str]]:
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()
-    threading.setprofile(way.enter)  # of threads from here on, such as those of the server
+    threading.setprofile(way.enter)  # for new threads, such as threads of the server
     settings = ServerSettings(("shakespeare",), hosts=("testserver",))
     app = Server(model, model.tokenizer, settings).app()
     with TestClient(app) as client:
@@ -142,7 +141,7 @@ WALKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
 
 
 def walk(name: str) -> Iterator[str]:
-    """The lines of a walk, in this process."""
+    """Return the lines of a walk, recorded in this process."""
     from gpt2block import emulator  # noqa: PLC0415
 
     with emulator.emulated() if name != USER else nullcontext():  # which emulates by itself
@@ -151,7 +150,7 @@ def walk(name: str) -> Iterator[str]:
 
 
 def walked(name: str) -> list[str]:
-    """The lines of a walk, in a process of its own."""
+    """Return the lines of a walk, recorded in a separate process."""
     command = [sys.executable, __file__, "--walk", name]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ran.returncode:
@@ -168,7 +167,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """The modules of the package that a file imports anywhere."""
+    """Return the modules of the package that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -180,7 +179,7 @@ def imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def circles() -> list[list[str]]:
-    """Sets of modules that reach each other by imports: each is in the other's reach."""
+    """Return sets of modules that import each other, directly or indirectly."""
     modules = {module_of(path): path for path in sources()}
     imports = {name: imported(path, modules) for name, path in modules.items()}
 
@@ -198,7 +197,7 @@ def circles() -> list[list[str]]:
 
 
 def classes_twice() -> dict[str, int]:
-    """Names of classes that stand more than once, and how often."""
+    """Return names that several classes have, and the number of these classes."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sources())
     nodes = (node for tree in trees for node in ast.walk(tree))
     count = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
@@ -211,7 +210,7 @@ def files_of(option: str) -> int:
 
 
 def lines() -> Iterator[str]:
-    """Lines of Python by folder."""
+    """Return the lines of Python by folder."""
     for top in FOLDERS:
         count: defaultdict[str, int] = defaultdict(int)
         for path in sources(ROOT / top):
@@ -222,7 +221,7 @@ def lines() -> Iterator[str]:
 
 
 def structure() -> Iterator[str]:
-    """What the repository's table has, besides walks."""
+    """Return all lines of tests/golden/house.txt except the walks."""
     for circle in circles():
         yield f"circle of {', '.join(circle)}: {len(circle)} files"
     yield f"names of several classes: {len(classes_twice())}"

@@ -1,6 +1,6 @@
-"""Pages of the site for the files of kernels_cu: what uses a file, its header comment, its source.
+"""Pages of the site for the files of kernels_cu: users of a file, its header comment, its source.
 
-A page is Markdown, with links as they would be in the folder of its file.
+A page is Markdown, with links relative to the folder of its file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(
     r"__device__[^;{}()=]*?(?:\([^)]*\)[^;{}()=]*?)?\b(?!operator)(\w*[a-z]\w*)\("
 )
-_CODE = re.compile(r"`[^`]+`|\b\w+/\w+\.cuh?\b|\b[A-Za-z]\w*_\w+\b")  # in a comment
+_CODE = re.compile(r"`[^`]+`|\b\w+/\w+\.cuh?\b|\b[A-Za-z]\w*_\w+\b")  # code in a comment
 _SPECIAL = re.compile(r"[\\*_{}\[\]()#+!|-]")  # characters with a meaning in Markdown
 
 
 class KernelPages:
-    """The pages of all `.cu` and `.cuh` files, as they are now; `sources` by path in kernels_cu."""
+    """Pages of all `.cu` and `.cuh` files. `sources`: texts by path in kernels_cu."""
 
     def __init__(self) -> None:
         found = sorted(path for path in SOURCE_DIR.rglob("*") if path.suffix in (".cu", ".cuh"))
@@ -44,7 +44,7 @@ class KernelPages:
         ]
 
     def page(self, file: str, mentions: Sequence[Page] = ()) -> str:
-        """The page of a file; mentions: the pages of the site that link to it."""
+        """Return the page of a file. mentions: pages of the site that link to it."""
         source = self.sources[file]
         parts = [f"# {file}", self._summary(file, mentions), *self._variants_of(file)]
         parts += [*header(source), *self._in_numpy(file), *_functions(source)]
@@ -55,7 +55,7 @@ class KernelPages:
         return "\n\n".join(parts)
 
     def used_by(self, file: str) -> list[str]:
-        """The operations that have a variant whose file is this one, or includes it."""
+        """Return the operations with a variant in this file, or in a file that includes it."""
         found = (name for name, variant in self.variants if file in self._closure(variant.file))
         return list(dict.fromkeys(found))
 
@@ -63,7 +63,7 @@ class KernelPages:
         return {file}.union(*map(self._closure, self.includes[file]))
 
     def _summary(self, file: str, mentions: Sequence[Page]) -> str:
-        """A table of what has to do with a file."""
+        """Return a table of operations, files and pages related to a file."""
         users = [each for each, included in self.includes.items() if file in included]
         compiled = _ARCHITECTURE.search(self.sources[file])
         rows = {
@@ -77,7 +77,7 @@ class KernelPages:
         return "\n".join(["| | |", "|---|---|", *lines])
 
     def _variants_of(self, file: str) -> Iterator[str]:
-        """A table of the variants whose kernels a file has; none for a header."""
+        """Return a table of the variants whose kernels are in a file; nothing for a header."""
         rows = []
         for name, variant in self.variants:
             if variant.file == file:
@@ -90,7 +90,7 @@ class KernelPages:
             )
 
     def _in_numpy(self, file: str) -> Iterator[str]:
-        """The NumPy functions of the operations whose kernels a file has, folded."""
+        """Return the NumPy functions of the operations whose kernels are in a file, collapsed."""
         for name in dict.fromkeys(name for name, variant in self.variants if variant.file == file):
             if hasattr(reference, name):
                 found = function_source(name)
@@ -99,7 +99,7 @@ class KernelPages:
 
 
 def header(source: str) -> Iterator[str]:
-    """The comment that opens a file: paragraphs, lists and, where indented, blocks of code."""
+    """Yield the head comment of a file as paragraphs, lists and, if indented, blocks of code."""
     lines = []
     for line in source.splitlines():
         if not line.startswith("//"):
@@ -116,7 +116,7 @@ def header(source: str) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """A text of a comment as Markdown; names of files, and names with an underscore, as code."""
+    """Return a comment as Markdown, with file names and names with an underscore as code."""
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     parts, at = [], 0
     for match in _CODE.finditer(text):
@@ -126,7 +126,7 @@ def _prose(text: str) -> str:
 
 
 def _functions(source: str) -> Iterator[str]:
-    """A list of the device functions of a source, linked to their first definitions."""
+    """Yield a list of the device functions of a source, linked to their first definitions."""
     code = re.sub("//.*", lambda comment: " " * len(comment[0]), source)
     lines: dict[str, int] = {}
     for match in _FUNCTION.finditer(code):
@@ -136,7 +136,7 @@ def _functions(source: str) -> Iterator[str]:
 
 
 def _to(file: str, path: str) -> str:
-    """The link from a file of kernels_cu to a path in the repository."""
+    """Return the link from a file of kernels_cu to a path in the repository."""
     return posixpath.relpath(path, posixpath.dirname(f"{FOLDER}/{file}"))
 
 

@@ -1,11 +1,11 @@
-"""The launches of all forward passes and operations, on the CPU, for a chosen GPU.
+"""List the launches of all forward passes and operations for a chosen GPU, on the CPU.
 
     python tools/launch_lists.py [--capability 9.0] [--only TEXT] [--digests] > before.txt
 
 prints a line for each launch: program, call, step, kernel, file, grid, block, shared memory,
-compile-time constants, and arguments, of which pointers are null or not. A call that fails has its
-message instead. A change that keeps kernels, their sizes and their order keeps these lines, also
-those of GPUs that are not at hand. --digests prints a line for each program, as in
+compile-time constants, and arguments (of pointers, whether they are null). A call that fails has
+its message instead. A change that keeps kernels, their sizes and their order keeps these lines,
+also for GPUs that are not available. --digests prints a line for each program, as in
 tests/golden/launches.txt. Nothing is compiled or run (launch_recorder.py).
 """
 
@@ -87,7 +87,7 @@ MODELS: Mapping[str, ModelConfig] = {
 
 
 def block(config: ModelConfig, dtype: str, kernels: str, to: Recorder) -> None:
-    """Calls of a block; the second one of the same arrays is a graph."""
+    """Call a block twice with the same arrays; the second call is a graph."""
     gpt2 = isinstance(config, GPT2Config)
     kind: Any = Block if gpt2 else LlamaBlock
     of: Any = BlockWeights if gpt2 else LlamaBlockWeights
@@ -101,7 +101,7 @@ def block(config: ModelConfig, dtype: str, kernels: str, to: Recorder) -> None:
 
 
 def model(config: ModelConfig, dtype: str, kv_dtype: str | None, to: Recorder) -> None:
-    """Every output of prompts, without a kv_cache and with one, and steps of decoding."""
+    """Compute every output of prompts, without and with a kv_cache, and steps of decoding."""
     engine = to.call("load", _engine, config, dtype, kv_dtype)
     if engine is None:
         return
@@ -120,7 +120,7 @@ def model(config: ModelConfig, dtype: str, kv_dtype: str | None, to: Recorder) -
 
 
 def steps(engine: Any, to: Recorder) -> None:
-    """Steps of decoding; the engine's arrays, which are large, are then freed."""
+    """Run steps of decoding, then free the large arrays of the engine."""
     for rows in ROWS:
         to.call(f"{rows} rows", _decode, engine, rows)
     del engine
@@ -132,7 +132,7 @@ def _ids(lengths: tuple[int, ...]) -> list[Any]:
 
 
 def _engine(config: ModelConfig, dtype: str, kv_dtype: str | None) -> Any:
-    """An engine of zeros, with layout KN for GPT-2; FP8 divides what has large biases."""
+    """Return an engine whose weights are zeros, with layout KN for GPT-2."""
     gpt2 = isinstance(config, GPT2Config)
 
     def tensors() -> Iterator[tuple[str, Any, str | None]]:
@@ -150,7 +150,7 @@ def _engine(config: ModelConfig, dtype: str, kv_dtype: str | None) -> Any:
 
 
 def _decode(engine: Any, rows: int) -> None:
-    """The start of a decoding, and steps, of which the second one is a graph."""
+    """Start a decoding and run steps; the second step is a graph."""
     sampling = [Sampling(temperature=0, repetition_penalty=1.1), Sampling(top_k=3)]
     decoding = start_all(engine, _ids((2,) * rows), [sampling[row % 2] for row in range(rows)], 5)
     decoding.next()
@@ -158,7 +158,7 @@ def _decode(engine: Any, rows: int) -> None:
 
 
 def stages(dtype: str, to: Recorder) -> None:
-    """The bench's steps of decoding, with fewer fusions."""
+    """Run the decoding steps of bench, which have fewer fusions."""
     for rows in (1, 4, 16, 64):
         config = llama((4, 2, 64), 128, 192, 104)
         work = decode(RandomLlama(config, dtype), rows)
@@ -168,7 +168,7 @@ def stages(dtype: str, to: Recorder) -> None:
 
 
 def conversions(to: Recorder) -> None:
-    """Matrices of other dtypes, and the block of LeetGPU's challenge."""
+    """Convert matrices to other dtypes, and run the block of LeetGPU's challenge."""
     x, output, weights = (cupy.empty(size, "float32") for size in (70 * 768, 70 * 768, 7_087_872))
     to.call("solve", solve, x, output, weights, 70)
     for shape, layout in itertools.product(((128, 96), (33, 37)), ("KN", "NK")):
@@ -179,7 +179,7 @@ def conversions(to: Recorder) -> None:
 
 
 def programs() -> Iterator[tuple[str, Program]]:
-    """Name and function of every program."""
+    """Return name and function of every program."""
     for NH, NKV, HS in HEADS:
         for dtype, kernels in itertools.product(FLOATS, ("skeleton", "fused")):
             name = f"{NH}/{NKV}x{HS} {dtype} {kernels}"
@@ -205,7 +205,7 @@ def programs() -> Iterator[tuple[str, Program]]:
 
 
 def lists(capability: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
-    """Name, with the capability, and lines of each program that is wanted."""
+    """Yield name, with the capability, and lines of each selected program."""
     for name, run in programs():
         if wanted(f"{capability} {name}"):
             with recording(capability) as recorder:
@@ -214,7 +214,7 @@ def lists(capability: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str,
 
 
 def digest(lines: list[str]) -> str:
-    """The start of their SHA-256, and their number."""
+    """Return the start of the SHA-256 of lines, and their number."""
     return f"{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]} {len(lines):6}"
 
 

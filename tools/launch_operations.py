@@ -1,4 +1,4 @@
-"""Calls of single operations, in all variants, sizes and forms, for lists of launches."""
+"""Call single operations in all variants, sizes and forms, for lists of launches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FORMS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {  # inputs after 
 
 
 def operation(found: Operation, dtype: str, to: Recorder) -> None:
-    """Every variant in three sizes, also with addresses that are multiples of an element only."""
+    """Call every variant in three sizes, also with addresses aligned to a single element."""
     for sizes, layout, first in itertools.product(
         (*SIZES, _documented(found)), ("KN", "NK") if found.matrices else ("KN",), (0, 1)
     ):
@@ -82,7 +82,7 @@ def _documented(found: Operation) -> dict[str, int]:
 
 @cache
 def _made(name: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shapes and dtypes of an operation's inputs."""
+    """Return shapes and dtypes of an operation's inputs."""
     arrays = OPERATIONS[name].make(dict(sizes), np.random.default_rng(0))
     return tuple((array.shape, array.dtype.name) for array in arrays)
 
@@ -93,7 +93,7 @@ def _array(shape: tuple[int, ...], kind: str, dtype: str, first: int) -> Any:
 
 
 def _matrix(shape: tuple[int, ...], dtype: str, layout: str) -> WeightMatrix:
-    """A matrix (K, N) of zeros."""
+    """Return a matrix (K, N) of zeros."""
     data = cupy.empty(shape if layout == "KN" else shape[::-1], FLOATS.get(dtype, "uint8"))
     scale = cupy.full(shape[1], 1, "float32") if dtype == "float8_e4m3fn" else None
     return WeightMatrix(data, dtype, scale, layout)
@@ -102,7 +102,7 @@ def _matrix(shape: tuple[int, ...], dtype: str, layout: str) -> WeightMatrix:
 def _variants(
     to: Recorder, label: str, found: Operation, inputs: Any, options: dict[str, Any]
 ) -> None:
-    """The variant that is chosen, and each by its name."""
+    """Call the default variant, and each variant by its name."""
     names = [variant.name for variant in found.variants] if len(found.variants) > 1 else []
     for name in (None, *names):
         by = {} if name is None else {"variant": name}
@@ -112,7 +112,7 @@ def _variants(
 
 
 def product(name: str, dtype: str, to: Recorder) -> None:
-    """All forms of `linear`, and of `gemm`, which takes two-part float32."""
+    """Call all forms of `linear` and `gemm`, including two-part float32."""
     storage = FLOATS["float16" if dtype in FP8 else dtype]
     own = Terms("bfloat16" if dtype == "bfloat16" else "float16")
     terms = {"own": own, "wide": own._replace(width=16 if dtype in FP8 else 8)}
@@ -131,7 +131,7 @@ def product(name: str, dtype: str, to: Recorder) -> None:
 
 
 def attention(dtype: str, to: Recorder) -> None:
-    """Heads of all sizes, sequences of one length, and of several."""
+    """Call attention with heads of all sizes, for sequences of equal and of different lengths."""
     for (NH, NKV, HS), T, B in itertools.product(HEADS, (1, 5, 70, 300, 4096), (1, 3)):
         qkv: Any = cupy.empty((B, T, (NH + 2 * NKV) * HS), FLOATS[dtype])
         rows, ends = qkv.reshape(B * T, -1), cupy.zeros(B + 1, "int32")

@@ -1,7 +1,7 @@
-"""A GPU of any compute capability on the CPU, whose launches are recorded and not run.
+"""Emulate a GPU of any compute capability on the CPU, which records launches and does not run them.
 
-All above CuPy and two functions of the driver is the package's own code. Kernels are neither
-compiled nor run, and memory holds zeros, which take no room before they are written.
+Only CuPy and two functions of the driver are replaced; all other code is the package's. Kernels are
+neither compiled nor run, and memory holds zeros, which occupy no memory until they are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpt2block.cuda import kernels, overlap, tensor_maps
 from gpt2block.emulator import stand_in
 from gpt2block.errors import DeviceError, InputError, KernelError
 
-DEVICES: Mapping[str, dict[str, int]] = {  # by compute capability: T4, A100, H200, B200
+DEVICES: Mapping[str, dict[str, int]] = {  # attributes by compute capability: T4, A100, H200, B200
     "7.5": {"MultiProcessorCount": 40, "MaxSharedMemoryPerBlockOptin": 65536},
     "8.0": {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912},
     "9.0": {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448},
@@ -32,15 +32,15 @@ DEVICES: Mapping[str, dict[str, int]] = {  # by compute capability: T4, A100, H2
 }
 ERRORS = InputError, DeviceError, KernelError, MemoryError
 MEMORY = 1 << 40  # bytes of the device
-DRIVER = 12080  # the version of a driver with launches that overlap
-_device_ids = itertools.count(-10_000, -1)  # a new one each time: what is cached is of a device
+DRIVER = 12080  # version of a driver with overlapping launches
+_device_ids = itertools.count(-10_000, -1)  # a new id for each device: caches are per device
 
 
 class _Kernel:
-    """Stands for a `cupy.RawKernel`: a call adds a line to a list."""
+    """Replacement of `cupy.RawKernel`: a call adds a line to a list."""
 
     shared_size_bytes = 0
-    max_dynamic_shared_size_bytes = 48 * 1024  # which a launch has without a request
+    max_dynamic_shared_size_bytes = 48 * 1024  # bytes that a launch can use without a request
 
     def __init__(self, recorder: Recorder, code: str, name: str) -> None:
         constants, _, text = code.partition("#line 1 ")
@@ -63,16 +63,16 @@ class _Kernel:
 
 
 class Recorder:
-    """Lines for all that is launched, under the step that CuPy's NVTX ranges name."""
+    """Lines of all launches, with the step named by CuPy's NVTX ranges."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.steps = [""]  # the ranges that are open
+        self.steps = [""]  # open NVTX ranges
         self._call = ""
         self._maps: dict[bytes, str] = {bytes(tensor_maps.BYTES): "none"}
 
     def call(self, label: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """The function's result, or None after an error, whose message is then a line."""
+        """Return the function's result, or None after an error, whose message becomes a line."""
         self._call = label
         try:
             return function(*args, **options)
@@ -83,7 +83,7 @@ class Recorder:
         self.lines.append(f"{self._call} | {self.steps[-1]} | {line}")
 
     def shown(self, parameter: kernels.Parameter, raw: bytes) -> str:
-        """An argument by its name: for a pointer, whether it is null."""
+        """Return the text of an argument; for a pointer, whether it is null."""
         if parameter.ctype.endswith("*"):
             return f"{parameter.name}{'' if any(raw) else '=null'}"
         if parameter.ctype == kernels.TENSOR_MAP:
@@ -91,11 +91,11 @@ class Recorder:
         return f"{parameter.name}={np.frombuffer(raw, kernels.SCALARS[parameter.ctype])[0]}"
 
     def module(self, code: str, **options: Any) -> Any:
-        """In the place of `cupy.RawModule`."""
+        """Replace `cupy.RawModule`."""
         return SimpleNamespace(compile=lambda: None, get_function=partial(_Kernel, self, code))
 
     def launch_early(self, config: Any, kernel: _Kernel, values: Any, _: Any) -> int:
-        """In the place of cuLaunchKernelEx, which lets a launch overlap the previous one."""
+        """Replace cuLaunchKernelEx, which lets a launch overlap the previous launch."""
         c, maps = config._obj, tensor_maps.BYTES
         sizes = [_bytes_of(parameter, maps) for parameter in kernel.parameters]
         args = [ctypes.string_at(values[i], size) for i, size in enumerate(sizes)]
@@ -103,7 +103,7 @@ class Recorder:
         return 0
 
     def encode(self, place: int, dtype: int, rank: int, address: int, *rest: Any) -> int:
-        """In the place of cuTensorMapEncodeTiled."""
+        """Replace cuTensorMapEncodeTiled."""
         sizes, strides, boxes, _, _, swizzle, *_ = rest
         numbers = ["x".join(map(str, each)) for each in (sizes, strides, boxes)]
         text = "dtype {} shape {} strides {} box {} swizzle {}".format(dtype, *numbers, swizzle)
@@ -120,7 +120,7 @@ def _bytes_of(parameter: kernels.Parameter, of_map: int) -> int:
 
 
 def empty(shape: Any, dtype: Any = "float64") -> Any:
-    """An emulated array of zeros."""
+    """Return an emulated array of zeros."""
     sizes = tuple(np.atleast_1d(shape)) if np.ndim(shape) == 0 else tuple(shape)
     nbytes = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + stand_in.ALIGNMENT, np.uint8)
@@ -150,5 +150,5 @@ def recording(capability: str) -> Iterator[Recorder]:
         for owner, name, value in replaced:
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.dict(stand_in.ATTRIBUTES, DEVICES[capability]))
-        stack.callback(tensor_maps._encoded.cache_clear)  # which has maps of this recorder
+        stack.callback(tensor_maps._encoded.cache_clear)  # its maps belong to this recorder
         yield recorder

@@ -1,4 +1,4 @@
-"""Load a server of OpenAI's protocol, and print how fast it answers.
+"""Send requests to a server of OpenAI's protocol, and print its latencies and rates.
 
     python -m tools.load http://127.0.0.1:8000/v1 --rate 5 --seconds 20
 
@@ -34,13 +34,13 @@ import numpy as np
 PERCENTILES = (50, 95, 99)
 TIMES = ("first", "between", "answer", "tokenize", "embeddings")
 COUNTS = ("pieces", "tokens", "answered", "closed", "refused", "cut")
-MOST_BODY, MOST_VALUES = 2**22, 2**14  # bytes; entries of lists: what gpt2block's server reads
-LINE = 2**20  # bytes that a line of an answer has at most
+MOST_BODY, MOST_VALUES = 2**22, 2**14  # limits of gpt2block's server: bytes, entries of lists
+LINE = 2**20  # bytes per line of an answer at most
 
 
 @dataclass
 class Seen:
-    """What clients saw.
+    """Measurements of clients.
 
     first, between: seconds to the first piece of a stream, and between pieces. answer: seconds to
     the end of an answer. tokenize, embeddings: seconds to the answers of small requests. tokens: of
@@ -71,7 +71,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for. lengths: of prompts, the fewest and the most tokens.
+    """The requests to send. lengths: minimum and maximum number of tokens of prompts.
 
     requests: that are sent in all; None: as many as `seconds` have room for. large_every: seconds
     from one of the largest requests to the next; 0: there are none. chats: long ones that wait at a
@@ -109,7 +109,7 @@ class Load:
         return ids
 
     def leaves_after(self, number: int) -> int | None:
-        """The pieces after which a client goes; None: it stays."""
+        """Number of pieces after which a client disconnects; None: it stays connected."""
         rng = np.random.default_rng((self.seed, number, 1))
         return int(rng.integers(1, 9)) if rng.random() < self.closing else None
 
@@ -125,9 +125,9 @@ class Load:
         return json.dumps(given).encode()
 
     def large(self) -> list[tuple[str, bytes]]:
-        """The addresses and bodies of the largest requests."""
+        """Return the addresses and bodies of the largest requests."""
         text = "All work and no play. " * (MOST_BODY // 22 - 16)  # with room for the other fields
-        message = {"role": "user", "content": "Hello"}  # which counts as three values
+        message = {"role": "user", "content": "Hello"}  # counts as three values
         base = urlsplit(self.url).path
         bodies: list[tuple[str, dict[str, Any]]] = [
             (f"{base}/completions", {"prompt": text}),
@@ -147,18 +147,18 @@ class Load:
         return json.dumps({"model": self.model, "messages": messages, "max_tokens": 1}).encode()
 
     def of_process(self, index: int, processes: int) -> Load:
-        """The part of one of several processes."""
+        """Return the part of the load that one of several processes sends."""
         share = len(range(index, self.at_once, processes))
         numbers = index, processes
         return replace(self, rate=self.rate / processes, at_once=share, numbers=numbers)
 
 
 class Refused(Exception):  # noqa: N818  (it is counted)
-    """An answer that is an error: its status, or the event of a stream."""
+    """The server answered with an error status, or with an error event in a stream."""
 
 
 class Cut(Exception):  # noqa: N818
-    """An answer whose connection was closed before its end."""
+    """The connection was closed before the end of an answer."""
 
 
 class Client:
@@ -175,7 +175,7 @@ class Client:
         )
 
     async def post(self, body: bytes, address: str | None = None) -> AsyncGenerator[bytes, None]:
-        """The parts of an answer, as they come. address: by default that of completions.
+        """Yield the parts of an answer as they arrive. address: by default that of completions.
 
         Raises Refused for a status other than 200, Cut for an answer without its end.
         """
@@ -210,7 +210,7 @@ class Client:
 
 
 async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
-    """The chunks of a body, or all of it."""
+    """Yield the chunks of a body, or the whole body."""
     try:
         if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
             yield await reader.readexactly(int(length[1]))
@@ -224,7 +224,7 @@ async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[byt
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events. Raises Refused for an error, Cut without their end."""
+    """Yield the data of server-sent events. Raises Refused for an error, Cut without an end."""
     rest, done = b"", False
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -239,7 +239,7 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def ask(client: Client, load: Load, number: int, seen: Seen) -> None:
-    """One request; some are closed after a few pieces, as by a client that goes."""
+    """Send one request. Some are closed after a few pieces, as if the client disconnected."""
     body, leave = load.body(number), load.leaves_after(number)
     begun = last = perf_counter()
     pieces = 0
@@ -331,7 +331,7 @@ async def ask_small(load: Load) -> Seen:
 
 
 async def run(load: Load) -> Seen:
-    """Ask until the time is over or all is asked, and wait for all answers."""
+    """Send requests until the time is over or all are sent, and wait for all answers."""
     client, rng = Client(load.url, load.key), np.random.default_rng((load.seed, *load.numbers))
     seen = Seen(begun=perf_counter())
     tasks: set[asyncio.Task[None]] = set()
@@ -354,7 +354,7 @@ async def run(load: Load) -> Seen:
 
 
 def _numbers(load: Load) -> Iterable[int]:
-    """Of the requests of this process."""
+    """Return the measurements of the requests of this process."""
     first, step = load.numbers
     return count(first, step) if load.requests is None else range(first, load.requests, step)
 
@@ -373,7 +373,7 @@ def _run_together(load: Load, ask: Callable[[Load], Coroutine[Any, Any, Seen]]) 
 
 
 def run_all(load: Load, processes: int = 1) -> Seen:
-    """The requests of so many processes, which begin together."""
+    """Send the requests from several processes, which start at the same time."""
     spawn = multiprocessing.get_context("spawn")  # clocks of processes agree on Linux and Windows
     parts = [load.of_process(index, processes) for index in range(processes)]
     asks: list[Any] = [run] * processes
@@ -389,7 +389,7 @@ def run_all(load: Load, processes: int = 1) -> Seen:
 
 
 def report(seen: Seen) -> dict[str, object]:
-    """Counts, rates, and percentiles in milliseconds."""
+    """Return counts, rates, and percentiles in milliseconds."""
     seconds = seen.ended - seen.begun
     found: dict[str, object] = {name: getattr(seen, name) for name in COUNTS[2:]}
     found["seconds"] = round(seconds, 3)

@@ -3,20 +3,20 @@
     python tools/make_golden.py            # all
     python tools/make_golden.py qwen2
 
-Each folder is an ordinary checkpoint with random float16 weights, which are large enough that every
-part of a block affects the logits; the file is small and is read without rounding. "llama-shards"
-was written by `transformers` itself, in several files.
+Each folder is an ordinary checkpoint with random float16 weights. They are large enough that every
+part of a block affects the logits, and are read without rounding. "llama-shards" was written by
+`transformers` itself, in several files.
 
 `expected.safetensors`: ids (2, 23); stream (layers + 1, 2, 23, C), the residual stream before and
-after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). In "tiny", with the
-tied lm_head; also lm_head (101, 48), float16, and untied_logits with it. In the others, greedy
-(200,), the most likely continuation of the first 8 ids of the first row. All were computed in
-float64 and rounded to float32 once. `transformers` converts a Llama's angles, norms and softmax to
-float32 by name, so that these names stand for float64 while it computes.
+after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). "tiny" has a tied
+lm_head; its file also has lm_head (101, 48), float16, and untied_logits computed with it. The other
+files have greedy (200,), the most likely continuation of the first 8 ids of the first row. All
+values were computed in float64 and rounded to float32 once. `transformers` converts a Llama's
+angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3)
-and 2.11.0 (the others), and transformers 5.23.0, 5.24.0 (mistral, gemma3) or 5.17.0 (the others).
-The package itself needs neither.
+and 2.11.0 (other files), and transformers 5.23.0, 5.24.0 (mistral, gemma3) or 5.17.0 (other files).
+The package itself needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def gpt2_weight(rng: np.random.Generator, name: str, shape: Any) -> NDArray[np.f
 
 
 def llama_weight(rng: np.random.Generator, name: str, shape: Any, mean: int) -> NDArray[np.float16]:
-    """The same for a Llama, whose matrices are (outputs, inputs). mean: of weights of norms."""
+    """Draw weights of a Llama, with matrices (outputs, inputs). mean: mean of weights of norms."""
     array = rng.standard_normal(tuple(shape))
     if len(shape) == 1:
         array = 0.3 * array + mean * ("norm" in name)
@@ -323,7 +323,7 @@ def rounded(tensor: torch.Tensor) -> NDArray[np.float32]:
 
 
 def continued(model: Any, ids: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The most likely tokens that follow."""
+    """Return the most likely tokens that follow."""
     text, gaps = torch.tensor(ids), []
     with torch.no_grad():
         for _ in range(NEW):

@@ -1,4 +1,4 @@
-"""Make tests/golden/chat.json: what `apply_chat_template` of transformers writes.
+"""Make tests/golden/chat.json: results of `apply_chat_template` of transformers.
 
     python tools/make_golden_chat.py SmolLM2-135M-Instruct.Q4_1.gguf
 

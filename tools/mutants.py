@@ -1,13 +1,13 @@
-"""Measure what tests find: small wrong changes of the package, in a seeded list, one at a time.
+"""Mutation testing: apply small wrong changes to the package, one at a time, and run its tests.
 
     pip install cosmic-ray coverage
     python tools/mutants.py --seed 1 --count 60 --trees ../before . \\
         --tests tests/test_gguf.py tests/test_llm_c.py --modules gpt2block/checkpoints/*.py
 
-Each mutant of the modules of the last tree is tried with the tests of every tree: those functions
-that coverage saw in its line, or in its module if the line runs only on import or in fixtures. The
-first failure, or a run that takes too long, ends it. The trees have the same modules; nothing is
-written to them. A path of --tests that a tree lacks is left out there.
+The mutants are a seeded sample of changes in the modules of the last tree. Each is tried with tests
+of every tree: the test functions that cover the changed line, or its module if the line runs only
+on import or in fixtures. The first failure, or a run that takes too long, ends a trial. The trees
+have the same modules; nothing is written to them. A path of --tests that a tree lacks is skipped.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Mutant(NamedTuple):
     module: str
     line: int
     operator: str
-    text: str  # of the whole module
+    text: str  # text of the whole module
 
 
 def meaning(text: str) -> str:
-    """The syntax tree without annotations, which are never evaluated, and docstrings."""
+    """Return the syntax tree without docstrings and annotations, which are never evaluated."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):
@@ -62,7 +62,7 @@ def is_text(node: ast.AST) -> bool:
 
 
 def places_of(text: str) -> dict[int, list[tuple[str, int]]]:
-    """The operators and their occurrences by line."""
+    """Return the operators and their occurrences by line."""
     found, nodes = defaultdict(list), list(ast_nodes(get_ast(text)))
     for name in sorted(operator_names()):
         if not get_operator(name).arguments():
@@ -73,7 +73,7 @@ def places_of(text: str) -> dict[int, list[tuple[str, int]]]:
 
 
 def made(module: str, text: str, line: int, operator: str, occurrence: int) -> Mutant | None:
-    """None if it means the same, or is no Python."""
+    """Return the mutant, or None if it is equivalent or no valid Python."""
     changed = mutate_code(text, get_operator(operator)(), occurrence)
     try:
         same = changed is None or meaning(changed) == meaning(text)
@@ -83,7 +83,7 @@ def made(module: str, text: str, line: int, operator: str, occurrence: int) -> M
 
 
 def chosen(root: Path, modules: Sequence[str], seed: int, count: int) -> list[Mutant]:
-    """So many, spread over the modules: by turns, a line of each, and a mutant of that."""
+    """Return `count` mutants, spread evenly over the modules and over their lines."""
     rng = random.Random(seed)
     texts = {module: (root / module).read_text(encoding="utf-8") for module in sorted(modules)}
     places = {module: places_of(text) for module, text in texts.items()}
@@ -134,7 +134,7 @@ class Tree:
         )  # fmt: skip
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Those of the line; of a line that runs on import or in fixtures, those of the module."""
+        """Return tests that cover the line; if it runs on import or in fixtures, the module."""
         lines: dict[str, list[str]] = self.files.get(mutant.module, {}).get("contexts", {})
         names = {name for name in lines.get(str(mutant.line), []) if name}
         if not names:
@@ -148,7 +148,7 @@ class Tree:
         return found or self.tests
 
     def finds(self, mutant: Mutant, limit_s: float) -> str:
-        """The test that fails first, "time", or "" if none does."""
+        """Return the first test that fails, "time" if a run takes too long, or ""."""
         path = self.folder / mutant.module
         right = path.read_text(encoding="utf-8")
         path.write_text(mutant.text, encoding="utf-8")
@@ -165,7 +165,7 @@ class Tree:
 
 
 def shown(right: str, mutant: Mutant) -> str:
-    """The lines that differ."""
+    """Return the lines that differ."""
     lines = difflib.unified_diff(right.splitlines(), mutant.text.splitlines(), n=0, lineterm="")
     return "\n".join(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 

@@ -1,4 +1,4 @@
-"""Pages of the site for notebooks: the text, the code, and the outputs that are stored with it."""
+"""Pages of the site for notebooks: their texts, code and stored outputs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 IMAGES = ("image/png", "image/jpeg")
-FORMS = (*IMAGES, "image/svg+xml", "text/html", "text/markdown", "text/plain")  # that are shown
+FORMS = (*IMAGES, "image/svg+xml", "text/html", "text/markdown", "text/plain")  # best form first
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")  # colors of a terminal
 
 
 def markdown(notebook: str) -> str:
-    """The page of a notebook, from its JSON."""
+    """Return the page of a notebook, from its JSON."""
     document = json.loads(notebook)
     language = document["metadata"]["language_info"]["name"]
     parts = []
@@ -28,7 +28,7 @@ def markdown(notebook: str) -> str:
 
 
 def _shown(output: Mapping[str, Any]) -> Iterator[str]:
-    """An output: as Jupyter, the first of the forms that can be shown best."""
+    """Return an output in the best form that it has, like Jupyter."""
     kind = output["output_type"]
     data = {name: "".join(value) for name, value in output.get("data", {}).items() if name in FORMS}
     if kind == "stream":
@@ -47,6 +47,6 @@ def _shown(output: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _block(language: str, text: str) -> str:
-    """A block of code, whatever fences the text itself has."""
+    """Return a block of code with fences longer than any fence in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -92,7 +92,7 @@ def _joined(
 
 
 def passages(kind: str, root: Path = ROOT) -> list[Passage]:
-    """All passages of a kind of DRAWN, in the order of their files."""
+    """Return all passages of a kind of DRAWN, in the order of their files."""
     python = sorted((root / "gpt2block").rglob("*.py"))
     kernels = sorted(p for p in (root / "kernels_cu").rglob("*.cu*"))
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
@@ -112,7 +112,7 @@ def passages(kind: str, root: Path = ROOT) -> list[Passage]:
 
 
 def drawn(seed: int, root: Path = ROOT) -> dict[str, list[Passage]]:
-    """Passages of each kind, as many as DRAWN says, which follow from the seed and the files."""
+    """Draw passages of each kind, in the numbers of DRAWN, determined by the seed and the files."""
     chosen = random.Random(seed)
     return {kind: chosen.sample(passages(kind, root), count) for kind, count in DRAWN.items()}
 

@@ -1,4 +1,4 @@
-"""The pictures of the chapters in docs/learn: `python tools/pictures.py` draws them again."""
+"""Draw the pictures of the chapters in docs/learn: `python tools/pictures.py`."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def fusion() -> Picture:
     )
 
     def kernel(x: float, y: float, name: str, weights: float, waits: float, work: float) -> float:
-        """A kernel from x on: weights, the wait for x, its work. Returns its end."""
+        """Draw a kernel from x on: weights, the wait for its input, its work. Return its end."""
         if name:
             p.text(x, y - 8, name, size=14)
         for width, color in ((weights, BLUE), (waits, ORANGE), (work, GREEN)):

@@ -1,10 +1,10 @@
-"""Plants the bugs of tests/planted_bugs.toml, one at a time, to measure the power of the tests.
+"""Plant the bugs of tests/planted_bugs.toml, one at a time, to measure how many the tests find.
 
     python -m tools.planted_bugs [--only TEXT] [--check]
 
 Each bug is a plausible mistake in one place, and names a test that finds it. The tests run in a
-copy of the tree. --only: bugs whose id has this text. --check: only look for the text that each bug
-replaces. The exit code is 1 unless every bug is found. Needs Python 3.11.
+copy of the tree. --only: bugs whose id contains this text. --check: only search for the text that
+each bug replaces. The exit code is 1 unless every bug is found. Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BUGS = ROOT / "tests" / "planted_bugs.toml"
-LIMIT_S = 300  # of a test
-# Code that does not run at all, which every test would find
+LIMIT_S = 300  # seconds per test at most
+# Messages of code that does not run at all, which any test would find
 BROKEN = re.compile(
     r"(?m)^E +((Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error\b.*|"
     r"\S*ShimError: \S+ does not compile for the CPU)"
@@ -32,7 +32,7 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*cache", "__pycache__")
 
 
 class Bug(NamedTuple):
-    """`new` in place of the only `old` in `file`; why: what goes wrong; test: a pytest id."""
+    """A bug: `new` replaces the only `old` in `file`. why: its effect. test: a pytest id."""
 
     id: str
     file: str
@@ -42,7 +42,7 @@ class Bug(NamedTuple):
     why: str
 
     def problem(self) -> str:
-        """Why the bug cannot be planted; "" if it can."""
+        """Return the reason why the bug cannot be planted, or ""."""
         path = ROOT / self.file
         places = path.read_text("utf-8").count(self.old) if path.is_file() else 0
         return "" if places == 1 else f"broken: its text is in {places} places of {self.file}"
@@ -55,10 +55,10 @@ def read_bugs() -> list[Bug]:
 
 
 def outcome(tree: Path, test: str) -> str:
-    """ "passed", "failed", or why the test says neither."""
+    """Return "passed", "failed", or the reason why the test has neither result."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
-    # No .pyc, which Python would take for an edit of the same second and length. The key of the
-    # emulator's programs has the text of the kernel and of all headers, so that they can be kept.
+    # No .pyc files: Python would reuse one after an edit in the same second with the same length.
+    # Programs of the emulator can be reused: their keys contain the texts of kernel and headers.
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     env["GPT2BLOCK_CPU_CUDA_CACHE"] = str(tree / ".programs")
     try:
@@ -75,7 +75,7 @@ def outcome(tree: Path, test: str) -> str:
 
 
 def planted(bug: Bug, tree: Path, clean: dict[str, str]) -> str:
-    """ "found", "missed" or "broken: …"; clean: results of tests without a bug."""
+    """Return "found", "missed" or "broken: …". clean: results of tests without a bug."""
     if bug.test not in clean:
         clean[bug.test] = outcome(tree, bug.test)
     if clean[bug.test] != "passed":

@@ -4,9 +4,9 @@ Each result is compared with NumPy. The sizes are small and odd, so that tiles a
 filled. Only the model's decoding and the fused block use CUDA graphs, so that compute-sanitizer
 reports other kernels by name.
 
-Names of parts, such as gemm and operation:softmax, restrict it to these. --without-hopper selects
-the kernels of older GPUs on a Hopper GPU: initcheck does not track writes of the copy engine (TMA),
-and reports every read of them.
+Names of parts, such as gemm and operation:softmax, restrict the run to these parts.
+--without-hopper selects the kernels of older GPUs on a Hopper GPU: initcheck does not track writes
+of the copy engine (TMA), and reports every read of the written memory.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.ops.gemm import handed_memory
+from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
-from gpt2block.run.guessing import Pace
+from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids, start_all
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
@@ -66,7 +66,7 @@ TWO_PART = "two_part"
 def checked(
     label: str, truth: Any, limit: float, function: Callable[..., Any], *args: Any, **options: Any
 ) -> None:
-    """Compare the function's result with the exact one, where a kernel takes such a call."""
+    """Compare a function's result with the exact result, if a kernel supports the call."""
     try:
         result = function(*args, **options)
     except InputError as refusal:
@@ -84,7 +84,7 @@ def bound_and_run(found: Operation, inputs: Any, out: Any = None, **options: Any
 
 
 def block() -> None:
-    """Causal or not, one sequence and several, GPT-2's width and another one."""
+    """Run blocks: causal and not, one sequence and several, GPT-2's width and another width."""
     for config in (GPT2Config(), GPT2Config(n_head=3, n_embd=48)):
         weights = BlockWeights.random(0, config)
         for causal, batch in ((False, 1), (True, 1), (True, 3)):
@@ -96,7 +96,7 @@ def block() -> None:
 
 
 def fused_block() -> None:
-    """The fused block in every dtype, as direct launches and as a graph of overlapping kernels."""
+    """Run the fused block in every dtype: direct launches, and a graph of overlapping kernels."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=128))
     shapes = (False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))
     for dtype, (causal, shape), graph in product(FLOATS, shapes, (False, True)):
@@ -111,7 +111,7 @@ def fused_block() -> None:
 
 
 def operation(found: Operation) -> None:
-    """Every variant in every dtype, with weights in both layouts."""
+    """Run every variant in every dtype, with weights in both layouts."""
     sizes = {name: SIZES[name] for name in found.sizes}
     if found.matrices:
         sizes["N"] = 256  # a multiple of the head size
@@ -126,9 +126,9 @@ def operation(found: Operation) -> None:
 
 
 def gemm() -> None:
-    """Each epilogue of each variant at odd sizes; the residual in place, except two-part."""
+    """Run each epilogue of each variant at odd sizes; the residual in place, except two-part."""
     found, rng = OPERATIONS["gemm"], np.random.default_rng(0)
-    sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
+    sizes = ((70, 144), (72, 144), (72,), (70, 72))  # shapes of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
     wide_bias, bias = host[2].astype(np.float64), cupy.asarray(host[2])
     for dtype in (*found.dtypes, TWO_PART):
@@ -155,7 +155,7 @@ def gemm() -> None:
 
 
 def fp8_gemm() -> None:
-    """FP8 weights with and without scales, to 16 bits and to float32, in place."""
+    """Multiply FP8 weights with and without scales, to 16 bits and to float32, in place."""
     rng = np.random.default_rng(0)
     a, values = (rng.standard_normal(shape, np.float32) for shape in ((70, 144), (72, 144)))
     on_device, bias = cupy.asarray(a.astype(np.float16)), rng.standard_normal(72, np.float32)
@@ -173,7 +173,7 @@ def fp8_gemm() -> None:
 
 
 def handed_sums() -> None:
-    """Prompts on Hopper whose tiles are divided among clusters."""
+    """Multiply prompts on Hopper, with tiles divided among clusters."""
     rng = np.random.default_rng(0)
     a = rng.standard_normal((2000, 1280), np.float32).astype(np.float16)
     narrow = rng.standard_normal((2312, 1280), np.float32)
@@ -182,13 +182,18 @@ def handed_sums() -> None:
         GgufMatrix.random([("Q4_K", 2312)], 1280),
     ):
         truth = a.astype(np.float64) @ w.dequantized().astype(np.float64)
-        arrays = (cupy.asarray(a), w.mapped(cupy.asarray), *[None] * 4, handed_memory())
+        arrays = (
+            cupy.asarray(a),
+            w.mapped(cupy.asarray),
+            *[None] * 4,
+            allocate_stream_k_workspace(),
+        )
         limit = measure.tolerance("float16")
         checked(f"handed {w}", truth, limit, bound_and_run, OPERATIONS["gemm"], arrays)
 
 
 def blocks() -> None:
-    """Weights in blocks of a GGUF file: few and many rows of decoding, prompts, an embedding."""
+    """Use weights in GGUF blocks for few and many rows of decoding, prompts, and an embedding."""
     rng = np.random.default_rng(0)
     for ranges in (*(((name, 64),) for name in TYPES), (("Q4_K", 128), ("Q6_K", 128))):
         w = GgufMatrix.random(ranges, 512)
@@ -223,7 +228,7 @@ def blocks() -> None:
 
 
 def feed_forward_in_blocks() -> None:
-    """Layers of few rows with RMSNorm, the feed-forward and its split sums in four kernels."""
+    """Run layers of few rows: RMSNorm, the feed-forward and its split sums in four kernels."""
     if _arrays.compute_capability() != HOPPER_CAPABILITY:
         return
     for name, M in product(TYPES, (1, 3)):
@@ -246,7 +251,7 @@ def feed_forward_in_blocks() -> None:
 
 
 def blocks_by_wgmma() -> None:
-    """The bits that few rows have; of two matrices, with RoPE, and one tile of rows or two.
+    """Run products with the same bits as few rows: two matrices, RoPE, one or two tiles of rows.
 
     And of x from RMSNorm, attention and a gated product, with sums of chunks where these add them.
     """
@@ -289,7 +294,7 @@ def blocks_by_wgmma() -> None:
 
 
 def own_frequencies() -> None:
-    """RoPE of rows whose sequences have frequencies of their own."""
+    """Run RoPE of rows with separate frequencies for each sequence."""
     rng, NH, NKV, HS = np.random.default_rng(0), 3, 1, 20
     row, position = np.array([2, 0, 1, 1, 2], np.int32), np.array([3, 0, 4, 6, 5], np.int32)
     own = rng.uniform(0, 1, (3, HS // 2))
@@ -311,7 +316,7 @@ def own_frequencies() -> None:
 
 
 def prefixes() -> None:
-    """Keys and values of a prefix for other sequences."""
+    """Copy keys and values of a prefix to other sequences."""
     for kv_dtype in (None, "float8_e5m2"):
         held = np.random.default_rng(0).integers(0, 100, (4, 5, 40, 24)).astype("uint8")
         kv = cupy.asarray(held if kv_dtype else held.astype("float16"))
@@ -323,7 +328,7 @@ def prefixes() -> None:
 
 
 def attention() -> None:
-    """On tensor cores: one sequence, and a ragged batch with an empty sequence.
+    """Run attention on tensor cores: one sequence, and a ragged batch with an empty sequence.
 
     Those of Hopper also with alternate keys, and while they write to a kv_cache.
     """
@@ -355,7 +360,7 @@ def _attention() -> None:
 
 
 def _appending_attention() -> None:
-    """Keys and values as they are in the kv_cache then; without a kernel for it the call fails."""
+    """Append keys and values and read the kv_cache; without a kernel for this the call fails."""
     rng = np.random.default_rng(0)
     lengths, n_ctx, heads = [70, 1, 300], 310, {"n_head": 4, "n_kv_head": 2}
     starts = np.cumsum([0, *lengths], dtype=np.int32)
@@ -379,7 +384,7 @@ def _appending_attention() -> None:
 
 
 def continued_attention() -> None:
-    """On tensor cores, over a kv_cache: a ragged batch, one sequence of which has no new rows."""
+    """Run attention on tensor cores over a kv_cache, for a ragged batch with an empty sequence."""
     rng = np.random.default_rng(0)
     lengths, start = [70, 0, 1, 131], np.array([9, 3, 64, 17], np.int32)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
@@ -403,7 +408,7 @@ def continued_attention() -> None:
 
 
 def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:
-    """Decode rows that take the prompts in turn; those of the same prompt draw the same tokens."""
+    """Decode rows that take the prompts in turn; rows of the same prompt draw the same tokens."""
     chosen = [prompts[row % len(prompts)] for row in range(rows)]
     decoding = start_all(ours.engine, chosen, [Sampling(temperature=0)] * rows, steps)
     drawn = np.array([decoding.next().tokens for _ in range(steps)])
@@ -411,7 +416,7 @@ def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:
 
 
 def in_chunks(ours: Any, ids: list[Ids], middle: int) -> Any:
-    """The last logits of rows in a kv_cache: new rows, and rows that continue."""
+    """Return the last logits of rows in a kv_cache: new rows, and rows that continue."""
     kv_cache = ours.new_cache(3)
     first, rest = [ids[0][:middle], ids[0][:0], ids[2][:9]], [ids[0][middle:], ids[1], ids[2][9:]]
     assert np.isfinite(np.concatenate(ours.engine.forward(first, "last", kv_cache))).all()
@@ -422,7 +427,7 @@ def in_chunks(ours: Any, ids: list[Ids], middle: int) -> Any:
 
 
 def model() -> None:
-    """Prefill of a ragged batch, decoding as a graph, and likelihoods, in every dtype."""
+    """Run prefill of a ragged batch, decoding as a graph, and likelihoods, in every dtype."""
     narrow, on_tensor_cores = (
         GPT2Weights.random(0, GPT2Config(2, heads, C, 140, 101)) for heads, C in ((3, 48), (1, 64))
     )
@@ -455,7 +460,7 @@ def model() -> None:
 
 
 def many_rows(ours: GPT2, prompts: list[Ids]) -> None:
-    """So many rows that x is handed over as terms, with both kinds of products."""
+    """Decode enough rows that x is passed as terms, with both kinds of products."""
     linear = sys.modules["gpt2block.ops.linear"]
     for rows, most in ((MORE_ROWS + 3, linear.FEW_PRODUCTS), (MORE_ROWS + 10, 0)):
         with patch.object(linear, "FEW_PRODUCTS", most):  # 0: tiles, however small
@@ -463,7 +468,7 @@ def many_rows(ours: GPT2, prompts: list[Ids]) -> None:
 
 
 def fp8_caches() -> None:
-    """Prefill, also of rows that continue, and decoding with a kv_cache of FP8."""
+    """Run prefill, also of rows that continue, and decoding with a kv_cache of FP8."""
     config = LlamaConfig(
         n_layer=2, n_head=4, n_kv_head=2, n_embd=128, n_ff=96, vocab_size=101, n_ctx=80
     )
@@ -478,14 +483,14 @@ def fp8_caches() -> None:
         ours = kind(weights, "cuda", "float16", kv_dtype=kv_dtype)
         pairs = zip(in_chunks(ours, ids, 40), ours(ids), strict=True)
         error = max(float(np.abs(a - b[-1]).max() / np.abs(b).max()) for a, b in pairs)
-        assert error <= 0.1, error  # keys near a tie are rounded to either side
+        assert error <= 0.1, error  # keys near the middle of two numbers may round differently
         for rows in (3, 20):
             greedy(ours, [row[:30] for row in ids], rows, 5)
         print(f"checked {kind.__name__} with a kv_cache of {kv_dtype}: error {error:.1e}")
 
 
 def large_matrices() -> None:
-    """Decoding by wgmma, which is otherwise for larger models: rows of one tile and of two."""
+    """Decode by wgmma, which is the default only for larger models: one and two tiles of rows."""
     limits: Any = dict.fromkeys(("SMALL_MATRIX", "MEDIUM_MATRIX", "LARGE_MATRIX"), 1)
     gpt2 = GPT2Weights.random(0, GPT2Config(1, 2, 128, 20, 101))
     config = LlamaConfig(
@@ -503,7 +508,7 @@ def large_matrices() -> None:
 
 
 def few_rows() -> None:
-    """Decoding with one to four rows, in clusters of 16 blocks and of 8, or of a head's; more rows.
+    """Decode one to four rows, in clusters of 16 or 8 blocks, or of a head's; and more rows.
 
     Heads of Qwen3 have norms; Granite's scores have a scale of their own; OLMo 2 and Gemma 3 have
     norms after halves of blocks, and heads of 256 channels a kernel of their own.
@@ -524,11 +529,11 @@ def few_rows() -> None:
 
 
 def guessed(model: Model[Any], prompts: list[Ids]) -> None:
-    """Texts with guesses, in steps of one, four and eight rows of a sequence, and without."""
+    """Generate texts without guesses, and with one, four or eight rows per sequence and step."""
     turns = cycle((4, 1, 8))
     options: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0, "stop_ids": (), "seed": 0}
     options |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
-    with patch.object(Pace, "together", lambda *_: next(turns)):
+    with patch.object(SpeculationPolicy, "together", lambda *_: next(turns)):
         found = model.generate(prompts, speculate=True, **options)
     assert found == model.generate(prompts, **options)
 

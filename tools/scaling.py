@@ -48,7 +48,7 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import tokens_of
 
 ROOT = Path(__file__).parent.parent
-LENGTHS = {"score": (16, 512), "generate": (8, 64)}  # of records, in tokens
+LENGTHS = {"score": (16, 512), "generate": (8, 64)}  # tokens per record, minimum and maximum
 SHARD_SIZE = {"score": 1000, "generate": 256}
 MARGIN = 1.1  # factor on the number of records that the loop's rate requires
 AT_LEAST = 4  # finished shards needed to compute a rate
@@ -63,7 +63,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
 class End:
     """A finished shard."""
 
-    time: float  # seconds of the clock
+    time: float  # clock time in seconds
     records: int
     tokens: int
 
@@ -74,15 +74,15 @@ class Part:
 
     name: str
     workers: int
-    threads: int  # of each worker
+    threads: int  # threads per worker
     start_up: float = math.nan  # seconds until the first shard was finished
-    seconds: float = 0.0  # of the steady state
+    seconds: float = 0.0  # duration of the steady state
     records: int = 0
     tokens: int = 0
     shards: int = 0
     problem: str = ""
     compared: int = 0  # files that equal those of another run
-    said: list[str] = field(default_factory=list)  # the last lines that it printed
+    said: list[str] = field(default_factory=list)  # last lines of its output
 
     @property
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""The files next to a bundled model's weights: config, tokenizer, loss curves, model card."""
+"""Write the files next to a bundled model's weights: config, tokenizer, loss curves, model card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The small GPT-2 and Llama that `train_shakespeare.py` trains.
+"""PyTorch modules of the small GPT-2 and Llama that `train_shakespeare.py` trains.
 
 The parameters have the names of Hugging Face's `GPT2LMHeadModel` and `LlamaForCausalLM`, so that
-the state of a model is the checkpoint. The output layer is tied to the token embedding.
+the state_dict of a model is the checkpoint. The output layer is tied to the token embedding.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def turns(length: int, head_size: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channels k and k + head_size / 2 of x (batch, heads, length, head_size)."""
+    """Rotate channels k and k + head_size / 2 of x (batch, heads, length, head_size)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 

@@ -1,11 +1,11 @@
-"""A hook of mkdocs.yml: pages that lie outside docs/, and links to the sources.
+"""A hook of mkdocs.yml: pages of files outside docs/, and links to the sources.
 
 Links in the repository are relative paths, which work in a checkout. On the site, a link to a page
-leads to that page. Any other link that leaves docs/ leads to the file in the repository that
-`[project.urls]` names as Source; where it names none, the link becomes its text.
+leads to this page. Any other link that leaves docs/ leads to the file in the repository that
+`[project.urls]` names as Source; without a Source, the link is replaced by its text.
 
-Files of kernels_cu/ and notebooks of examples/ are made into pages, as they are when the site is
-built. A page that names a file of kernels_cu as code links to its page, which links back.
+Files of kernels_cu/ and notebooks of examples/ are converted to pages when the site is built. If a
+page names a file of kernels_cu as code, both pages link to each other.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NOTEBOOKS = {
 KERNELS = {f"kernels_cu/{file}": f"kernels/{file}.md" for file in KernelPages().sources}
 OUTSIDE = {**PAGES, **NOTEBOOKS, **KERNELS}
 SECTIONS = {"examples.md": list(NOTEBOOKS.values()), "kernels.md": list(KERNELS.values())}
-# How a search ranks the pages, the first pattern that matches; the changelog is not searched.
+# Weights of pages in searches by the first pattern that matches; the changelog is not searched.
 SEARCH = {
     r"learn/\d.*": {"boost": 8},
     r"learn/.*": {"boost": 4},
-    r"(block|contributing)\.md": {"boost": 12},  # as their titles are general
+    r"(block|contributing)\.md": {"boost": 12},  # their titles are general
     r"kernels/.*": {"boost": 0.2},
     r"changelog\.md": {"exclude": True},
 }
@@ -51,13 +51,13 @@ LINE = re.compile(r'<a id="__codelineno-\d+-(\d+)" name="[^"]*"></a><a href="[^"
 
 
 def source_address() -> str | None:
-    """The address of the repository, if `[project.urls]` has one."""
+    """Return the address of the repository, if `[project.urls]` has one."""
     found = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
     return found[1] if found else None
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of notebooks and kernels into the navigation, below their index."""
+    """Add the pages of notebooks and kernels to the navigation, below their index."""
     config.nav = [_with_sections(item) for item in config.nav]
     return config
 
@@ -79,7 +79,7 @@ def _by_folder(pages: list[str]) -> Iterator[Any]:
 
 
 def on_post_template(output: str, template_name: str, config: Any, **_: Any) -> str:
-    """Leave out sitemap.xml where mkdocs.yml has no site_url, and the 404.html of the theme.
+    """Remove sitemap.xml if mkdocs.yml has no site_url, and the 404.html of the theme.
 
     That one needs to know the folder of the site; docs/404.html finds it.
     """
@@ -87,7 +87,7 @@ def on_post_template(output: str, template_name: str, config: Any, **_: Any) -> 
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages outside docs/, and those of `gpt2block explain`."""
+    """Add pages of files outside docs/, and pages of `gpt2block explain`."""
     kernels, mentioned = KernelPages(), _mentions()
     for source, page in OUTSIDE.items():
         if source in KERNELS:
@@ -104,7 +104,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _mentions() -> dict[str, list[Page]]:
-    """The pages that name each file of kernels_cu, the chapters first."""
+    """Return the pages that name each file of kernels_cu, with chapters first."""
     found: dict[str, list[Page]] = {}
     chapters = sorted((ROOT / "docs" / "learn").glob("*.md"))
     for path in [*chapters, *sorted((ROOT / "docs").glob("*.md"))]:
@@ -142,14 +142,14 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     rank = next((rank for pattern, rank in SEARCH.items() if re.match(pattern, at)), {})
     page.meta.setdefault("search", rank)
     if at in KERNELS.values():
-        page.meta["hide"] = ["toc"]  # which leaves its room to lines of 120 columns
+        page.meta["hide"] = ["toc"]  # makes room for lines of 120 columns
         page.meta["title"] = at.removeprefix("kernels/").removesuffix(".md")
     page.present_anchor_ids.update(f"L{number}" for number in LINE.findall(html))
     return LINE.sub(r'<a id="L\1"></a><a href="#L\1" tabindex="-1">', html)
 
 
 def target(file: str, page: str) -> str | None:
-    """Where a link to a file of the repository leads from a page: to its page, or an address."""
+    """Return the target of a page's link to a file of the repository: its page, or an address."""
     if file.startswith("docs/"):
         file = file.removeprefix("docs/")
     elif file in OUTSIDE:
@@ -162,10 +162,10 @@ def target(file: str, page: str) -> str | None:
 
 
 def _file(link: str, source: str) -> str:
-    """The file of the repository that a link of the file `source` leads to."""
+    """Return the file of the repository that a link in the file `source` leads to."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
 
 
 def _kernel(name: str) -> str | None:
-    """The file that a name such as lib/rows.cuh means, if kernels_cu has it."""
+    """Return the file of kernels_cu with a name such as lib/rows.cuh, if there is one."""
     return f"kernels_cu/{name}" if f"kernels_cu/{name}" in KERNELS else None

@@ -3,10 +3,10 @@
     python tools/smollm2_table.py input.txt
 
 input.txt is tinyshakespeare. A row has the perplexity of its first 4,096 tokens in one window; the
-time of a greedy step for 1 and for 64 rows, that of `generate` per token after the first; the time
-of a prompt of 512 tokens until its last logits are on the host; and the tokens per second of
-`score` for 64 rows of 1,024 tokens. All times are from Python, in one
-process, the best of several turns. `transformers` runs the same weights with its default attention.
+time per greedy step for 1 and for 64 rows, measured as time of `generate` per token after the
+first; the time of a prompt of 512 tokens until its last logits are on the host; and the tokens per
+second of `score` for 64 rows of 1,024 tokens. All times are measured in one Python process; the
+best of several turns counts. `transformers` runs the same weights with its default attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config.formats import DTYPES, FILE
 from gpt2block.tokenizers import tokenizer
 
-WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens; rows that are computed together
+WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens (three times); rows computed together
 NEW, TURNS = 64, 3
 Row = tuple[str, float, float, float, float, float]
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def best(call: Callable[[], Any]) -> float:
-    """The least seconds of several calls, after one that does not count."""
+    """Return the minimum seconds of several calls, after a warm-up call."""
     times = []
     for _ in range(1 + TURNS):
         begun = time.perf_counter()
@@ -64,12 +64,12 @@ def best(call: Callable[[], Any]) -> float:
 
 
 def step(generate: Callable[[int], Any]) -> float:
-    """Seconds of a step: of NEW + 1 tokens, less those of one, per token."""
+    """Return seconds per step: time of NEW + 1 tokens minus time of one token, per token."""
     return (best(lambda: generate(NEW + 1)) - best(lambda: generate(1))) / NEW
 
 
 def ours(ids: Any) -> Iterator[Row]:
-    """A row for each dtype of weights, and one with an FP8 kv_cache."""
+    """Yield a row for each dtype of weights, and one with an FP8 kv_cache."""
     rows = [row.tolist() for row in ids.reshape(-1, ROW)]
     starts = [row[:16] for row in rows]
     for dtype, kv_dtype in (
@@ -94,7 +94,7 @@ def ours(ids: Any) -> Iterator[Row]:
 
 
 def theirs(folder: Path, ids: Any) -> Iterator[Row]:
-    """A row for each dtype of `transformers`."""
+    """Yield a row for each dtype of `transformers`."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

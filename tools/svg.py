@@ -1,4 +1,4 @@
-"""A few shapes of SVG, for the pictures in docs/. Their text is the same on every machine."""
+"""Simple SVG shapes for the pictures in docs/. The generated text is the same on all machines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from html import escape
 INK, GREY, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN = "#1f5fbf", "#c2570c", "#2f7d4f"
 PALE = {BLUE: "#dbe7fa", ORANGE: "#fce4d1", GREEN: "#d8efe0", GREY: "#eef1f4"}
-SIZE = 15  # of text, in units of a picture 800 wide
+SIZE = 15  # size of text, in units of a picture 800 wide
 
 
 class Picture:
-    """A picture 800 wide on a white ground, which is readable on light and dark pages alike."""
+    """A picture 800 wide on a white background, readable on light and dark pages."""
 
     def __init__(self, title: str, height: float, about: str) -> None:
         self.height = height
@@ -44,12 +44,12 @@ class Picture:
         self, x: float, y: float, width: float, height: float, text: str, edge: str = GREY,
         *, fill: str | None = None, color: str = INK, mono: bool = False,
     ) -> None:  # fmt: skip
-        """A box with a text in the middle. fill: by default the pale color of its edge."""
+        """Draw a box with a text in the middle. fill: by default the pale color of its edge."""
         self.box(x, y, width, height, PALE[edge] if fill is None else fill, edge)
         self.text(x + width / 2, y + height / 2 + 5, text, at="middle", color=color, mono=mono)
 
     def lines(self, x: float, y: float, *texts: str, step: float = 20, color: str = INK) -> None:
-        """Texts below each other, the first one at y."""
+        """Draw texts below each other, the first one at y."""
         for i, text in enumerate(texts):
             self.text(x, y + step * i, text, color=color)
 

@@ -14,7 +14,7 @@ To = tuple[str, ...]
 RowNorms = Callable[[str, str], NDArray[Any]]
 
 
-class Files(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """How the files of `transformers` have an architecture's tensors.
 
     prefix: before all names except lm_head's. block: what stands for "h.", followed by the number
@@ -38,9 +38,9 @@ class Architecture(Protocol):
 
     CONFIG: type[ModelConfig]
     NAMES: Mapping[str, tuple[str, str]]
-    FILES: Files
+    FILES: CheckpointLayout
     GGUF: str  # general.architecture of its GGUF files; "" if there are none
-    TURNED: bool  # whether these have rows of q and k in the order of Meta's RoPE
+    GGUF_ROPE_INTERLEAVED: bool  # whether these have rows of q and k in the order of Meta's RoPE
 
     NORM: str  # the name of its norms, for messages
     QKV: str  # the step whose rows are [Q | K | V] as attention reads them

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from gpt2block.architectures import llama, qwen3
-from gpt2block.architectures.architecture import Files, RowNorms, To, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.checks import FLOATS, check_choice, check_count, check_number
 from gpt2block.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.config.llama import LlamaConfig, WindowedConfig, all_but_every, check_layers
@@ -163,8 +163,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma2": ("pre_feedforward_layernorm", "ffn_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: Files = llama.FILES
-GGUF, TURNED = "gemma3", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 

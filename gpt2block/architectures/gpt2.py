@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.config import GPT2Config, ModelConfig
 
 CONFIG: type[ModelConfig] = GPT2Config
@@ -28,8 +28,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "lm_head": ("lm_head", "output"),
 }
 # Older files have masks.
-FILES = Files("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
-GGUF, TURNED = "gpt2", False
+FILES = CheckpointLayout("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
+GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64,)  # channels of a head of a prefill on tensor cores

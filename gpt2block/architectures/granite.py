@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, RowNorms, To, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.checks import check_number
 from gpt2block.config import ModelConfig, Scales
 from gpt2block.config.llama import LlamaConfig
@@ -62,8 +62,8 @@ class GraniteConfig(LlamaConfig):
 
 CONFIG: type[ModelConfig] = GraniteConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: Files = llama.FILES
-GGUF, TURNED = "granite", True
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "granite", True
 
 attention, feed_forward = llama.attention, llama.feed_forward
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig
 
@@ -33,8 +33,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "lm_head": ("lm_head", "output"),
 }
 # Older files have frequencies, of the model or of each layer.
-FILES = Files("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
-GGUF, TURNED = "llama", True
+FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
+GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # channels of a head of a prefill on tensor cores

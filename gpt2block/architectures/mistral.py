@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files
+from gpt2block.architectures.architecture import CheckpointLayout
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import WindowedConfig
 
@@ -33,8 +33,8 @@ class MistralConfig(WindowedConfig):
 
 CONFIG: type[ModelConfig] = MistralConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: Files = llama.FILES
-GGUF, TURNED = llama.GGUF, llama.TURNED
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = llama.GGUF, llama.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants

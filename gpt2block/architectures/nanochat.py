@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, RowNorms, To, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.checks import check_number
 from gpt2block.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.config.llama import LlamaConfig
@@ -93,8 +93,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_fc": ("mlp.fc1", "ffn_up"),
     "w_proj": ("mlp.fc2", "ffn_down"),
 }
-FILES: Files = llama.FILES
-GGUF, TURNED = "", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
 DIVIDED: tuple[str, ...] = ()  # a square is not linear
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.config import ModelConfig, Shapes
 from gpt2block.config.llama import LlamaConfig
 
@@ -45,8 +45,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_attn": ("post_attention_layernorm", "post_attention_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: Files = llama.FILES
-GGUF, TURNED = "olmo2", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files
+from gpt2block.architectures.architecture import CheckpointLayout
 from gpt2block.checks import check_integer, check_number
 from gpt2block.config import ALL_LIMITS, ModelConfig, agreed
 from gpt2block.config.llama import WindowedConfig, rope_objects
@@ -96,8 +96,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_gate b_gate": ("mlp.gate_up_proj", "ffn_up"),
     "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # its rows follow those of gate
 }
-FILES: Files = llama.FILES
-GGUF, TURNED = "phi3", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files
+from gpt2block.architectures.architecture import CheckpointLayout
 from gpt2block.config import ModelConfig, Shapes
 from gpt2block.config.llama import LlamaConfig
 
@@ -44,8 +44,8 @@ class Qwen2Config(QwenConfig):
 
 CONFIG: type[ModelConfig] = Qwen2Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: Files = llama.FILES
-GGUF, TURNED = "qwen2", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 
 # The block is Llama's: where a matrix has biases, its product adds them.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final

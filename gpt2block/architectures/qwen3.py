@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, RowNorms, Value
+from gpt2block.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.architectures.qwen2 import QwenConfig
 from gpt2block.config import ModelConfig, Shapes
 
@@ -40,8 +40,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_q": ("self_attn.q_norm", "attn_q_norm"),
     "gamma_k": ("self_attn.k_norm", "attn_k_norm"),
 }
-FILES: Files = llama.FILES
-GGUF, TURNED = "qwen3", False
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

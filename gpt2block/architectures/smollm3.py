@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpt2block.architectures import llama
-from gpt2block.architectures.architecture import Files, Value
+from gpt2block.architectures.architecture import CheckpointLayout, Value
 from gpt2block.checks import check_count
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, all_but_every, check_layers
@@ -75,8 +75,8 @@ class SmolLM3Config(LlamaConfig):
 
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: Files = llama.FILES
-GGUF, TURNED = "smollm3", True  # files of which have no key for the layers
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # files of which have no key for the layers
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -13,7 +13,7 @@ from gpt2block.architectures import architecture_of
 from gpt2block.architectures.architecture import To, Value
 from gpt2block.config import ModelConfig
 from gpt2block.ops.attention import SIXTEEN_BITS
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Product, forward
 from gpt2block.passes.machine import Machine
@@ -63,7 +63,7 @@ class StagedPass(DecodePass):
     rows [Q | K | V].
     """
 
-    def __init__(self, do: Machine, settings: Settings, fusions: Collection[str]) -> None:
+    def __init__(self, do: Machine, settings: PassSettings, fusions: Collection[str]) -> None:
         super().__init__(do, settings, norms="norms" in fusions)
         self.adds, self.gates = "adds" in fusions, "gates" in fusions
         self.into_cache = "into_cache" in fusions

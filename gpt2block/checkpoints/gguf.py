@@ -79,7 +79,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
     """In what a tensor of a file differs from the model's: `heads` and `added` of `Encoded`."""
     heads = 0
-    if architecture_of(config).TURNED:
+    if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
         heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
     return heads, config.ADDED_TO_NORMS * name.endswith("_norm.weight")

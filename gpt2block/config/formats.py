@@ -28,7 +28,7 @@ def own_cache_dtype(dtype: str) -> str:
     return CACHE_WITH_FP8 if dtype in (*FP8, FILE, GGUF) else dtype
 
 
-def told(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
+def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
     """A field that is an option of the command line, too, with this help; its values are dtypes."""
     return field(default=default, metadata={"help": text, "values": values})
 
@@ -43,14 +43,14 @@ class FormatOptions:
     weights may be infinite or NaN. Raises InputError.
     """
 
-    dtype: str | None = told(
+    dtype: str | None = dtype_option(
         None,
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
         "the blocks of a GGUF file as they are, with activations of float16. By default file for "
         "a GGUF file with such blocks on a GPU, and float32 otherwise.",
         (*DTYPES, FILE),
     )
-    kv_dtype: str | None = told(
+    kv_dtype: str | None = dtype_option(
         None,
         "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; "
         "by default that of the weights, float16 with FP8 and file.",

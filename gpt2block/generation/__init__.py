@@ -1,1 +1,1 @@
-"""Texts that a model continues or scores: rows, batches, their order."""
+"""Text generation and scoring: rows, batches and their scheduling."""

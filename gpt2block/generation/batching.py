@@ -1,4 +1,4 @@
-"""Continuous batching: rows that come and go in the slots of a decoding."""
+"""Continuous batching: rows start and end independently in the slots of a decoding."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import bytes_of_ids
 
 NO_SLOTS = np.empty(0, np.int32)
-FIRST_TOKENS = 4  # of rows that run before any is submitted
-TURN = 16  # steps in which each slot gives its tokens once, where nobody reads each
+FIRST_TOKENS = 4  # tokens of each row that `start_up` runs
+TURN = 16  # steps between two transfers of a slot's tokens, unless each token is read
 
 
 class Batch:
-    """Generates the tokens of rows, each with its own prompt, sampling and end.
+    """Generate tokens of rows, each with its own prompt, sampling parameters and end conditions.
 
-    `step` computes the next tokens of all rows that run; `submit` adds rows at any time, and
-    `cancel` ends them. The tokens of a row do not depend on the others. An exception in the engine
-    leaves a batch that must not be used again.
+    `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
+    `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
+    engine, the batch must not be used again.
 
-    A row does not compute the tokens at its beginning again that a slot has computed as those of a
-    prompt of the same client, where that changes no bit (`ModelEngine.continues_exactly`): it gets
-    the slot that has them, or a copy of their keys and values.
+    A row reuses the first tokens of an earlier prompt of the same client, if this changes no bit of
+    the result (`ModelEngine.continues_exactly`): it gets the slot that holds their keys and values,
+    or a copy of these keys and values.
 
-    slots, n_ctx, fewer, speculate: as for ModelEngine.decode; no prompt and its new tokens, without
-    the last one, may be longer than n_ctx. reuse: also tokens that a slot's last row drew, and with
-    every engine. Other kernels may have computed their keys and values, so that last bits depend on
-    that row. tokens_at_once: of prompts before a step, as for PieceScheduler, in pieces of PIECE if
-    the engine divides prompts.
+    slots, n_ctx, fewer, speculate: as in ModelEngine.decode; a prompt plus its new tokens, except
+    the last one, must fit in n_ctx. reuse: whether rows also reuse tokens that an earlier row
+    sampled, with every engine. Other kernels may have computed their keys and values, so the last
+    bits can depend on the earlier row. tokens_at_once: prompt tokens before a step, as in
+    PieceScheduler, in pieces of PIECE if the engine divides prompts.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # by slot, of rows whose prompts are not complete
+        self._starts: dict[int, Start] = {}  # starts of rows with incomplete prompts, by slot
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # by slot: that wait for what another one computes
-        self._copies: list[tuple[int, int, int]] = []  # of keys and values, before the next prompts
-        self._started: dict[int, Start] = {}  # by slot, where what it draws is reused
-        self.begun: list[Row] = []  # that had their first token in the last step
-        self._deadlines: list[tuple[float, int, Row]] = []  # a heap; the number is unique
+        self._following: dict[int, Row] = {}  # rows by slot that wait for another row's prompt
+        self._copies: list[tuple[int, int, int]] = []  # pending copies: source, target, tokens
+        self._started: dict[int, Start] = {}  # starts by slot, if sampled tokens are reused
+        self.begun: list[Row] = []  # rows whose first token was computed in the last step
+        self._deadlines: list[tuple[float, int, Row]] = []  # heap of (deadline, unique number, row)
         self._numbers, self._steps = count(), count()
 
     @cached_property
     def _new(self) -> _NewTokens:
-        """Made while the engine computes the first prompts."""
+        """Buffers of new tokens, allocated while the engine computes the first prompts."""
         return _NewTokens(self.slots, self.n_ctx, self._vocab_size)
 
     @property
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def reuses(self) -> bool:
-        """Whether rows may begin with tokens that others have computed."""
+        """Whether rows may reuse tokens that other rows have computed."""
         return self._prefixes is not None
 
     @property
@@ -96,16 +96,16 @@ class Batch:
 
     @property
     def latest(self) -> Ids:
-        """The slots of the tokens that the last step computed."""
+        """The slots whose tokens the last step computed."""
         return self._new.latest
 
     @property
     def firsts(self) -> NDArray[np.bool_]:
-        """Whether each token of the last step that computed any is the first one of its slot."""
+        """Mask of the tokens in `latest` that are the first token of their slot's row."""
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
-        """As `Decoding.start_up`, before the first row is submitted; then a few rows run."""
+        """Run `Decoding.start_up` and a few rows. Call it before the first row is submitted."""
         total = 0
         for done, total in self._decoding.start_up(self._continues):
             yield done, total
@@ -124,10 +124,10 @@ class Batch:
                 self._prefixes.clear()
 
     def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
-        """Add rows, which start when slots are free, in this order, in turn with other clients'.
+        """Queue rows. They start in this order as slots become free, in turn with other clients.
 
-        deadline: a time of `time.monotonic`; the first step after it ends those that still run or
-        wait.
+        deadline: a time of `time.monotonic`. The first step after the deadline ends rows that still
+        run or wait.
         """
         self._scheduler.add(rows, client)
         if deadline is not None:
@@ -135,12 +135,13 @@ class Batch:
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
 
     def step(self, each_token: bool = True) -> list[Row]:
-        """Compute a token of all rows that run, after parts of prompts for which there are slots.
+        """Compute pieces of prompts, then a token of each running row.
 
-        Returns rows that took new tokens, each with all that it has in the batch: those that may
-        have ended and, with each_token, those that are not `held`; without it, those whose turn it
-        is, one in TURN, so that few tokens are left to take when all rows end. Rows whose deadline
-        has passed are returned alone. Raises RuntimeError when no row runs or waits.
+        Returns the rows that received their new tokens. A row receives all its new tokens at once:
+        if it may have ended, and with each_token in every step unless it is `held`. Without
+        each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain when
+        all rows end. If deadlines have passed, only their rows are returned. Raises RuntimeError if
+        no row runs or waits.
         """
         self.begun = []
         if late := self._late():
@@ -151,7 +152,7 @@ class Batch:
         self._compute_prompts()
         self._new.latest = NO_SLOTS
         if self._pieces and not self._new.left.any():
-            return []  # no prompt is complete
+            return []  # no row has a complete prompt
         self._new.add(self._decoding.next())
         rows_of, taken = self._scheduler.rows_of, self._new.ending
         self.begun = rows_of(self.latest[self.firsts].tolist())
@@ -159,11 +160,11 @@ class Batch:
             taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
-        found, stopped = [], []
+        updated, stopped = [], []
         for slot in self.latest[taken].tolist():
             row = self._scheduler.row_of(slot)
             row.add(*self._new.take(slot))
-            found.append(row)
+            updated.append(row)
             if row.finish_reason:
                 if self._new.left[slot]:
                     stopped.append(slot)
@@ -172,12 +173,12 @@ class Batch:
                 self._release(slot, row, again=True)
         if stopped:
             self._decoding.stop(np.array(stopped, np.int32))
-        return found
+        return updated
 
     def _late(self) -> list[Row]:
-        """Rows that run or wait after their deadline.
+        """Remove and return the rows whose deadlines have passed before they ended.
 
-        Forgets rows that have ended, up to the first one that has not.
+        Entries of rows that have already ended are removed, too, if they precede all others.
         """
         late, now = [], monotonic()
         while self._deadlines:
@@ -192,7 +193,7 @@ class Batch:
     def cancel(
         self, rows: Sequence[Row], reason: Literal["cancelled", "deadline"] = "cancelled"
     ) -> None:
-        """End rows that run or wait; those that have ended stay as they are."""
+        """End rows that run or wait. Rows that have already ended are unchanged."""
         for row in rows:
             if row.finish_reason:
                 continue
@@ -230,7 +231,7 @@ class Batch:
             self._decoding.extend(more)
         if complete:
             self._decoding.start(complete)
-        for start in complete:  # while the engine computes
+        for start in complete:  # overlaps the computation of the engine
             row = self._scheduler.row_of(start.slot)
             self._new.begin(start, row)
             if self._prefixes is not None:
@@ -239,11 +240,11 @@ class Batch:
                 self._started[start.slot] = start
 
     def _place(self) -> None:
-        """Give slots to rows, and add their prompts to those that are to be computed.
+        """Assign rows to slots and queue their prompts.
 
-        Rows wait while another one computes what they begin with, if that is much in all.
+        Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # by the slot that computes for others
+        gains: dict[int, int] = {}  # tokens that waiting saves in total, by the computing slot
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -263,14 +264,17 @@ class Batch:
             self._copies.clear()
 
     def _leader(self, slot: int, row: Row) -> tuple[int, int]:
-        """The slot that will have most of a prompt's tokens, and how many it does not have yet."""
+        """Return the slot that will hold the longest prefix of a prompt, and its missing tokens.
+
+        The number counts tokens of the prefix that no slot has computed yet.
+        """
         if self._prefixes is None:
             return NOTHING
         done, coming = self._prefixes.longest(row, row.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
 
     def _start(self, slot: int, row: Row) -> None:
-        """Let a row compute its prompt, without the tokens that slots have computed."""
+        """Queue the prompt of a row, without the first tokens that a slot has already computed."""
         start = row.start(slot)
         if self._prefixes is not None:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
@@ -286,13 +290,14 @@ class Batch:
         self._scheduler.release(slot, again)
         if self._prefixes is not None and self._reuse:
             start = self._started.pop(slot)
-            drawn = np.array(row.tokens[start.drawn : -1], np.int32)  # not the last one
+            # The keys and values of the last token have not been computed.
+            drawn = np.array(row.tokens[start.drawn : -1], np.int32)
             ids = np.concatenate([start.ids, drawn])
             self._prefixes.hold(slot, row, ids, len(ids))
 
 
 class _Endings:
-    """Tokens that may end a row: stop ids, and those with the last byte of a stop string.
+    """Tokens that may end a row: stop ids, and tokens that contain the last byte of a stop string.
 
     The bytes of a token are looked up when it is sampled for the first time.
     """
@@ -300,7 +305,7 @@ class _Endings:
     def __init__(self, ends: Ends, vocab_size: int) -> None:
         self._encoding = ends.encoding
         self._bytes = {string.encode()[-1] for string in ends.stop}
-        if any(string[-1] == "\ufffd" for string in ends.stop):  # the end of any invalid bytes
+        if any(string[-1] == "\ufffd" for string in ends.stop):  # any byte may decode to U+FFFD
             self._bytes = set(range(256))
         self._may_end = np.zeros(vocab_size, bool)
         self._known = np.full(vocab_size, not ends.stop)
@@ -308,7 +313,7 @@ class _Endings:
         self._may_end[stop_ids] = self._known[stop_ids] = True
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
-        """Whether each of these tokens may end its row."""
+        """Return a mask of the tokens that may end their rows."""
         for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
             data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
             self._may_end[token] = not self._bytes.isdisjoint(data)
@@ -317,26 +322,26 @@ class _Endings:
 
 
 class _NewTokens:
-    """The tokens of the slots that rows have not taken yet, in arrays."""
+    """Buffers of sampled tokens of each slot that rows have not received yet."""
 
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
         self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
         self._vocab_size = vocab_size
-        self._alternatives = np.zeros(slots, np.int64)  # that each slot reports
-        self._top: dict[int, list[Tops]] = {}  # of slots that report any
-        self._endings: dict[Any, _Endings] = {}  # of the rows in slots, by what determines them
-        self._of_slot: list[Any] = [None] * slots  # its key there
+        self._alternatives = np.zeros(slots, np.int64)  # alternatives that each slot reports
+        self._top: dict[int, list[Tops]] = {}  # alternatives of each token, by slot
+        self._endings: dict[Any, _Endings] = {}  # endings of the rows, by their end conditions
+        self._of_slot: list[Any] = [None] * slots  # key in _endings of each slot
         self._begun = np.zeros(slots, bool)
-        self._count = np.zeros(slots, np.int64)  # tokens in the arrays
+        self._count = np.zeros(slots, np.int64)  # buffered tokens of each slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)
-        self._guesses = False  # whether the engine does
+        self._guesses = False  # whether the engine guesses tokens
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 
     def begin(self, start: Start, row: Row) -> None:
-        """Expect tokens of a slot."""
+        """Prepare the buffers of a slot for the tokens of a row."""
         ends = row.ends
         self.left[start.slot] = start.steps
         self._begun[start.slot] = False
@@ -345,20 +350,20 @@ class _NewTokens:
         self._of_slot[start.slot] = key
         if key not in self._endings:
             used = set(self._of_slot)
-            self._endings = {each: found for each, found in self._endings.items() if each in used}
+            self._endings = {key: value for key, value in self._endings.items() if key in used}
             self._endings[key] = _Endings(ends, self._vocab_size)
 
     def add(self, sampled: Sampled) -> None:
-        """Store a token of each of some slots."""
+        """Store one sampled token for each slot of `sampled`."""
         slots, tokens, logprobs, top, guessed = sampled
         if top is not None:
             self._add_top(slots, top)
-        at = self._count[slots]
-        self._tokens[slots, at] = tokens
-        self._logprobs[slots, at] = logprobs
+        index = self._count[slots]
+        self._tokens[slots, index] = tokens
+        self._logprobs[slots, index] = logprobs
         if guessed is not None:
-            self._guessed[slots, at], self._guesses = guessed, True
-        self._count[slots] = at + 1
+            self._guessed[slots, index], self._guesses = guessed, True
+        self._count[slots] = index + 1
         self.left[slots] -= 1
         wrong = (tokens < 0) | np.isnan(logprobs)
         self.latest, self.firsts = slots, ~self._begun[slots]
@@ -375,15 +380,15 @@ class _NewTokens:
         if len(self._endings) == 1:
             (endings,) = self._endings.values()
             return endings.of(tokens)
-        found = np.zeros(len(slots), bool)
+        may_end = np.zeros(len(slots), bool)
         keys = [self._of_slot[slot] for slot in slots.tolist()]
         for key in set(keys):
             same = np.array([each == key for each in keys])
-            found[same] = self._endings[key].of(tokens[same])
-        return found
+            may_end[same] = self._endings[key].of(tokens[same])
+        return may_end
 
     def take(self, slot: int) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """Remove and return what `Row.add` takes of a slot."""
+        """Remove the buffered tokens of a slot and return them as arguments of `Row.add`."""
         count, self._count[slot] = self._count[slot], 0
         both = self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
         guessed = self._guessed[slot, :count].tolist() if self._guesses else [False] * len(both[0])

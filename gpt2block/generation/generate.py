@@ -1,6 +1,6 @@
-"""Text generation: stop strings, streaming, several samples, and texts beyond the context.
+"""Text generation: stop strings, streaming, several samples, and texts longer than the context.
 
-An engine computes and samples the tokens; this module turns them into text. The text of a row does
+An engine computes and samples the tokens; this module decodes them to text. The text of a row does
 not depend on the other rows of its batch.
 """
 
@@ -25,16 +25,16 @@ from gpt2block.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-MOST_ROWS = 2**20  # prompts times samples of a call
+MOST_ROWS = 2**20  # prompts times samples per call at most
 
 
 def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
-    Returns a Generation for one prompt and a list for a list; with `samples` above 1 a list of
+    Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of
     Generations for each prompt. If prompts are ids, the encoding may be None; the text is then
-    empty. With a Lookup, nothing is searched for ids until their text is read. An empty prompt
-    starts from <|endoftext|> if the tokenizer has it.
+    empty. With a Lookup and ids, the tokenizer is loaded only when a text is read. An empty prompt
+    starts from <|endoftext|> if the tokenizer has this token.
 
     overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
     context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
@@ -42,10 +42,10 @@ def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Op
     """
     run = Run(engine, encoding, prompts, options)
     run.finish()
-    written, samples = [row.result() for row in run.rows], options.samples
+    results, samples = [row.result() for row in run.rows], options.samples
     if samples == 1:
-        return written[0] if run.single else written
-    groups = [written[first : first + samples] for first in range(0, len(written), samples)]
+        return results[0] if run.single else results
+    groups = [results[first : first + samples] for first in range(0, len(results), samples)]
     return groups[0] if run.single else groups
 
 
@@ -54,9 +54,10 @@ def stream(
 ) -> Generator[str, None, Generation]:
     """Yield the text of `generate` for one prompt in pieces.
 
-    Pieces hold whole characters and no part of a stop string; joined, they are the text. Without a
-    tokenizer, or with a Lookup that has none at hand for ids, there are none. The generator returns
-    the Generation. Raises as `generate` does; wrong arguments raise at the call.
+    Pieces hold whole characters and no part of a stop string; joined, the pieces are the text.
+    There are no pieces without a tokenizer, or if the prompt is ids and the Lookup has no local
+    tokenizer. The generator returns the Generation. Raises the errors of `generate`; wrong
+    arguments raise at the call.
     """
     run = Run(engine, of_inputs(encoding, prompt), prompt, options)
     if not run.single:
@@ -75,16 +76,16 @@ def _pieces(run: Run) -> Generator[str, None, Generation]:
 
 
 class Run:
-    """The rows of one call: one for each sample of each prompt.
+    """The rows of one call: one row for each sample of each prompt.
 
-    Iterating generates the tokens, and yields the row of each new token until all rows have ended.
-    batch: an empty one to run in, in place of its own.
+    Iteration generates the tokens, and yields the row of each new token until all rows have ended.
+    batch: an idle Batch to run in; None: a new one.
     """
 
     def __init__(
         self, engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options
     ) -> None:
-        reader = encoding  # which may wait until a text is read
+        reader = encoding  # a Lookup may load the tokenizer later, when a text is read
         encoding = of_inputs(reader, prompts)
         if encoding is None and options.stop:
             encoding = of_outputs(reader)
@@ -96,7 +97,7 @@ class Run:
         config, V = engine.config, engine.config.vocab_size
         ends = _ends(options, config, encoding)
         sampling, samples = options.sampling, options.samples
-        if sampling.min_new_tokens:  # draws none of the stop tokens before
+        if sampling.min_new_tokens:  # exclude stop tokens from sampling until then
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, options.rows_at_once
@@ -105,7 +106,7 @@ class Run:
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         if samples > 1:
-            replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
+            replace(sampling, sample=sampling.sample + samples - 1)  # raises for a too large sample
         starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
@@ -123,18 +124,21 @@ class Run:
 
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
-        self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # that a slot needs
+        self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # positions per slot
 
     def __iter__(self) -> Generator[Row, None, None]:
         return self._generate(each_token=True)
 
     def finish(self) -> None:
-        """Generate all tokens; faster than iterating, as rows take many tokens at a time."""
+        """Generate all tokens. Faster than iteration, because rows take many tokens at a time."""
         for _ in self._generate(each_token=False):
             pass
 
     def _generate(self, each_token: bool) -> Generator[Row, None, None]:
-        """Generate all tokens, and yield rows after they took new tokens: one each, or several."""
+        """Generate all tokens. Yield a row whenever it has taken new tokens.
+
+        each_token: whether rows take each token at once, instead of several at a time.
+        """
         batch = self._own_batch() if self.batch is None else self.batch
         batch.submit(self.rows)
         try:
@@ -196,14 +200,14 @@ def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> E
     if options.stop_ids is None:
         ids = tokenizer.end_tokens(config, encoding)
     else:
-        given = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
-        ids = frozenset(given.tolist())
+        stop_ids = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
+        ids = frozenset(stop_ids.tolist())
     truncate = options.overflow == "truncate"
     return Ends(options.max_new_tokens, config.n_ctx, truncate, options.stop, ids, encoding)
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:
-    """The last n_ctx of `ids`, or <|endoftext|> for an empty prompt."""
+    """Return the last n_ctx of `ids`, or <|endoftext|> for an empty prompt. Raises InputError."""
     if not len(ids):
         if end is None:
             raise InputError(

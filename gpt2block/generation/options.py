@@ -1,4 +1,4 @@
-"""The options of a generation: the keywords of `GPT2.generate`, and one object of their values."""
+"""The options of text generation: keywords of `GPT2.generate`, and an object of checked values."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class GenerateOptions(StreamOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a call generates: the values of the keywords of `GPT2.generate`, checked.
+    """Checked values of the keywords of `GPT2.generate`.
 
-    `of` makes them of the keywords. Raises InputError for wrong values.
+    `of` creates Options from keywords. Raises InputError for wrong values.
     """
 
     max_new_tokens: int = option(200, "Largest number of new tokens.")
@@ -71,7 +71,7 @@ class Options:
     )
     top_logprobs: int = option(
         0,
-        "For each token, report so many of the most likely ones, up to 20, in "
+        "Report this many of the most likely tokens at each position, up to 20, in "
         "Generation.top_logprobs.",
     )
     samples: int = option(
@@ -84,15 +84,15 @@ class Options:
     )
     rows_at_once: int | None = option(
         None,
-        "Continuations computed together; results do not depend on it.",
-        more="The next one starts when one has ended. None: up to 512 on a GPU, as half of its "
-        "free memory allows.",
+        "Continuations computed at the same time; results do not depend on it.",
+        more="The next continuation starts when one has ended. None: up to 512 on a GPU, limited "
+        "by half of its free memory.",
     )
     speculate: bool = option(
         False,
         "On a GPU, guess the next tokens from the text so far, and compute them together.",
         more="The tokens and their log-probabilities stay the same to the last bit. A text that "
-        "repeats what is in its prompt takes fewer steps; other texts are not guessed for long.",
+        "repeats parts of its prompt takes fewer steps; for other texts, guessing soon stops.",
     )
 
     def __post_init__(self) -> None:
@@ -120,21 +120,21 @@ class Options:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], caller: str = "GPT2.generate") -> Options:
-        """The options that keywords give. caller: that an error about an unknown one names."""
+        """Return the Options for keywords. caller: function named in errors of unknown keywords."""
         if unknown := [name for name in keywords if name not in KEYWORDS]:
             raise unknown_option(caller, unknown[0], KEYWORDS)
-        drawn = {name: keywords[name] for name in SAMPLING_OPTIONS if name in keywords}
-        own = {name: value for name, value in keywords.items() if name not in drawn}
-        sampling = own.pop("sampling", None)
+        fields = {name: keywords[name] for name in SAMPLING_OPTIONS if name in keywords}
+        others = {name: value for name, value in keywords.items() if name not in fields}
+        sampling = others.pop("sampling", None)
         if sampling is None:
-            seed = drawn.pop("seed", None)
-            sampling = Sampling(**drawn, seed=0 if seed is None else seed)
-            return cls(**own, seed=seed, sampling=sampling)
-        if drawn:
-            raise InputError(f"sampling: holds {next(iter(drawn))} already: give one of the two")
+            seed = fields.pop("seed", None)
+            sampling = Sampling(**fields, seed=0 if seed is None else seed)
+            return cls(**others, seed=seed, sampling=sampling)
+        if fields:
+            raise InputError(f"sampling: already has {next(iter(fields))}: pass only one of them")
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
-        return cls(**own, seed=sampling.seed, sampling=sampling)
+        return cls(**others, seed=sampling.seed, sampling=sampling)
 
 
 def _strings(stop: Any) -> tuple[str, ...]:
@@ -147,22 +147,22 @@ def _strings(stop: Any) -> tuple[str, ...]:
 
 
 def _keywords() -> dict[str, Field[Any]]:
-    """The keywords of `generate` in the order of its documentation."""
-    drawn, found = options_of(Sampling), dict[str, Field[Any]]()
+    """Return the keywords of `generate` in the order of its documentation."""
+    sampling, keywords = options_of(Sampling), dict[str, Field[Any]]()
     for name, each in options_of(Options).items():
         if name == "sampling":
-            found |= {name: drawn[name] for name in SAMPLING_OPTIONS}
-        found[name] = each  # the seed of Options in the place of that of a Sampling
-    return found
+            keywords |= {name: sampling[name] for name in SAMPLING_OPTIONS}
+        keywords[name] = each  # the seed of Options replaces the seed of Sampling
+    return keywords
 
 
 KEYWORDS = _keywords()
 
 
 def with_keywords(*without: str) -> Callable[[Function], Function]:
-    """Decorator: `**options` are the keywords of `generate`, which signature and help then show.
+    """Decorator that adds the keywords of `generate` to signature and help of a function.
 
-    without: those that the function does not take.
+    The function takes them as `**options`. without: keywords that it does not take.
     """
     types = {**GenerateOptions.__annotations__, "samples": "int"}
 

@@ -1,4 +1,4 @@
-"""One continuation while it is generated: its tokens, its text, and what ends it."""
+"""One continuation during its generation: its tokens, its text and its end conditions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
-SHOWN_TEXT = 200  # characters of a text in `repr`
-Tops = tuple[tuple[int, float], ...]  # the most likely tokens at a position, and log-probabilities
+SHOWN_TEXT = 200  # characters of a text in `repr` at most
+Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
     Argument("dtype", "float32"),
@@ -31,15 +31,15 @@ BAD_WEIGHTS = (
 class Generation(ReadLater):
     """One continuation of a prompt.
 
-    text: ends before the stop string or stop token; decoded when it is read, and "" without a
+    text: the text before the stop string or stop token; decoded when it is read, "" without a
         tokenizer.
-    tokens: all sampled tokens, including those of the stop.
-    logprobs: log-probabilities of the tokens under the model's own logits, before penalty,
-        temperature and filters.
+    tokens: all sampled tokens, including the stop token or the tokens of the stop string.
+    logprobs: log-probabilities of the tokens under the unmodified logits of the model, before
+        penalties, temperature and filters.
     finish_reason: "length" after max_new_tokens, "stop" after a stop string or stop token,
         "context" when the context has no position left.
-    seed: the seed of the draw; the same seed and options give the same text.
-    top_logprobs: at the position of each token, the most likely tokens and their log-probabilities,
+    seed: seed of the random numbers; the same seed and options give the same text.
+    top_logprobs: the most likely tokens at the position of each token and their log-probabilities,
         in descending order, if requested; else empty.
     """
 
@@ -66,7 +66,7 @@ class Generation(ReadLater):
 
 @dataclass(frozen=True)
 class Ends:
-    """The conditions that end a row. encoding: for stop strings; None without any."""
+    """Conditions that end a row. encoding: tokenizer for stop strings; None if there are none."""
 
     max_new_tokens: int
     n_ctx: int
@@ -77,11 +77,11 @@ class Ends:
 
 
 class Row:
-    """One continuation while it is generated.
+    """One continuation during its generation.
 
-    Its tokens are decoded when the text is read, or at once where stop strings may end it.
-    finish_reason: None until it ends; "error" if its logits were NaN or infinite, which `error`
-    says; "cancelled", or "deadline" if it has not ended by then.
+    Tokens are decoded when the text is read, or immediately if there are stop strings.
+    finish_reason: None until the row ends; a FinishReason; "error" if its logits were NaN or
+    infinite, with the InputError in `error`; "cancelled"; or "deadline" if its time ran out.
     """
 
     def __init__(
@@ -92,32 +92,32 @@ class Row:
         ends: Ends,
         alternatives: int = 0,
     ) -> None:
-        """alternatives: the number of most likely tokens in `tops`, at the place of each token."""
+        """alternatives: number of most likely tokens in `tops` for each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
         self.alternatives = alternatives
-        self.most = len(prompt) + ends.max_new_tokens  # tokens that it may have
+        self.most = len(prompt) + ends.max_new_tokens  # tokens of the row at most
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
-        self.guessed: list[bool] = []  # as in Sampled
+        self.guessed: list[bool] = []  # whether each token had been guessed
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
-        self.reused = 0  # tokens at the beginning of the prompt that were not computed again
-        self.client = ""  # with whose other rows it takes turns
-        self.held = False  # whether a batch that gives each token keeps those that cannot end it
+        self.reused = 0  # first tokens of the prompt whose keys and values were reused
+        self.client = ""  # owner of the row: prompts are reused only for the same client
+        self.held = False  # whether Batch.step keeps tokens until one may end the row
         self._encoding = encoding
         self._at_end_token = self._closed = False
-        self._decoded = 0  # tokens
+        self._decoded = 0  # number of decoded tokens
         self._pieces: list[str] = []
         self._taken = self._tokens_taken = 0
 
     @cached_property
     def _text(self) -> Text:
-        """The decoder of the text, which many rows do without."""
+        """The decoder of the text, created on first use: many rows do not need it."""
         return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
-        """The row's beginning in a slot, or, if its context is full, its newer half."""
+        """Return the Start of the row in a slot; if its context is full, with the newer half."""
         ids, drawn, seen = self.prompt, len(self.tokens), None
         if drawn:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
@@ -132,9 +132,10 @@ class Row:
         tops: Sequence[Tops],
         guessed: Sequence[bool],
     ) -> None:
-        """Add tokens, the last of which may end the row. tops: where it has alternatives.
+        """Add tokens, of which only the last one may end the row.
 
-        Where the logits of the last one were wrong, the others are added.
+        If the last token is invalid because of NaN or infinite logits, the other tokens are added,
+        and the row ends with an error. tops: alternatives of each token; empty without any.
         """
         wrong = "NaN" if tokens[-1] < 0 else "infinite" if math.isnan(logprobs[-1]) else ""
         if wrong:
@@ -164,27 +165,27 @@ class Row:
 
     @property
     def _stopped(self) -> bool:
-        """Whether the text has a whole stop string."""
+        """Whether the text contains a complete stop string."""
         return bool(self.ends.stop) and self._text.stopped
 
     @property
     def _full(self) -> bool:
-        """Whether the first context has no position left for the token sampled last."""
+        """Whether the context has no position left for the last sampled token."""
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
     def cancel(self, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
-        """End the row before its tokens do."""
+        """End the row before an end condition is met."""
         self.close()
         self.finish_reason = reason
 
     def close(self) -> None:
-        """End the text: characters that were held back become part of it."""
+        """End the text. Characters that were held back become part of the text."""
         self._closed = True
         if self.ends.stop:
             self._decode()
 
     def _decode(self) -> None:
-        """Turn the new tokens into text, without the one that ended the row."""
+        """Decode the new tokens to text, without the stop token that ended the row."""
         end = len(self.tokens) - self._at_end_token
         if self.ends.stop and self._decoded < (early := min(end, self.sampling.min_new_tokens)):
             data = self._bytes(self.tokens[self._decoded : early])
@@ -195,14 +196,14 @@ class Row:
         self._decoded = end
 
     def take(self) -> str:
-        """The text added since the last call."""
+        """Return the text added since the last call."""
         self._decode()
         piece = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return piece
 
     def take_tokens(self) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """The tokens added since the last call, and their values in the other lists."""
+        """Return tokens, logprobs, tops and guessed added since the last call."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
         new = slice(first, None)
         return self.tokens[new], self.logprobs[new], self.tops[new], self.guessed[new]
@@ -214,19 +215,19 @@ class Row:
         return "".join(self._pieces)
 
     def token_texts(self) -> list[str]:
-        """The text of each token alone, with U+FFFD for incomplete characters."""
+        """Return the text of each token alone, with U+FFFD for incomplete characters."""
         return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
-        """The Generation of an ended row."""
+        """Return the Generation of an ended row."""
         reason = self.finish_reason
         assert reason is not None
         assert reason != "error"
         assert reason != "cancelled"
         assert reason != "deadline"
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
-        found = Generation("", tokens, logprobs, reason, self.sampling.seed, tops)
-        return found.later(text=lambda: self.text)
+        generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops)
+        return generation.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         encoding = of_outputs(self._encoding) if tokens else None
@@ -234,9 +235,9 @@ class Row:
 
 
 class Text:
-    """Incremental decoder of UTF-8 that holds back the possible beginning of a stop string.
+    """Incremental decoder of UTF-8 that holds back text which may begin a stop string.
 
-    The text ends before the stop string that is complete first, for any division of the bytes.
+    The text ends before the stop string that is completed first, for any division of the bytes.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
@@ -246,18 +247,18 @@ class Text:
         self._held = ""
 
     def unsearched(self, data: bytes) -> str:
-        """Decode the beginning of a text, which no stop string ends or begins in."""
+        """Decode the beginning of a text without a search for stop strings."""
         return self._decoder.decode(data)
 
     def add(self, data: bytes, final: bool = False) -> str:
-        """Decode `data` and return the text that is now certain to be before a stop string."""
+        """Decode `data` and return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
         self._held += self._decoder.decode(data, final)
-        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
-        if found:
+        stops = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
+        if stops:
             self.stopped = True
-            certain = min(found)[1]
+            certain = min(stops)[1]
         else:
             certain = len(self._held) - (0 if final else self._possible_stop())
         text, self._held = self._held[:certain], self._held[certain:]
@@ -266,10 +267,11 @@ class Text:
     def _possible_stop(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string.
 
-        The longest is tried first: a text that stays held is found at once, however long it is.
+        The longest suffix is tried first: if all of the held text stays held, one comparison shows
+        this.
         """
-        for at in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
-            suffix = self._held[at:]
+        for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
+            suffix = self._held[start:]
             if any(s.startswith(suffix) for s in self._stop):
                 return len(suffix)
         return 0

@@ -1,7 +1,7 @@
-"""Which rows of a generation are computed in which slots of a decoding, and when they start.
+"""Scheduling of rows and their prompts.
 
-Turns keeps what waits, by client; RowScheduler gives rows to slots; PieceScheduler decides how much
-of their prompts a step computes.
+Turns holds waiting items by client; RowScheduler assigns rows to slots; PieceScheduler selects the
+pieces of prompts before each step.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-PIECE = 4096  # tokens of a prompt after which a piece ends, counted from its beginning
+PIECE = 4096  # tokens of a piece: pieces end at multiples of it from the start of the prompt
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
-MOST_REMOVED = 64  # rows that are kept after they were removed, where fewer wait
+MOST_REMOVED = 64  # removed rows that stay in the queues at most, unless more rows wait
 
 
 class Turns(Generic[Item]):
-    """Items that wait. Clients take turns; the items of each are taken in order."""
+    """Waiting items. Clients take turns; the items of one client are taken in order."""
 
     def __init__(self) -> None:
         self._of: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns
 
     def add(self, items: Iterable[Item], client: str) -> None:
-        """Let items wait, after those of the client that do. Each is looked up at its turn."""
+        """Queue items after other items of the client. An item is read only at its turn."""
         self._of.setdefault(client, deque()).append(iter(items))
 
     def take(
@@ -32,7 +32,8 @@ class Turns(Generic[Item]):
     ) -> Item | None:
         """Return the next item of the first client that may have a turn; None if there is none.
 
-        wanted: called once for each item that is reached; others are dropped, and are no turn.
+        wanted: called once for each item that is reached. Unwanted items are dropped and use no
+        turn.
         """
         for client in list(filter(may, self._of)):
             waiting = self._of[client]
@@ -45,23 +46,24 @@ class Turns(Generic[Item]):
         return None
 
     def keep(self, wanted: Callable[[Item], bool]) -> None:
-        """Drop all items that are not wanted."""
+        """Drop all items for which `wanted` is false."""
         for client, waiting in self._of.items():
             left = [item for items in waiting for item in items if wanted(item)]
             self._of[client] = deque([iter(left)])
 
 
 class RowScheduler(Generic[Item]):
-    """Assigns rows, in order, to slots; a slot takes another row when its row has left it.
+    """Assign rows, in order, to slots. A slot gets another row when its row is released.
 
-    Clients take turns: a row of each that has any waiting.
+    Clients with waiting rows take turns, one row each.
 
-    Starting rows stops the others for a while, however few start. Rows therefore wait in free slots
-    until the steps that they have missed together cost as much as that: with one running row they
-    start at once, with many they start together. A row waits for at most as many steps as rows run.
+    Starting any number of rows interrupts the running rows. Therefore rows wait, although slots are
+    free, until the steps that they have missed cost as much as the interruption: with one running
+    row they start immediately, with many running rows they start together. A row waits for at most
+    as many steps as there are running rows.
 
-    choose: which of the free slots a row gets, of which the first has been free longest; None: the
-    lowest ones.
+    choose: function that selects a free slot for a row; its list begins with the slot that has been
+    free the longest. None: the lowest free slots.
     """
 
     def __init__(
@@ -69,12 +71,12 @@ class RowScheduler(Generic[Item]):
     ) -> None:
         self._new: Turns[Item] = Turns()
         self._again: deque[Item] = deque()
-        self._removed: dict[int, Item] = {}  # by id
-        self.waiting = 0  # rows
+        self._removed: dict[int, Item] = {}  # removed rows by id()
+        self.waiting = 0  # number of waiting rows
         self._free, self._choose = list(range(slots)), choose
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
-        self._missed = 0  # steps by waiting rows since the last start
+        self._missed = 0  # steps since the last start, times rows that waited
 
     @property
     def busy(self) -> bool:
@@ -82,25 +84,25 @@ class RowScheduler(Generic[Item]):
         return self._running + self.waiting > 0
 
     def add(self, rows: Sequence[Item], client: str = "") -> None:
-        """Let rows wait, after those of the client that do. Each is looked up when it starts."""
+        """Queue rows after other rows of the client. `rows` is indexed only when a row starts."""
         self._new.add(rows, client)
         self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
-        """Let a waiting row not start."""
+        """Remove a waiting row, which then does not start."""
         self._removed[id(row)] = row
         self.waiting -= 1
         if len(self._removed) > max(MOST_REMOVED, self.waiting):
             self._forget_removed()
 
     def _forget_removed(self) -> None:
-        """Keep none of the removed rows, which otherwise stay until their turn comes."""
+        """Delete removed rows from the queues, where they otherwise stay until their turn."""
         self._new.keep(lambda row: id(row) not in self._removed)
         self._again = deque(row for row in self._again if id(row) not in self._removed)
         self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
-        """The slots and rows that start now, before the next step."""
+        """Return the slots and rows that start before the next step."""
         count = min(len(self._free), self.waiting)
         self._missed += count
         if not count or START_COST * self._missed < self._running:
@@ -119,7 +121,7 @@ class RowScheduler(Generic[Item]):
         return placed
 
     def _take(self) -> Item:
-        """The next row that waits; there is one."""
+        """Remove and return the next waiting row. There must be one."""
         self.waiting -= 1
         while self._again:
             if self._wanted(row := self._again.popleft()):
@@ -129,26 +131,26 @@ class RowScheduler(Generic[Item]):
         return found
 
     def _wanted(self, row: Item) -> bool:
-        """Whether a row was not removed. One that was is forgotten."""
+        """Return whether a row was not removed. A removed row is forgotten."""
         return self._removed.pop(id(row), None) is None
 
     def slot_of(self, row: Item) -> int | None:
-        """The slot in which a row runs, or None."""
+        """Return the slot in which a row runs, or None."""
         return next((slot for slot, each in enumerate(self._row_of) if each is row), None)
 
     def row_of(self, slot: int) -> Item:
-        """The row that runs in this slot."""
+        """Return the row that runs in this slot."""
         row = self._row_of[slot]
         assert row is not None
         return row
 
     def rows_of(self, slots: Sequence[int]) -> list[Item]:
-        """The rows that run in these slots."""
-        found: list[Any] = [self._row_of[slot] for slot in slots]
-        return found
+        """Return the rows that run in these slots."""
+        rows: list[Any] = [self._row_of[slot] for slot in slots]
+        return rows
 
     def release(self, slot: int, again: bool = False) -> None:
-        """Free a slot. again: its row has not ended and starts another time, before new rows."""
+        """Free a slot. again: whether its row has not ended and starts again, before new rows."""
         if again:
             self._again.append(self.row_of(slot))
             self.waiting += 1
@@ -158,7 +160,7 @@ class RowScheduler(Generic[Item]):
 
 
 class PromptPiece(NamedTuple):
-    """Tokens `first` to `end` of the prompt of a row in a slot. last: whether they end it."""
+    """Tokens first to end - 1 of the prompt of a row. last: whether they complete the prompt."""
 
     slot: int
     row: Any
@@ -168,29 +170,28 @@ class PromptPiece(NamedTuple):
 
 
 class PieceScheduler(Generic[Item]):
-    """Decides which parts of prompts are computed before a step, so that others wait for few.
+    """Select the pieces of prompts that are computed before a step, to limit the delay of steps.
 
-    Rows that wait take turns, with a piece each. Pieces end where a multiple of `piece` tokens of
-    the prompt does, whatever else runs, so that a prompt is always computed in the same pieces.
-    most: a step that has taken so many tokens takes no further piece. Together it therefore takes
-    fewer than `most` and `piece` tokens. None: it takes a piece of every row. piece 0: prompts are
-    not divided.
+    Waiting rows take turns, with one piece each. Pieces end at multiples of `piece` tokens of the
+    prompt, so that a prompt is divided in the same way whatever else runs; with piece 0, prompts
+    are not divided. most: number of tokens from which a step gets no further piece; a step
+    therefore gets fewer than most + piece tokens. None: a step gets a piece of every row.
     """
 
     def __init__(self, most: int | None = None, piece: int = PIECE) -> None:
         self._most, self._piece = most, piece
-        self._waiting: deque[PromptPiece] = deque()  # all that is left of each prompt
+        self._waiting: deque[PromptPiece] = deque()  # the rest of each prompt
 
     def __len__(self) -> int:
-        """The number of rows with a part of their prompt left."""
+        """Return the number of rows with incomplete prompts."""
         return len(self._waiting)
 
     def add(self, slot: int, row: Item, first: int, end: int) -> None:
-        """Let a prompt wait, of which `first` tokens have been computed, and end - first not."""
+        """Queue a prompt of `end` tokens, of which the first `first` have been computed."""
         self._waiting.append(PromptPiece(slot, row, first, end, True))
 
     def take(self) -> list[PromptPiece]:
-        """The pieces before the next step: at most one of each row."""
+        """Return the pieces to compute before the next step, at most one of each row."""
         taken: list[PromptPiece] = []
         tokens = 0
         for _ in range(len(self._waiting)):
@@ -208,8 +209,8 @@ class PieceScheduler(Generic[Item]):
         return taken
 
     def remove(self, row: Item) -> bool:
-        """Forget a row that waits; False if it does not."""
-        found = [left for left in self._waiting if left.row is row]
-        for left in found:
-            self._waiting.remove(left)
-        return bool(found)
+        """Remove the prompt of a row. Return whether it was waiting."""
+        pieces = [left for left in self._waiting if left.row is row]
+        for piece in pieces:
+            self._waiting.remove(piece)
+        return bool(pieces)

@@ -1,4 +1,4 @@
-"""Log-likelihood of texts of any length under a model, and embedding vectors of texts."""
+"""Log-likelihoods of texts of any length under a model, and embedding vectors of texts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
 Tokens = NDArray[np.integer[Any]]
 
 LLM_C_MAGIC = 20240520
-_HEADER = 256  # int32
-_AT_ONCE = 2**24  # tokens of a file that are processed together
+_HEADER = 256  # int32 numbers in the header of llm.c's token files
+_AT_ONCE = 2**24  # tokens of a file that are processed at a time
 
 
 class ScoredToken(NamedTuple):
-    """A token of a text and how probable the model found it."""
+    """A token of a text and its log-probability under the model."""
 
     id: int
-    text: str  # of this token alone, with U+FFFD for an incomplete character; "" without tokenizer
-    logprob: float  # in nats
+    text: str  # text of this token, U+FFFD for an incomplete character; "" without a tokenizer
+    logprob: float  # log-probability in nats
 
     @property
     def surprisal(self) -> float:
@@ -52,7 +52,7 @@ class ScoredTokens(Sequence[ScoredToken]):
     def __init__(
         self, ids: Tokens, logprobs: Floats, encoding: Tokenizer, first: int | None = None
     ) -> None:
-        """first: the token before the first scored one."""
+        """first: the token before the first scored token."""
         self.ids, self.logprobs, self._encoding, self._first = ids, logprobs, encoding, first
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class ScoredTokens(Sequence[ScoredToken]):
 
     @property
     def start(self) -> str:
-        """The text of the token before the first scored one."""
+        """The text of the token before the first scored token."""
         return "" if self._first is None else self._text([self._first])
 
     def pieces(self) -> Iterator[tuple[str, float]]:
@@ -105,12 +105,12 @@ class ScoredTokens(Sequence[ScoredToken]):
 class Score(ReadLater):
     """The log-likelihood of a text: each token after the first is predicted once."""
 
-    log_likelihood: float  # the sum, in nats
-    n_tokens: int  # scored tokens
-    bytes: int | None  # of text in the scored tokens, counted when read; None without a tokenizer
+    log_likelihood: float  # sum of the log-probabilities, in nats
+    n_tokens: int  # number of scored tokens
+    bytes: int | None  # bytes of text in the scored tokens, counted on access; None: no tokenizer
     n_ctx: int  # tokens per window
     stride: int  # tokens between the starts of windows
-    tokens: ScoredTokens = field(compare=False, repr=False)  # the scored tokens, each with its own
+    tokens: ScoredTokens = field(compare=False, repr=False)  # scored tokens and log-probabilities
 
     def _repr_html_(self) -> str:
         facts = f"{self.n_tokens:,} tokens, perplexity {self.perplexity:,.4f}"
@@ -147,8 +147,8 @@ def score(
 ) -> Any:
     """Score a text, or token ids (a sequence, an array or the result of `load_tokens`).
 
-    Returns a Score, or a list of them for a list of texts. With a Lookup, nothing is searched for
-    ids until their text, or its number of bytes, is read.
+    Returns a Score, or a list of Scores for a list of texts. With a Lookup and ids, the tokenizer
+    is loaded only when a text, or its number of bytes, is read.
 
     A window of n_ctx tokens slides by `stride`, n_ctx // 2 by default. The first window scores all
     of its tokens except the first; each later window scores its last `stride` tokens, which no
@@ -156,8 +156,8 @@ def score(
     from at least n_ctx - stride tokens, except near the start. A smaller stride takes longer and
     gives a higher likelihood.
 
-    tokens_at_once: tokens of windows computed together; it does not change the result. Raises
-    InputError for fewer than two tokens, ids outside the vocabulary, a stride outside
+    tokens_at_once: tokens of windows computed together; this number does not change the result.
+    Raises InputError for fewer than two tokens, ids outside the vocabulary, a stride outside
     1…n_ctx - 1, and for logits that are NaN.
     """
     n_ctx, vocab_size = engine.config.n_ctx, engine.config.vocab_size
@@ -171,10 +171,10 @@ def score(
         raise InputError(f"stride: expected 1 to {n_ctx - 1}, less than n_ctx, got {stride}")
     single, several = tokenizer.as_list(text, "text") if is_list(text) else (True, [text])
     texts = []
-    for index, given in enumerate(several):
+    for index, each in enumerate(several):
         name = "text" if single else f"text {index}"
-        reader = of_inputs(encoding, given) if isinstance(given, str) else None
-        ids = _tokens(reader, given, vocab_size, name)
+        reader = of_inputs(encoding, each) if isinstance(each, str) else None
+        ids = _tokens(reader, each, vocab_size, name)
         if len(ids) < 2:
             raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
         texts.append(ids)
@@ -186,8 +186,8 @@ def score(
             part = nats[-window.scored :]
             if np.isnan(part).any():
                 name = "" if single else f"text {window.text}: "
-                where = f"between tokens {window.first + 1} and {window.end}"
-                raise InputError(f"{name}the logits are NaN {where}: ", *BAD_WEIGHTS)
+                tokens_between = f"between tokens {window.first + 1} and {window.end}"
+                raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
             logprobs[window.text][window.first : window.end] = part
             done += window.scored
         if progress is not None:
@@ -197,8 +197,8 @@ def score(
         tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]))
         text_bytes = partial(_count_bytes, encoding, ids, vocab_size)
         nats_sum = float(np.sum(nats, dtype=np.float64))
-        found = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)
-        scores.append(found.later(bytes=text_bytes))
+        result = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)
+        scores.append(result.later(bytes=text_bytes))
     return scores[0] if single else scores
 
 
@@ -210,21 +210,21 @@ def embed(
     tokens_at_once: int = 8192,
     overflow: Overflow = "error",
 ) -> Floats:
-    """Embedding vectors: the mean or the last of the hidden states after the final LayerNorm.
+    """Compute embedding vectors: the mean or last of the hidden states after the final norm.
 
-    Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B. overflow: for an
-    input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises InputError. An
-    empty input raises InputError.
+    Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B inputs. overflow:
+    for an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises
+    InputError. An empty input raises InputError.
     """
     check_embed_options(pooling, overflow)
     check_count("tokens_at_once", tokens_at_once)
     config = engine.config
     single, several = tokenizer.as_list(inputs, "input")
     sequences: list[Ids] = []
-    for index, given in enumerate(several):
+    for index, each in enumerate(several):
         name = "input" if single else f"input {index}"
-        reader = of_inputs(encoding, given) if isinstance(given, str) else None
-        ids = tokenizer.token_ids(reader, given, config.vocab_size, name)
+        reader = of_inputs(encoding, each) if isinstance(each, str) else None
+        ids = tokenizer.token_ids(reader, each, config.vocab_size, name)
         if overflow == "truncate":
             ids = ids[-config.n_ctx :]
         if not 1 <= len(ids) <= config.n_ctx:
@@ -248,8 +248,8 @@ def load_tokens(path: str | Path) -> Tokens:
     """Map the ids of a token file into memory, (T,).
 
     .npy files hold one row of integers. Other files hold little-endian uint16, after llm.c's header
-    of 256 int32 (20240520, version 1, number of tokens) or, as nanoGPT writes them, without a
-    header. Raises InputError for anything else.
+    of 256 int32 (20240520, version 1, number of tokens) or without a header, as nanoGPT writes
+    them. Raises InputError for any other content.
     """
     try:
         path = Path(path).expanduser()
@@ -258,7 +258,7 @@ def load_tokens(path: str | Path) -> Tokens:
         return _from_npy(path) if path.suffix == ".npy" else _from_bin(path)
     except InputError:
         raise
-    except Exception as error:  # NumPy parses headers with Python's parser, which raises anything
+    except Exception as error:  # NumPy's parser of headers can raise any exception
         reason = str(error) or type(error).__name__
         raise InputError(f"{path}: cannot be read as a token file: {reason}") from error
 
@@ -303,9 +303,9 @@ def is_list(text: Any) -> bool:
 
 
 def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) -> Tokens:
-    """Checked ids, which nobody else changes: those of a file mapped read-only are not copied.
+    """Return checked token ids that later changes to the caller's array cannot affect.
 
-    An array is checked in parts.
+    A read-only memory map is not copied. An array is checked in parts.
     """
     if not is_plain(text):
         return tokenizer.token_ids(encoding, text, vocab_size, name)
@@ -320,7 +320,7 @@ def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) ->
 
 
 def _count_bytes(tokenizer: Tokenizer, ids: Tokens, vocab_size: int) -> int | None:
-    """Bytes of text in the tokens after the first; special tokens have none."""
+    """Return the bytes of text in the tokens after the first. Special tokens have no bytes."""
     encoding = of_outputs(tokenizer)
     if encoding is None:
         return None
@@ -334,8 +334,8 @@ class Window(NamedTuple):
 
     text: int  # index of the text
     tokens: Ids
-    first: int  # of its scored tokens, which begin with the text's second token
-    end: int
+    first: int  # index of the window's first score; score 0 is of the text's second token
+    end: int  # index after its last score
 
     @property
     def scored(self) -> int:
@@ -345,7 +345,10 @@ class Window(NamedTuple):
 def window_batches(
     texts: Iterable[Tokens], n_ctx: int, stride: int, tokens_at_once: int
 ) -> Iterator[list[Window]]:
-    """Yield the windows of all texts in lists of at most `tokens_at_once` tokens, or of one."""
+    """Yield the windows of all texts in lists of at most `tokens_at_once` tokens.
+
+    A longer window is alone in its list.
+    """
     batch: list[Window] = []
     held = 0
     for index, ids in enumerate(texts):

@@ -13,7 +13,7 @@ from gpt2block import notebook, reference
 from gpt2block.architectures import architecture_of
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.config import ModelConfig
-from gpt2block.passes.blocks import ModelStepPass, Settings
+from gpt2block.passes.blocks import ModelStepPass, PassSettings
 from gpt2block.passes.forward import forward
 from gpt2block.passes.prefill import ROWS_AT_ONCE
 from gpt2block.run.block import NOTHING, BlockEngine, Given
@@ -122,7 +122,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     constants = architecture.constants(config, weights)
     constants |= RowFrequencies(config, 1, T, np).tensors
     do = NumpyMachine({**weights, **constants, **kept, **batch}, keep=None)
-    forward(ModelStepPass(do, Settings.of(config), T), architecture, config, "logits")
+    forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
     found: dict[str, Exact] = do.kept
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)
     return {**found, **kept, "scores": scores}

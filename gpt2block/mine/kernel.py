@@ -21,7 +21,7 @@ from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import TEMPLATE, UserSource
-from gpt2block.ops.call import Asked
+from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
 
@@ -159,7 +159,7 @@ class Kernel:
         names, own = (self.source.name,), self.operation
         mine = Variant(MINE, self.source.file, names, self.bind, own=True)
 
-        def prepare(asked: Asked) -> Bound:
+        def prepare(asked: UncheckedCall) -> Bound:
             if asked.options["variant"] == MINE:
                 attrs = {name: asked.options[name] for name in own.attrs}
                 return self.bind(asked.inputs, asked.out, **attrs)

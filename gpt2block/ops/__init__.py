@@ -1,9 +1,9 @@
-"""Every operation on CUDA: names and signatures of `gpt2block.reference`.
+"""Every operation on CUDA, with the names and signatures of `gpt2block.reference`.
 
-Each function checks CuPy arrays, float32 or where documented 16 bits, launches on the current
-stream and returns a new array. Each module describes one operation completely; the
-registry (`gpt2block.ops.registry`) lists them. `Operation.bind(inputs, out, **attrs)` checks once
-and returns the launches, for repeated calls.
+Each function checks CuPy arrays (float32 or, where documented, 16 bits), launches kernels on the
+current stream and returns a new array. Each module describes one operation completely; the
+registry (`gpt2block.ops.registry`) lists the operations. `Operation.bind(inputs, out, **attrs)`
+checks the arguments once and returns the launches, for repeated calls.
 """
 
 from gpt2block.cuda.arrays import Bound

@@ -1,8 +1,8 @@
-"""Tiles of the attention kernels: how many queries and keys a block takes, grids, shared memory.
+"""Tiles of the attention kernels: queries and keys per block, grids, bytes of shared memory.
 
-`online`, in float32, holds tiles of Q, K and V in shared memory; attention_cached uses the same
-tiles. The kernels on tensor cores hold the queries in registers and a ring of tiles of K and V in
-shared memory, or both there. Heads there have 64, 128 or 256 channels.
+Variant `online`, in float32, keeps tiles of Q, K and V in shared memory; `attention_cached` uses
+the same tiles. Tensor-core kernels keep a ring of tiles of K and V in shared memory, and the
+queries in registers or in shared memory. They take heads of 64, 128 or 256 channels.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from gpt2block.errors import InputError
 from gpt2block.ops._products import room
 from gpt2block.ops.call import Call
 
-MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the others
-WARPS = (4, 2, 1)  # of a block of `online`, the best first
-KEYS = (64, 32)  # of a tile of `online`
+MOST_BLOCKS = 2**31 - 1, 65535  # blocks of a grid at most: along x; along y or z
+WARPS = (4, 2, 1)  # warps per block of `online`, the best number first
+KEYS = (64, 32)  # keys per tile of `online`, the best number first
 
-TENSOR_HEADS = (64, 128)  # channels of a head that the kernels on tensor cores take
-MMA_HEADS = (*TENSOR_HEADS, 256)  # and those of 16 bits by mma
-HOPPER_TILE = 128  # queries, and keys
-HOPPER_THREADS = 384  # two warpgroups that multiply, a warp that copies, three for the kv_cache
-# Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
+TENSOR_HEADS = (64, 128)  # channels per head that tensor-core kernels take
+MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma takes in 16 bits
+HOPPER_TILE = 128  # queries per tile, and keys per tile
+HOPPER_THREADS = 384  # two consumer warpgroups, a warp that copies, three that write the kv_cache
+# Bytes of shared memory, by channels per head: tiles of K and V (eight with 64 channels, four with
+# 128), two tiles of queries, the output to be copied, barriers.
 HOPPER_SHARED = {64: 181408, 128: 230496}
-# Alternate keys: half as many queries, and room for sums that are passed on.
+# Kernel in which two warpgroups take alternate keys: channels per head, queries per tile, and bytes
+# of shared memory, which include the sums that the second warpgroup passes to the first.
 ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
-HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
-HOPPER_TWO_PART_HEAD = 64  # channels of a head of two-part matrices
-HOPPER_TWO_PART_TILE = 64  # queries, and keys
-HOPPER_TWO_PART_THREADS = 384  # two warpgroups that multiply, and one of which a thread copies
-# Bytes: eight tiles of K or V, two of queries, sums that are passed on, barriers, the alignment.
+HOPPER_MOST_TILES = 2**30 - 1  # tiles at most: the range of the kernel's counters
+HOPPER_TWO_PART_HEAD = 64  # channels per head of two-part matrices
+HOPPER_TWO_PART_TILE = 64  # queries per tile, and keys per tile
+HOPPER_TWO_PART_THREADS = 384  # two consumer warpgroups, and one of which a single thread copies
+# Bytes of shared memory: eight tiles of K and V, two tiles of queries, the sums that the second
+# warpgroup passes to the first, barriers, padding for the alignment.
 HOPPER_TWO_PART_SHARED = 184480
 CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
@@ -41,23 +44,23 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
 
 def scored(geometry: Geometry, c: Call) -> Geometry:
-    """The launch with the call's scale of scores in the place of 1 / sqrt(HS), and its window."""
+    """Return `geometry` with the constants for the call's scale of scores and its window."""
     window: Defines = () if c.window is None else (("ATT_WINDOW", c.window),)
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
-    """Constants of a kernel: heads of Q, heads of K and of V, channels of a head."""
+    """Constants of a float32 kernel: heads of Q, heads of K and of V, channels per head."""
     return ("NH", NH), ("NKV", NKV), ("HS", HS)
 
 
 def warp_queries(HS: int) -> int:
-    """Queries of a warp of `online`: fewer for a larger head, so that sums stay in registers."""
+    """Queries per warp of `online`: fewer for larger heads, so that sums stay in registers."""
     return 32 if HS <= 64 else 16 if HS <= 128 else 8
 
 
 def shared_bytes(HS: int, warps: int, keys: int) -> int:
-    """Shared memory for the tiles of `online`: Q, K, V, and 32 keys' weights of each query."""
+    """Bytes of shared memory for the tiles of `online`: Q, K, V, and 32 weights of each query."""
     queries = warps * warp_queries(HS)
     stride = 4 * (ceil(HS / 4) | 1)
     return 4 * ((queries + keys) * stride + keys * 32 * ceil(HS / 32) + queries * 48)
@@ -67,10 +70,10 @@ def shared_bytes(HS: int, warps: int, keys: int) -> int:
 def online_geometry(
     B: int, T: int, NH: int, HS: int, *, NKV: int, block: int | None, most_shared: int
 ) -> Geometry:
-    """The launch of `online` for B sequences of length T.
+    """Return the launch geometry of `online` for B sequences of length T.
 
-    block: threads, or None for the best number. most_shared: bytes of shared memory that a block
-    can have. Raises InputError where no tile fits, or T is too long for a grid.
+    block: threads per block, or None for the best number. most_shared: bytes of shared memory that
+    a block can have. Raises InputError if no tile fits in shared memory or T exceeds the grid.
     """
     warps, keys = _online_tile(HS, T, block, most_shared)
     queries = warps * warp_queries(HS)
@@ -83,9 +86,10 @@ def online_geometry(
 
 
 def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[int, int]:
-    """Warps of a block and keys of a tile: the largest that fit, without warps that T leaves idle.
+    """Return warps per block and keys per tile of the largest tile that fits in shared memory.
 
-    The largest is the one with most queries times keys, and of two equal ones that with more keys.
+    No warp is idle for T queries. The largest tile has the largest product of queries and keys;
+    among equal products, the most keys.
     """
     if block is None:
         useful = max(1, ceil(T / warp_queries(HS)))
@@ -109,21 +113,21 @@ def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[
 
 
 class AttentionTile(NamedTuple):
-    """A block of the mma kernel, and the time it takes."""
+    """Sizes of a block of the mma kernel, and its estimated time."""
 
     warps: int
-    frags: int  # of 16 queries, that a warp has
-    blocks: int  # that a multiprocessor holds
-    alone: int  # clocks for 64 keys when the multiprocessor has no other block
-    together: int  # and of each block when it has all of them
+    frags: int  # fragments of 16 queries per warp
+    blocks: int  # blocks that fit on a multiprocessor
+    alone: int  # clocks per 64 keys of the only block on a multiprocessor
+    together: int  # clocks per 64 keys and block on a multiprocessor with `blocks` blocks
 
     @property
     def queries(self) -> int:
         return 16 * self.warps * self.frags
 
 
-# By the size of a head. 32 queries a warp read K and V half as often from shared memory; 16 fill a
-# GPU with fewer rows, and leave registers for larger heads.
+# Tiles by channels per head. A warp of 32 queries reads K and V from shared memory half as often
+# per query. Warps of 16 queries fill a GPU with fewer rows, and leave registers for larger heads.
 MMA_TILES = {
     64: (AttentionTile(4, 2, 2, 1700, 950), AttentionTile(4, 1, 3, 850, 520)),
     128: (AttentionTile(4, 1, 2, 1700, 950),),
@@ -144,17 +148,18 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """The launch of `mma` for B sequences, the longest of T rows; and `together`'s heads.
+    """Return the launch geometry of `mma` for B sequences of at most T rows, and `together(...)`.
 
-    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block can
-    have. serves: heads of Q that share a head of K. tile: instead of the fastest one. Raises
-    InputError for too large a grid.
+    sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
+    serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
+    InputError if the grid is too large.
     """
     if tile is None:
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
     stage = mma_stage(HS)
-    queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)  # that stay there
+    # Bytes of queries in shared memory: smaller heads keep them in registers.
+    queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
     stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
@@ -181,9 +186,10 @@ def two_part_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """As `mma_geometry`, for two-part matrices: one tile, 4 warps of 16 queries for each half.
+    """Return the same as `mma_geometry`, for two-part matrices. A tile has 64 queries.
 
-    one_scale: all rows have the same scale. Raises InputError also where no tile fits.
+    Two groups of 4 warps process these queries. one_scale: whether all rows have the same scale.
+    Raises InputError if the grid is too large or the tile does not fit in shared memory.
     """
     warps, stage = 4, 2 * mma_stage(HS)
     queries = stage // 2  # bytes of 64 queries
@@ -218,9 +224,9 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """As `mma_geometry`, for `hopper`, whose blocks take several tiles each.
+    """Return the same as `mma_geometry`, for `hopper`, whose blocks process several tiles each.
 
-    Raises InputError for more tiles than the kernel can count.
+    Raises InputError if there are more tiles than the kernel can count.
     """
     tiles = _hopper_tiles(B, T, NH, HOPPER_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
@@ -232,7 +238,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """As `hopper_geometry`, for blocks whose warpgroups take alternate keys of 64 queries."""
+    """Return the same as `hopper_geometry`, for blocks whose two warpgroups take alternate keys."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -241,20 +247,20 @@ def alternate_geometry(
 
 
 class Rate(NamedTuple):
-    """How long a Hopper kernel takes, in us on an NVIDIA H200, for heads of 64 channels."""
+    """Times of a Hopper kernel for heads of 64 channels, in us on an NVIDIA H200."""
 
-    queries: int  # of a tile
-    warpgroups: int  # that share the keys of a query
-    start: float
-    step: float  # 128 keys of a tile, of each of these warpgroups
-    more: float  # for each further tile of a block
+    queries: int  # queries per tile
+    warpgroups: int  # warpgroups that share the keys of a query
+    start: float  # us per launch
+    step: float  # us per 128 keys of a tile, for a warpgroup
+    more: float  # us for each further tile of a block
 
     def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
-        """Estimate for B sequences of at most T rows, and `rows` rows in all."""
+        """Estimated time of B sequences of at most T rows each and `rows` rows in total."""
         tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
         longest = ceil(T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
-        if causal:  # a tile sees half of the keys on average, and blocks with short tiles get more
+        if causal:  # a tile sees half of the keys on average; short tiles are spread over blocks
             mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
             steps = max(longest, rounds, tiles / sms * mean)
         else:
@@ -262,7 +268,7 @@ class Rate(NamedTuple):
         return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
 
     def after(self, sequences: int, T: int, NH: int, sms: int) -> float:
-        """The same for 128 keys of T rows each, all of which see many keys before them."""
+        """Estimated time per 128 earlier keys, which all T rows of each sequence see."""
         tiles = NH * sequences * ceil(T / self.queries)
         return ceil(tiles / sms) * self.step / self.warpgroups
 
@@ -272,7 +278,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether blocks with alternate keys are faster than those with all keys of a query."""
+    """Whether two warpgroups that share the keys of a query are faster than one with all keys."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -281,20 +287,21 @@ def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bo
 def cached_hopper_geometry(
     B: int, T: int, NH: int, N: int, P: int, *, sms: int, HS: int, serves: int
 ) -> tuple[Geometry, int]:
-    """As `hopper_geometry`, or `alternate_geometry` where that is faster, over a kv_cache.
+    """Return `hopper_geometry`, or `alternate_geometry` if it is faster, for keys of a kv_cache.
 
-    N: rows of all B sequences, of which none has more than T, so that about N / T have any. P: the
-    most keys of a sequence; how many it has is known on the device alone.
+    N: rows of all B sequences together. A sequence has at most T rows, so about N / T sequences
+    have any. P: maximum number of keys of a sequence. Only the device knows the actual numbers.
     """
-    tiles, those = _hopper_tiles(B, T + HOPPER_TILE, NH, ALTERNATE_TILE), ceil(N / T)
-    rates = (rate.after(those, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))
+    tiles, sequences = _hopper_tiles(B, T + HOPPER_TILE, NH, ALTERNATE_TILE), ceil(N / T)
+    rates = (rate.after(sequences, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))
     if HS == ALTERNATE_HEAD and next(rates) < next(rates):
-        geometry, _ = alternate_geometry(those, T, NH, True, sms=sms, serves=serves)
+        geometry, _ = alternate_geometry(sequences, T, NH, True, sms=sms, serves=serves)
     else:
-        geometry, _ = hopper_geometry(those, T, NH, True, sms=sms, HS=HS, serves=serves)
+        geometry, _ = hopper_geometry(sequences, T, NH, True, sms=sms, HS=HS, serves=serves)
     kernel = geometry.kernel.replace("attention", "attention_cached")
     geometry = geometry._replace(kernel=kernel, grid=(min(tiles, sms),))
-    return geometry.with_defines((("ATT_CACHED", 1),)), together(those, P, NH, True, HS, serves)
+    heads = together(sequences, P, NH, True, HS, serves)
+    return geometry.with_defines((("ATT_CACHED", 1),)), heads
 
 
 @lru_cache(maxsize=1024)
@@ -308,7 +315,7 @@ def hopper_two_part_geometry(
     sms: int,
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """As `hopper_geometry`, for two-part matrices."""
+    """Return the same as `hopper_geometry`, for two-part matrices."""
     head, tiles = HOPPER_TWO_PART_HEAD, _hopper_tiles(B, T, NH, HOPPER_TWO_PART_TILE)
     defines = (
         ("ATT_CAUSAL", int(causal)),
@@ -326,7 +333,7 @@ def hopper_two_part_geometry(
 
 
 def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
-    """How many tiles of queries there are; InputError for more than the kernels can count."""
+    """Return the number of tiles. Raises InputError if the kernels cannot count so many."""
     tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
@@ -337,22 +344,22 @@ def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
 
 
 def mma_stage(HS: int) -> int:
-    """Bytes of shared memory for K and V of 64 keys, or of 32 where heads have 256 channels."""
+    """Bytes of shared memory for K and V of 64 keys, or of 32 keys with 256 channels per head."""
     return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
 
 
 def _row_bytes(HS: int) -> int:
-    """Of a row there, which has 16 bytes more than its numbers."""
+    """Bytes of a row in shared memory: HS values of 16 bits, and 16 bytes of padding."""
     return 2 * HS + 16
 
 
 def tensor_heads_defines(HS: int, serves: int) -> Defines:
-    """The same of a kernel on tensor cores; serves: heads of Q that share a head of K."""
+    """Constants of a tensor-core kernel. serves: heads of Q that share a head of K."""
     return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """A block for every `queries` of a head; InputError for more than a grid can have."""
+    """Return a grid of one block per `queries` rows of a head. Raises InputError if too large."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(
@@ -365,22 +372,22 @@ def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
 def together(
     B: int, T: int, NH: int, causal: bool, HS: int = TENSOR_HEADS[0], serves: int = 1
 ) -> int:
-    """How many heads' tiles of queries are interleaved in the order of blocks.
+    """Number of heads whose tiles of queries are interleaved in the order of blocks.
 
-    Without a mask all tiles take equally long, and each head follows the one before. With a causal
-    mask the last tile of each head takes longest and comes first, of as many heads as have their K
-    and V in the L2 cache.
+    Without a mask all tiles take equally long, and the heads follow one another. With a causal mask
+    the last tile of a head takes longest and comes first. As many heads are interleaved as have
+    room for their K and V in the L2 cache.
     """
     if not causal:
         return 1
-    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 2 HS values of 2 bytes for a key
+    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 4 HS bytes of K and V per key
     return ceil(B * NH / parts)
 
 
 def _clocks(tile: AttentionTile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
-    """Estimated clocks for a tile of 64 keys on the multiprocessor that has most blocks.
+    """Estimated clocks per 64 keys of the multiprocessor with the most blocks.
 
-    With a causal mask a block visits about half of the keys.
+    With a causal mask a block processes about half of the keys.
     """
     tiles = ceil(T / tile.queries)
     blocks = B * NH * tiles / sms

@@ -1,4 +1,4 @@
-"""Tiles and geometry of matmul/hopper*.cu, by wgmma."""
+"""Tiles and launch geometry of matmul/hopper*.cu, the products by wgmma."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ GGUF_FILE = "matmul/hopper_gguf.cu"
 GGUF_KERNEL = "gemm_gguf_hopper"
 TWO_PART_FILE = "matmul/hopper_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_hopper"
-SLICE = 64  # of K
+SLICE = 64  # values along K in a slice
 CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
-BUFFERS = 2  # chunks of a warpgroup's output in flight
-ALIGNMENT = 1024  # of shared memory
-MOST_SHARED = 227 * 1024  # of a block
-MOST_GGUF_STAGES = 3  # of blocks
+BUFFERS = 2  # chunks of output that a warpgroup has in flight
+ALIGNMENT = 1024  # bytes: alignment of the ring in shared memory
+MOST_SHARED = 227 * 1024  # bytes of shared memory per block
+MOST_GGUF_STAGES = 3  # stages of the ring of GGUF blocks
 
 
 class HopperGemmTile(NamedTuple):
-    """The constants of matmul/hopper.cuh, and the time such tiles take on an H200."""
+    """Constants of matmul/hopper.cuh for a tile, and estimated times of such tiles on an H200."""
 
     rows: int
     columns: int
-    group: tuple[int, int]  # rows and columns of a warpgroup: all of the tile, or half
-    stages: int
-    chunk: int
-    split_k: int  # parts that K is divided into, a block each
-    shares: int  # blocks that load w together
-    start_us: float  # once
-    slice_us: float  # for a slice of K
-    wave_us: float  # for a tile, besides its slices
-    stream: bool = False  # whether clusters have equal parts of all slices, not whole tiles
+    group: tuple[int, int]  # rows and columns of a warpgroup: the whole tile, or half of it
+    stages: int  # slices of K in the ring
+    chunk: int  # columns of a chunk of output
+    split_k: int  # parts of K, each of which one block of a cluster computes
+    shares: int  # blocks of a cluster that each load a part of w for all of them
+    start_us: float  # us per launch
+    slice_us: float  # us per slice of K
+    wave_us: float  # us per tile, in addition to its slices
+    stream: bool = False  # whether clusters get equal parts of all slices instead of whole tiles
 
     @property
     def cluster(self) -> int:
         return self.split_k * self.shares
 
 
-# Fitted to the products of GPT-2 at M from 128 to 8192, and of Llama 7B at 512 to 2048, in a row of
-# overlapping launches: the three times are apart only roughly. What a slice takes is mostly shared
-# memory's, which takes it in and gives its rows to wgmma. Where each warpgroup has a tile of its
-# own, epilogues cost little. The times of 176 columns are estimated from those of 192: of N = 11008
-# they save 4 % at 1,024 rows and nothing at 512.
+# The times are fitted to products of GPT-2 (M from 128 to 8192) and of Llama 7B (M from 512 to
+# 2048), measured in sequences of overlapping launches. Such measurements separate the three times
+# only roughly. The time of a slice is mostly shared-memory traffic: writing the slice, and reading
+# its rows for wgmma. If each warpgroup has its own tile, epilogues cost little. The times of tiles
+# with 176 columns are estimated from the times with 192 columns. For N = 11008, 176 columns save
+# 4 % at 1,024 rows and nothing at 512 rows.
 TILES = (
     HopperGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     HopperGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
@@ -69,9 +70,9 @@ TILES = (
     HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
-# For weights in registers: rows are those of w, columns those of a. Fitted, with FP8 ones, to
-# products of GPT-2 and of Llama 7B at M from 128 to 2048. Other tiles, most of them of one
-# warpgroup, were never the fastest.
+# Tiles for weights in registers: rows of the tile are rows of w, columns are rows of a. The times
+# are fitted to products of GPT-2 and of Llama 7B with FP8 weights and M from 128 to 2048. Other
+# tiles, most of them with a single warpgroup, were never the fastest.
 OF_REGISTERS = (
     HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
     HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
@@ -80,15 +81,16 @@ OF_REGISTERS = (
     HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
 
-# Where there is memory for sums that a cluster hands to the next one. HANDED_US is what that takes,
-# estimated from products of 512 rows of Llama 7B on an H100.
+# Tiles for calls that provide memory for the sums that a cluster passes to the next cluster.
+# STREAM_K_US is the time of this transfer in us, estimated from products of 512 rows of Llama 7B on
+# an H100.
 STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.shares > 1)
-HANDED_US = 4.0
-FLAGS = 1024  # floats before the sums, for flags that say which of them are there
+STREAM_K_US = 4.0
+FLAGS = 1024  # floats before these sums: flags of the clusters whose sums are complete
 
 MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
 
-# For two-part matrices: three accumulators an output.
+# Tiles for two-part matrices, whose kernel keeps three accumulators per output.
 TWO_PART_TILES = (
     HopperGemmTile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
     HopperGemmTile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
@@ -99,13 +101,13 @@ TWO_PART_TILES = (
 def choose_tile(
     tiles: tuple[HopperGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
 ) -> HopperGemmTile:
-    """The tile with the shortest estimated time; K is not divided unless `split_k`."""
+    """Return the tile with the shortest estimated time. Only with `split_k` may K be divided."""
     slices = ceil(K / SLICE)
 
     def us(tile: HopperGemmTile) -> float:
         waves = _tiles(tile, M, N) / _at_once(tile, sms)
         if tile.stream:
-            ends = HANDED_US + ceil(waves) * tile.wave_us
+            ends = STREAM_K_US + ceil(waves) * tile.wave_us
             return tile.start_us + ends + waves * slices * tile.slice_us if waves >= 1 else inf
         waves = ceil(waves)
         return tile.start_us + waves * (ceil(slices / tile.split_k) * tile.slice_us + tile.wave_us)
@@ -115,12 +117,12 @@ def choose_tile(
 
 
 def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
-    """Tiles, or where blocks of a cluster have tiles below each other, such groups of tiles."""
+    """Number of tiles; of groups of tiles, if the blocks of a cluster share w."""
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
 def _at_once(tile: HopperGemmTile, sms: int) -> int:
-    """Estimated clusters that run at once; GPU partitions differ in their number of SMs."""
+    """Estimated number of clusters that run at once. Large clusters leave some SMs unused."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
 
@@ -143,13 +145,13 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """The launch of gemm_*hopper, and its tile.
+    """Return the launch geometry of gemm_*hopper and its tile, which the tensor maps need.
 
-    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
-    the geometry of mma. Without splits of K the bits are the same for any tile. fp8: w is FP8, for
-    gemm_fp8_hopper; octet: w is in blocks of GGUF, with so many bytes of eight rows, for
-    gemm_gguf_hopper. Both multiply w and a in this order and do not split K; streams: they have
-    memory of `handed_floats`.
+    a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
+    is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
+    octet: bytes of eight rows of w in GGUF blocks, for gemm_gguf_hopper; 0 for other weights. These
+    two kernels multiply w by a, in this order, and do not split K. streams: whether the call has
+    memory of `workspace_floats` for them.
     """
     turned = fp8 or octet > 0
     of_registers = OF_REGISTERS + STREAMED * streams
@@ -164,7 +166,7 @@ def geometry(
         chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
-        floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
+        floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias and scales
     of_w = 0 if octet else 1 if fp8 else 2
     shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
     if octet:
@@ -181,7 +183,10 @@ def geometry(
 def launched(
     kernel: str, tile: HopperGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
-    """The launch of a kernel on matmul/hopper.cuh for a result (M, N); ends: its own constants."""
+    """Return the geometry of a kernel that includes matmul/hopper.cuh, for a result (M, N).
+
+    ends: constants of this kernel alone.
+    """
     rows, columns = tile.group
     defines = (
         ("GEMM_M", tile.rows),
@@ -195,24 +200,25 @@ def launched(
         *((("GEMM_STREAM", 1),) if tile.stream else ()),
         *ends,
     )
-    # A cluster goes from tile to tile; where K is split, each has one.
+    # A cluster processes several tiles, one after the other; if K is split, only one tile.
     clusters = _tiles(tile, M, N)
     if tile.split_k == 1:
         clusters = min(clusters, sms // tile.shares)
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def handed_floats(sms: int) -> int:
-    """The size of memory for sums that clusters hand on, zeros at first."""
+def workspace_floats(sms: int) -> int:
+    """Number of floats, initially 0, for flags and sums that clusters pass to one another."""
     return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 
 
 def shared_bytes(
     tile: HopperGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
 ) -> int:
-    """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers.
+    """Bytes of shared memory: ring, chunks of output, received sums, floats per column, barriers.
 
-    of_rows: bytes of an element of a tile's rows in the ring.
+    chunks, floats: numbers of each warpgroup. of_rows: bytes of an element of the tile's rows in
+    the ring; elements of its columns have 2.
     """
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
     stage = SLICE * parts * (of_rows * tile.rows + 2 * tile.columns)

@@ -1,4 +1,4 @@
-"""Tiles and geometry of matmul/mma.cu and matmul/mma_two_part.cu, products by mma.sync."""
+"""Tiles and launch geometry of matmul/mma.cu and matmul/mma_two_part.cu, products by mma.sync."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ KERNEL = "gemm_mma"
 TWO_PART_FILE = "matmul/mma_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_mma"
 
-# What an SM does in a clock, about: multiply-adds, bytes from the L2 cache, of shared memory, and
-# to memory. And the clocks of a step of 16 of K, however small the tile.
+# Approximate rates of an SM, per clock.
 MULTIPLY_ADDS = 1050
-L2_BYTES = 28
-SHARED_BYTES = 112
-STORED_BYTES = 32
-STEP = 40
+L2_BYTES = 28  # bytes read from the L2 cache
+SHARED_BYTES = 112  # bytes read from or written to shared memory
+STORED_BYTES = 32  # bytes written to device memory
+STEP = 40  # clocks at least per step of 16 along K, for any tile
 FEWEST_STAGES = 3
 
 
 class MmaGemmTile(NamedTuple):
-    """A block's tile, and how its warps share it: the constants of kernels_cu/matmul/mma.cuh."""
+    """A block's tile and its division among warps: constants of kernels_cu/matmul/mma.cuh."""
 
     rows: int
     columns: int
-    warps: tuple[int, int]  # along rows and columns
-    slice: int  # of K
-    stages: int  # at most
+    warps: tuple[int, int]  # warps along rows and columns
+    slice: int  # values along K in a slice
+    stages: int  # slices in shared memory at most
     early: int  # slices of the weights requested before the previous kernel has ended
-    blocks: int = 1  # on an SM
+    blocks: int = 1  # blocks per SM
 
 
-# Few rows: many bytes in flight. 64x96, 128x144 and 128x192 give 1,024 rows of GPT-2's products
-# 128 tiles each, one for nearly every SM of 132. Many rows: warps of 64x64 or near it, for shared
-# memory's sake, and tiles as large as the registers hold, for the L2 cache's.
+# Tiles for few rows keep many bytes in flight. 64x96, 128x144 and 128x192 divide the products of
+# GPT-2 with 1,024 rows into 128 tiles each: one for nearly every SM of 132. For many rows, the
+# tiles are as large as the registers allow, which reduces traffic of the L2 cache; parts of warps
+# of 64x64 or similar reduce traffic of shared memory.
 TILES = (
     MmaGemmTile(16, 32, (1, 4), 128, 8, 6),
     MmaGemmTile(32, 32, (2, 2), 128, 8, 4),
@@ -50,7 +50,7 @@ TILES = (
     MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
-# For two-part matrices, with three sums for each output.
+# Tiles for two-part matrices, whose kernel keeps three sums per output.
 TWO_PART_TILES = (
     MmaGemmTile(16, 32, (1, 4), 64, 8, 6),
     MmaGemmTile(32, 32, (2, 2), 64, 8, 4),
@@ -77,12 +77,12 @@ def geometry(
     most_shared: int,
     tile: MmaGemmTile | None = None,
 ) -> Geometry:
-    """The launch of gemm_mma, or gemm_split_mma for two-part matrices, for a (M, K) and w (N, K).
+    """Return the geometry of gemm_mma (two_part: of gemm_split_mma) for a (M, K) and w (N, K).
 
-    other_out: whether the result is float32, or of two-part matrices a two-part matrix. scaled:
-    whether w has scales. early: whether w may be loaded before the previous kernel has ended. sms,
-    most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block may request.
-    tile: instead of the best one. The results are the same bits for any.
+    other_out: whether the result is float32; with two_part, whether it is a two-part matrix.
+    scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
+    ended. sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block may
+    request. tile: used instead of the best tile. The result has the same bits for any tile.
     """
     parts = 1 + two_part
     candidates = (tile,) if tile else TWO_PART_TILES if two_part else TILES
@@ -108,7 +108,7 @@ def geometry(
 
 
 def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
-    """The constants of the epilogue, also of the kernels for Hopper."""
+    """Constants that select the epilogue of a mma or Hopper kernel."""
     return (
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
@@ -118,30 +118,30 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of one part of a slice in shared memory."""
+    """Bytes of a slice in shared memory; of one of its parts with two-part operands."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
 def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Clocks of the SM that has most tiles, about. Two-part operands make three products."""
+    """Estimated clocks of the SM with the most tiles. Two-part operands need three products."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
-    read = tile.rows * warps_n + tile.columns * warps_m  # rows of shared memory
+    read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps read from shared memory
     step = max(
         STEP * parts,
         16 * size * (2 * parts - 1) / MULTIPLY_ADDS,
         32 * sides * parts / L2_BYTES,
         32 * (read + sides) * parts / SHARED_BYTES,
     )
-    store = 2 * parts * size / STORED_BYTES / tile.blocks  # while other blocks multiply
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks not hidden by other blocks
     tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
-    """The tile with as many blocks and stages as shared memory holds; None where it has no room.
+    """Return the tile with as many blocks and stages as fit in shared memory, or None.
 
-    memory: bytes for each of 1, 2, … blocks on a multiprocessor.
+    memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """
     for blocks in range(tile.blocks, 0, -1):
         stages = min(tile.stages, memory[blocks - 1] // (parts * _slice(tile)))

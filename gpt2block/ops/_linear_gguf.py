@@ -19,7 +19,7 @@ from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import range_defines
-from gpt2block.ops.operation import Unfit
+from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES
 
 FILE = "matmul/decode_gguf.cu"
@@ -183,15 +183,15 @@ def launch(
     rope: channels of a head.
     """
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
     up, gamma, beta, terms = (getattr(c, name, None) for name in ("up", "gamma", "beta", "terms"))
     norm = 0 if gamma is None else 1 if beta is not None else 2
     if up is not None and up.ranges != c.w.ranges:
-        raise Unfit(f"up: expected types {c.w.ranges}, got {up.ranges}")
+        raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
     if terms or getattr(c, "to_terms", None):
-        raise Unfit("takes and gives floats")
+        raise UnsupportedCall("takes and gives floats")
     if norm == 2 and not normalizes(c.M, c.K):
-        raise Unfit(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
+        raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC
     found = geometry(
         kernel,
@@ -205,7 +205,9 @@ def launch(
         most_shared=most_shared,
     )
     if found is None:
-        raise Unfit(f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory")
+        raise UnsupportedCall(
+            f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory"
+        )
     for name, array in (("x", c.x), ("gamma", gamma), ("beta", beta), ("w", c.w.data)):
         if array is not None:
             check_address(name, array)
@@ -223,9 +225,9 @@ def launch_rope(
     """rope_decode_gguf, of x or, with gamma, of its RMSNorm."""
     D = 2 * c.P
     if c.w.dtype != GGUF:
-        raise Unfit("takes a GgufMatrix")
+        raise UnsupportedCall("takes a GgufMatrix")
     if D % BORDER:
-        raise Unfit(f"heads of {D} channels: expected a multiple of {BORDER}")
+        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {BORDER}")
     check_address("by", c.by, 8)
     sums = getattr(c, "sums", None)
     arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)

@@ -22,7 +22,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import IN_ORDER, Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
-from gpt2block.ops.operation import Unfit
+from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -341,13 +341,13 @@ def launch(
     args: tuple[Any, ...],
     head: int = 0,
 ) -> Launch:
-    """Launch a kernel of one of both files, or raise Unfit.
+    """Launch a kernel of one of both files, or raise UnsupportedCall.
 
     matrices: w, and where the kernel takes one, up of a gated product. args: the kernel's arguments
     after x and the matrices. head: the channels of a head, with RoPE.
     """
     if c.K % UNIT:
-        raise Unfit(f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles")
+        raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles")
     gated = c.up is not None
     two = gated or head > 0
     sizes = c.M, c.N // 2 if head else c.N, c.K, c.w.dtype
@@ -381,15 +381,17 @@ def launch_blocks(
     args: tuple[Any, ...],
     head: int = 0,
 ) -> Launch:
-    """Launch a kernel for blocks of GGUF, or raise Unfit; as `launch`, with the bias among args.
+    """Launch a kernel for GGUF blocks, or raise UnsupportedCall. args include the bias.
 
     Where a type has minimums, the sums of x come first, unless x is summed: in the half of x that
     rounded terms leave free.
     """
     if not c.rounded or not takes_blocks(c.w, head):
-        raise Unfit(f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats")
+        raise UnsupportedCall(
+            f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats"
+        )
     if c.up is not None and c.up.ranges != c.w.ranges:
-        raise Unfit(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
+        raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     two = c.up is not None or head > 0
     octet = c.w.tile
     parts = tuple(n // 2 if head else n for _, n in c.w.ranges)

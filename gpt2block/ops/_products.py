@@ -1,4 +1,4 @@
-"""What products share: how weights are stored, what tensor cores require, tiles and memory."""
+"""Common code of matrix products: types of stored weights, required GPUs, tiles, shared memory."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Any, NamedTuple, TypeVar
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
 from gpt2block.weights.matrix import WeightMatrix
 
-MMA_CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
-HOPPER_CAPABILITY = 90  # exactly: no other GPU has wgmma
-MULTIPLE = 8  # of N and K of a product: rows are copied in 16 bytes
+MMA_CAPABILITY = 80  # oldest compute capability that has mma.sync of 16-bit floats for 16 of K
+HOPPER_CAPABILITY = 90  # the only compute capability that has wgmma
+MULTIPLE = 8  # divisor of N and K: rows are copied 16 bytes at a time
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
 Tile = TypeVar("Tile")
 
 
 class Parts(NamedTuple):
-    """A TwoPartMatrix (N, K) for a kernel that reads weights, by the names of a WeightMatrix."""
+    """A TwoPartMatrix (N, K) with the attribute names of a WeightMatrix, for kernels of weights."""
 
-    data: Any  # both parts
+    data: Any  # array of both parts
     scale: Any
     dtype: str = TWO_PART
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:
-    """`storage` and `weights` of a launch with such weights: the types `T` and `W` of its source.
+    """Return `storage` and `weights` of a launch: the dtypes of types `T` and `W` in its source.
 
-    with_fp8: `T` where the weights are FP8 or two-part; else it is the dtype of the weights.
+    with_fp8: dtype of `T` if the weights are FP8 or two-part; else `T` has the weights' dtype.
     """
     return (with_fp8, w.dtype) if w.dtype in WEIGHTS else (w.dtype, None)
 
 
 def gate_define(gelu: bool) -> Defines:
-    """What kernels with a gate (lib/gate.cuh) are compiled with."""
+    """Constant of a kernel with a gated feed-forward (lib/gate.cuh): GELU instead of SiLU."""
     return (("GATE_GELU", 1),) if gelu else ()
 
 
 def count_tiles(tile: Any, M: int, N: int) -> int:
-    """How many tiles, of `rows` and `columns`, cover an output (M, N)."""
+    """Number of tiles, with attributes `rows` and `columns`, that cover an output (M, N)."""
     rows: int = tile.rows
     columns: int = tile.columns
     return ceil(M / rows) * ceil(N / columns)
 
 
 def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
-    """The tile with the shortest estimated time on `sms` multiprocessors; of equals the first.
+    """Return the tile with the shortest estimated time on `sms` multiprocessors; ties: the first.
 
-    tiles: with `rows`, `columns` and `speed`, that of a multiprocessor busy with such tiles.
+    tiles: tiles with `rows`, `columns` and `speed`, the speed of a multiprocessor on such tiles.
     """
 
     def duration(tile: Any) -> Any:
@@ -57,16 +57,16 @@ def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
 
 
 def room(most_shared: int, blocks: int) -> int:
-    """Bytes of shared memory for each of `blocks` on a multiprocessor.
+    """Bytes of shared memory for each of `blocks` blocks on a multiprocessor.
 
-    most_shared: the bytes that a block may request.
+    most_shared: bytes of shared memory that a block may request.
     """
     return (most_shared + RESERVED) // blocks - RESERVED
 
 
 def filled(most_shared: int, blocks: int, shared: int) -> int:
-    """`shared`, or so many bytes that a multiprocessor has no room for more blocks.
+    """Return `shared`, raised if needed so that at most `blocks` blocks fit on a multiprocessor.
 
-    most_shared: the bytes that a block may request.
+    most_shared: bytes of shared memory that a block may request.
     """
     return max(shared, room(most_shared, blocks + 1) + 1)

@@ -1,4 +1,4 @@
-"""Tiles, geometry and launch of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
+"""Tiles and launches of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from gpt2block.ops._products import gate_define
 
 FILE = "llama/rmsnorm_matmul_hopper.cu"
 
-# Fitted to Llama's sizes, K 4,096, float16: one K, so that all time is the slices'. With few
-# rows all tiles wait for the weights; what counts is one for nearly every SM: 64x64 split in two
-# gives 4,096 columns 128 blocks, 64x192 makes 115 of the feed-forward's 2 · 11,008.
+# The times are fitted to Llama's sizes in float16. K is always 4,096, so that all time is counted
+# as time of slices. With few rows, tiles wait for the weights, and the best size gives nearly every
+# SM a tile: 64x64 with K split in two makes 128 blocks of 4,096 columns, 64x192 makes 115 blocks of
+# the 2 · 11,008 columns of the feed-forward.
 MATMUL_TILES = (
     HopperGemmTile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
     HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
@@ -32,8 +33,9 @@ MATMUL_TILES = (
     HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
 )
 
-# Columns of both matrices together. As (N, K): 128x224 is 396 tiles for 500 rows of Llama's 11,008
-# columns, three for each SM. As (K, N) they come in boxes of 64.
+# Tiles of the feed-forward, by the layout of the weights; columns count both matrices. With (N, K),
+# 128x224 makes 396 tiles for 500 rows of Llama's 11,008 columns: three per SM. With (K, N), columns
+# are loaded in boxes of 64.
 FFN_TILES = {
     "NK": (
         HopperGemmTile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
@@ -49,7 +51,7 @@ FFN_TILES = {
 
 
 def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
-    """To choose from for one or two matrices in a layout."""
+    """Candidate tiles for one or two matrices in a layout."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
 
@@ -61,11 +63,11 @@ def launch(
     *turn: float,
     gelu: bool = False,
 ) -> Launch:
-    """The product of n (..., K) with one w, or silu(n w1) (n w3) with two, into out (..., N).
+    """Return the launch that writes n w, or with two matrices silu(n w1) (n w3), to out (..., N).
 
-    gelu: in the place of SiLU.
-    turn: the arguments of RoPE, of one matrix: rows of a sequence, head_dim (0: none), first
-    position, and the step of the exponents in two parts.
+    n is (..., K). gelu: whether GELU replaces SiLU. turn: arguments of RoPE with one matrix: rows
+    per sequence, head_dim (0 for no RoPE), first position, and the step of the exponents in two
+    parts.
     """
     K, N = n.shape[-1], out.shape[-1]
     M, count = n.size // K, len(matrices)
@@ -93,9 +95,10 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """The launch for n (M, K) and one or two w of N columns, and its tile, for the tensor maps.
+    """Return the geometry for n (M, K) and one or two w of N columns, and the tile for its maps.
 
-    layout: of w, "KN" or "NK". turns: whether there is RoPE. tile: instead of the best of `tiles`.
+    layout: layout of w, "KN" or "NK". turns: whether the kernel computes RoPE. tile: used instead
+    of the best of `tiles`.
     """
     columns = matrices * N
     tile = tile or choose_tile(tiles(matrices, layout), M, columns, K, True, sms)
@@ -110,13 +113,13 @@ def geometry(
 
 
 def rows_loaded(tile: HopperGemmTile, M: int) -> int:
-    """Rows of a tile that are copied, in steps of 16: copying rows that do not exist takes time."""
+    """Rows of a tile that are copied: not all if M is small, because missing rows take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 
 def weight_box(tile: HopperGemmTile, matrices: int, layout: str) -> tuple[int, int, int]:
-    """The part of w, an array (1, N, K) or (1, K, N), that a block loads at once."""
+    """Box of w, an array (1, N, K) or (1, K, N), that a block loads at a time."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE
-    columns = tile.columns if matrices == 1 else tile.group[1] // 2  # of this matrix
+    columns = tile.columns if matrices == 1 else tile.group[1] // 2  # columns of one matrix
     return 1, columns // tile.shares, SLICE

@@ -1,4 +1,4 @@
-"""Geometry of llama/rmsnorm_matmul.cu: few rows, every weight read once."""
+"""Launch geometry of llama/rmsnorm_matmul.cu, for few rows: each weight is read once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "llama/rmsnorm_matmul.cu"
-MOST_ROWS = 4  # of x that a block takes
-MOST_SUMS = 64  # that a thread keeps in registers
+MOST_ROWS = 4  # rows of x per block
+MOST_SUMS = 64  # sums that a thread keeps in registers
 Pairing = Literal["neighbours", "halves", "two matrices"]
 
 
@@ -28,17 +28,18 @@ def geometry(
     alignment: int,
     most_shared: int,
 ) -> Geometry | None:
-    """The launch of a matvec kernel; None when a row does not fit in `most_shared` bytes.
+    """Return the geometry of a matvec kernel, or None if a row needs more than `most_shared` bytes.
 
-    x_width: values of x in a load. weight: bytes of one. pairing: how columns go together,
-    neighbours, those half a head apart, or those of two matrices. alignment: of the weights, in
-    bytes. Threads, strips and unrolling are the best ones measured on an H200 at one row.
+    x_width: values of x per load. weight: bytes of a weight. pairing: the two columns that a thread
+    combines: neighbours, columns half a head apart, or columns of two matrices. alignment:
+    alignment of the weights in bytes. Threads, strips and unrolling were the fastest for one row on
+    an H200.
     """
     two = pairing == "two matrices"
     halves = pairing == "halves"
     rows = min(MOST_ROWS, power_of_two(M))
     strips = 2 if layout == "NK" or pairing != "neighbours" else 1
-    unit = K if layout == "NK" else head_dim // 2 if halves else N  # vectors do not cross its end
+    unit = K if layout == "NK" else head_dim // 2 if halves else N  # a multiple of `width`
     width = 16 // weight
     if layout == "KN":
         width = min(width, MOST_SUMS // (strips * rows))

@@ -1,4 +1,4 @@
-"""Tiles and geometry of llama/rmsnorm_matmul_mma.cu, products by mma.sync."""
+"""Tiles and launch geometry of llama/rmsnorm_matmul_mma.cu, products by mma.sync."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from gpt2block.ops._products import count_tiles, room
 
 FILE = "llama/rmsnorm_matmul_mma.cu"
 
-# What an SM does in a clock, about: multiply-adds of mma.sync, and bytes from the L2 cache.
-MULTIPLY_ADDS = 1000
-BYTES = 28
-FEW_STAGES = 4  # with fewer an SM had better hold fewer blocks
+# Approximate rates of an SM, per clock.
+MULTIPLY_ADDS = 1000  # multiply-adds of mma.sync
+BYTES = 28  # bytes read from the L2 cache
+FEW_STAGES = 4  # stages at least, if an SM holds several blocks
 
 
 class RmsnormTile(NamedTuple):
-    """A block's tile, and how its warps share it: the constants of llama/mma_tile.cuh."""
+    """A block's tile and its division among warps: constants of llama/mma_tile.cuh."""
 
     rows: int
     columns: int
-    warps: tuple[int, int, int]  # along rows, columns and K
-    slice: int  # of K
-    stages: int  # at most
-    blocks: int  # on an SM
+    warps: tuple[int, int, int]  # warps along rows, columns and K
+    slice: int  # values along K in a slice
+    stages: int  # slices in shared memory at most
+    blocks: int  # blocks per SM at most
 
 
-# Few rows are a matter of memory: many slices in flight, the warps share K. Many rows are a
-# matter of the tensor cores: a warp's part is then as near to 64x64 as can be, for shared memory's
-# sake. 16x192 and 128x224 fit 2 · 11,008 columns, Llama's feed-forward, to 132 SMs.
+# Products of few rows are memory-bound: many slices are in flight, and the warps divide K. Products
+# of many rows are bound by the tensor cores: a warp's part is close to 64x64, which reduces traffic
+# of shared memory. 16x192 and 128x224 divide the 2 · 11,008 columns of Llama's feed-forward evenly
+# among 132 SMs.
 TILES = (
     RmsnormTile(16, 32, (1, 1, 8), 128, 8, 1),
     RmsnormTile(16, 64, (1, 1, 4), 64, 6, 3),
@@ -48,11 +49,11 @@ TILES = (
 
 
 def fits(N: int, K: int, x_stride: int, weight: int, layout: str) -> bool:
-    """Whether the kernels take these sizes: every copy starts on 16 bytes.
+    """Whether the kernels take these sizes: each row must start on a multiple of 16 bytes.
 
-    weight: bytes of one. layout: "KN" or "NK". The arrays themselves must start on 16 bytes, too.
+    weight: bytes of a weight. layout: "KN" or "NK". The arrays must be aligned to 16 bytes, too.
     """
-    row = N if layout == "KN" else K  # of the weights in memory
+    row = N if layout == "KN" else K  # weights in a row of memory
     return not (N % 8 or K % 8 or x_stride % 8 or row * weight % 16)
 
 
@@ -71,11 +72,12 @@ def geometry(
     residual: bool = False,
     tile: RmsnormTile | None = None,
 ) -> Geometry:
-    """For x (M, K) and one (rmsnorm_matmul_mma) or two (rmsnorm_ffn_mma) matrices of N columns.
+    """Return the geometry of rmsnorm_matmul_mma (1 matrix) or rmsnorm_ffn_mma (2), for x (M, K).
 
-    weight: bytes of one. layout: "KN" or "NK". sms, most_shared: the GPU's multiprocessors, and
-    the bytes of shared memory that a block of it may request. norm: whether there is a gamma.
-    residual: whether there is one. tile: instead of the best of `TILES`.
+    Each matrix has N columns. weight: bytes of a weight. layout: "KN" or "NK". sms: multiprocessors
+    of the GPU. most_shared: bytes of shared memory that a block may request. norm: whether x is
+    normalized. residual: whether a residual is added to x. tile: used instead of the best of
+    `TILES`.
     """
     whole = [
         fit
@@ -105,14 +107,14 @@ def geometry(
 
 
 def _cost(tile: RmsnormTile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
-    """Clocks for one value of K, of the SM that has most tiles."""
+    """Estimated clocks per value along K of the SM with the most tiles."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
     return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)
 
 
 def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bool) -> int:
-    """Bytes of a slice in shared memory."""
+    """Bytes of a slice of all operands in shared memory."""
     chunks = tile.slice // 8
     x = 16 * tile.rows * (chunks + (2 if weight == 1 and layout == "NK" else 1))
     lines, wide = (tile.slice, tile.columns) if layout == "KN" else (tile.columns, tile.slice)
@@ -121,7 +123,7 @@ def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bo
 
 
 def _end(tile: RmsnormTile) -> int:
-    """Bytes that the warps of a block exchange after the last slice."""
+    """Bytes of shared memory that the warps of a block exchange after the last slice."""
     _, warps_n, warps_k = tile.warps
     return 4 * tile.rows * warps_k * (tile.columns + 8 + warps_n)
 
@@ -129,7 +131,7 @@ def _end(tile: RmsnormTile) -> int:
 def _fit(
     tile: RmsnormTile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
 ) -> RmsnormTile | None:
-    """The tile with as many blocks and slices as shared memory holds; None where it has no room."""
+    """Return the tile with as many blocks and slices as fit in shared memory, or None."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):
         own = room(most_shared, blocks)

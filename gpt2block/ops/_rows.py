@@ -1,4 +1,4 @@
-"""Common code of row kernels: limits, and the number of threads that share a row in registers."""
+"""Common code of kernels that process rows: limits, and the number of threads per row."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.errors import InputError
 
-MAX_ROWS = 2**31 - 1  # the most blocks of a grid
-MAX_VALUES = 2**30  # of a row
+MAX_ROWS = 2**31 - 1  # rows at most, one block each
+MAX_VALUES = 2**30  # values per row at most
 WARP = 32
-VALUES = 32  # that a thread keeps in registers
-THREADS = 512  # that can share a row
+VALUES = 32  # values of a row that a thread keeps in registers at most
+THREADS = 512  # threads that share a row at most
 LONGEST_IN_REGISTERS = VALUES * THREADS
-FEW_THREADS = 256  # more share it only where the row does not fit otherwise
-FILLED = 1024  # threads on an SM that keep its memory busy
-BLOCK = 128  # where a row has one warp or a part of one
+FEW_THREADS = 256  # threads that share a row at most, unless it does not fit in their registers
+FILLED = 1024  # threads per SM that keep its memory busy
+BLOCK = 128  # threads per block, if a row has at most one warp
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is n or more."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 class RowShape(NamedTuple):
-    """A launch of a kernel that keeps its rows in registers."""
+    """Launch sizes of a kernel that keeps its rows in registers."""
 
-    threads: int  # that share a row
-    held: int  # loads a thread keeps
-    rows: int  # a block takes
+    threads: int  # threads per row
+    held: int  # loads whose values a thread keeps in registers
+    rows: int  # rows per block
     grid: int
 
     @property
@@ -39,7 +39,7 @@ class RowShape(NamedTuple):
 
 
 def check_rows(name: str, x: CudaArray, longest: int = MAX_VALUES) -> int:
-    """The number of rows of x (..., n); InputError where a kernel cannot count them or n."""
+    """Return the number of rows of x (..., n). Raises InputError for too many or too long rows."""
     rows = int(x.size) // int(x.shape[-1])
     if rows > MAX_ROWS or x.shape[-1] > longest:
         raise InputError(
@@ -50,11 +50,11 @@ def check_rows(name: str, x: CudaArray, longest: int = MAX_VALUES) -> int:
 
 @lru_cache(maxsize=1024)
 def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> RowShape:
-    """The shape for `rows` of `n` values, `width` a load, on a GPU with `sms` multiprocessors.
+    """Return the launch sizes for `rows` rows of `n` values on a GPU with `sms` multiprocessors.
 
-    Few rows get a thread for every load, so that all loads are in flight at once; many rows get a
-    warp each, which needs no barrier. `block` sets the threads of a row, one row a block.
-    Raises InputError when a row does not fit in the registers of its threads.
+    width: values per load. Few rows get one thread per load, so that all loads are in flight at
+    once; many rows get one warp each, which needs no barrier. block: threads per row, with one row
+    per block; None chooses. Raises InputError if a row does not fit in its threads' registers.
     """
     loads, most = n // width, VALUES // width
     threads = block or _threads(loads, most, FILLED * sms // rows)
@@ -70,11 +70,11 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 
 
 def _threads(loads: int, most: int, wanted: int) -> int:
-    """About `wanted` threads per row, with as few as possible idle."""
+    """Return about `wanted` threads per row, with as few idle threads as possible."""
     if loads < WARP:
         return power_of_two(loads)
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))
-    choices = range(fewest, min(most, 2 * fewest) + 1)  # loads a thread
+    choices = range(fewest, min(most, 2 * fewest) + 1)  # loads per thread
     warps = {held: ceil(ceil(loads / held) / WARP) for held in choices}
     held = min(choices, key=lambda held: (warps[held] * held, held))
     return min(THREADS, warps[held] * WARP)

@@ -1,4 +1,4 @@
-"""Weights in the dtype and the layout of products. Kernel: matmul/store.cu."""
+"""Convert weights to the dtype and layout that products read. Kernel: matmul/store.cu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.weights.conversions import STORE_FILE, check_sizes, store
 
@@ -20,21 +20,25 @@ def _store(c: Call) -> Launch:
     return store(c.w, c.out, c.transposed)
 
 
-def _prepare(asked: Asked) -> Call | Bound:
-    """w is C-contiguous, or the transposed view of such a matrix.
+def _prepare(unchecked: UncheckedCall) -> Call | Bound:
+    """Check a call. w must be C-contiguous or the transposed view of a C-contiguous matrix.
 
-    Without out, the result is a view of w if no element moves.
+    Without out, the result is a view of w if neither dtype nor order of the elements changes.
     """
-    (w,), dtype, transposed = asked.inputs, asked.options["dtype"], asked.options["transposed"]
+    (w,), dtype, transposed = (
+        unchecked.inputs,
+        unchecked.options["dtype"],
+        unchecked.options["transposed"],
+    )
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
     if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
         w, transposed = w.T, not transposed
-    contract = TRANSPOSED if transposed else asked.contract
-    c = asked._replace(inputs=(w,)).checked(contract, transposed=transposed)
+    contract = TRANSPOSED if transposed else unchecked.contract
+    c = unchecked._replace(inputs=(w,)).checked(contract, transposed=transposed)
     check_sizes("w", w.shape)
-    if c.storage == dtype and not transposed and asked.out is None:
+    if c.storage == dtype and not transposed and unchecked.out is None:
         return Bound(w, ())
     c.make("out")
     return c
@@ -50,8 +54,8 @@ OPERATION = Operation(
 
 
 def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
-    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R).
+    """Return a matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, as (C, R).
 
-    A view of w if no element moves. Raises InputError.
+    The result is a view of w if neither dtype nor order of the elements changes. Raises InputError.
     """
     return OPERATION.bind_on_device((w,), dtype=dtype, transposed=transposed).run()

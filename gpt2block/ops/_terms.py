@@ -1,4 +1,4 @@
-"""Terms, which products of decoding have in the place of floats, and the constants of kernels."""
+"""Terms: 16-bit numbers that replace the floats of x in products of decoding on tensor cores."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 from gpt2block.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of lib/terms.cuh
-LINE = 64  # channels in a line of terms in the order of wgmma
-IN_ORDER = 2  # the width for blocks of GGUF, whose codes are stored as an mma reads them
-CHUNK = 32  # inputs with one sum, for minimums of blocks of GGUF
-ROUNDED = "float16"  # what x can be rounded to
-ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of the weights for which it can
+KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of the kinds in lib/terms.cuh
+LINE = 64  # channels per line of terms in the order of wgmma
+IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
+CHUNK = 32  # channels per sum, by which minimums of GGUF blocks are multiplied
+ROUNDED = "float16"  # dtype that x can be rounded to
+ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounded
 
 
 class Terms(NamedTuple):
-    """Two numbers of 16 bits for each value of a tensor, or one, in the place of its floats.
+    """Format of one or two 16-bit numbers per value of a tensor, stored instead of its floats.
 
-    They are for products on tensor cores (kernels_cu/lib/terms.cuh).
+    Products on tensor cores read them (kernels_cu/lib/terms.cuh).
     """
 
     dtype: str  # float16, bfloat16 or two_part
-    # 0: in the places of the floats; 2 (blocks of GGUF), 8 or 16: in the order in which wgmma reads
+    # 0: terms replace the floats in place; 2 (GGUF blocks), 8 or 16: in the order that wgmma reads
     width: int = 0
-    scale: float = 1.0  # of two-part terms: a power of two, for all values
-    rounded: bool = False  # to the first term of a value, the only one
-    summed: bool = False  # with the sums of chunks of blocks of GGUF after them
+    scale: float = 1.0  # scale of two-part terms: a power of two, the same for all values
+    rounded: bool = False  # whether only the first term of each value is used
+    summed: bool = False  # whether sums of chunks follow the terms, for GGUF blocks
 
     def with_sums(self, together: int) -> Terms:
-        """These, summed where a kernel that has `together` neighbouring channels can add them."""
+        """Return these terms with `summed` set, if the sums are needed and the kernel can add them.
+
+        together: neighbouring channels that the kernel computes together.
+        """
         of_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
         return self._replace(summed=of_blocks and together % CHUNK == 0)
 
     @property
     def x_dtype(self) -> str | None:
-        """What values are rounded to, or None."""
+        """The dtype that values are rounded to, or None."""
         return ROUNDED if self.rounded else None
 
     def __str__(self) -> str:
@@ -46,32 +49,32 @@ class Terms(NamedTuple):
 
 
 def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
-    """Raise InputError unless rows of so many channels can be stored as these terms.
+    """Raise InputError unless rows of `channels` channels can be stored as these terms.
 
-    together: neighbouring channels of which the kernel can store the sums.
+    together: neighbouring channels that the kernel computes together, and can therefore add.
     """
     if terms is None:
         return
     if terms.summed and (terms != terms.with_sums(together) or channels % UNIT):
         raise InputError(
-            f"sums of terms of {terms}, of {together} of {channels:,} channels: expected terms in "
-            f"order, {CHUNK} neighbouring channels, and rows of a multiple of {UNIT}: pass terms "
-            "without sums"
+            f"sums of terms of {terms}, of {together} of {channels:,} channels: expected rounded "
+            f"terms of width {IN_ORDER}, {CHUNK} neighbouring channels, and rows of a multiple of "
+            f"{UNIT} channels: pass terms without sums"
         )
     multiple = LINE if terms.width else 2
     if channels % multiple:
         raise InputError(
-            f"terms of {terms}: expected channels in multiples of {multiple}, got {channels:,}"
+            f"terms of {terms}: expected a multiple of {multiple} channels, got {channels:,}"
         )
 
 
 def count_define(rounded: bool) -> Defines:
-    """The constant of lib/terms.cuh for a kernel whose values have one term, where rounded."""
+    """Constant of lib/terms.cuh for one term per value, if rounded."""
     return (("TERM_COUNT", 1),) if rounded else ()
 
 
 def rounds(x_dtype: str | None, dtype: str) -> bool:
-    """Whether x is rounded to x_dtype for weights of a dtype. Raises InputError."""
+    """Whether x is rounded to x_dtype for weights of `dtype`. Raises InputError if it cannot be."""
     if x_dtype is None:
         return False
     if x_dtype != ROUNDED or dtype not in ROUNDABLE:
@@ -83,7 +86,7 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
 
 
 def stored_defines(constant: str, terms: Terms | None) -> Defines:
-    """The constants of a kernel that stores these terms; constant: the one that has their kind."""
+    """Constants of a kernel that stores these terms. constant: name of the one for their kind."""
     if terms is None:
         return ()
     width = (("TERM_WIDTH", terms.width),) if terms.width else ()
@@ -92,5 +95,5 @@ def stored_defines(constant: str, terms: Terms | None) -> Defines:
 
 
 def stored_scale(terms: Terms | None) -> float:
-    """What a kernel that can store terms is told of their scale."""
+    """Argument for the scale of terms, of a kernel that can store them."""
     return terms.scale if terms else 1.0

@@ -1,8 +1,9 @@
-"""Attention of sequences over themselves: softmax(Q Kᵀ / sqrt(HS)) V, with or without a mask.
+"""Self-attention of sequences: softmax(Q Kᵀ / sqrt(HS)) V, with or without a causal mask.
 
-`mha` (attention/skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) compute in float32,
-`mma` (mma.cu) and `hopper` (hopper.cu) on tensor cores with float16 or bfloat16. Both take two-part
-matrices, too, with the accuracy of float32 (mma_two_part.cu, hopper_two_part.cu).
+Variants `mha` (attention/skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) compute in
+float32; `mma` (mma.cu) and `hopper` (hopper.cu) use tensor cores with float16 or bfloat16. `mma`
+and `hopper` also take two-part matrices, with the accuracy of float32 (mma_two_part.cu,
+hopper_two_part.cu).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from gpt2block.ops._attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.call import TWO_PART, Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, Unfit, variant
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -67,21 +68,21 @@ HOPPER_TWO_PART = "attention/hopper_two_part.cu"
 SIXTEEN_BITS = ("float16", "bfloat16")
 TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
 APPENDING = ("hopper",)  # variants that also write K and V to a kv_cache
-TENSOR_HEAD = TENSOR_HEADS[0]  # channels of a head that all variants on tensor cores take
-LARGEST_HEAD = 256  # of mha and online
-MAX_BATCH = MOST_BLOCKS[1]  # sequences of mha
-BLOCK = 256  # threads of mha, and by default of naive
+TENSOR_HEAD = TENSOR_HEADS[0]  # channels per head that all tensor-core variants take
+LARGEST_HEAD = 256  # channels per head at most in mha and online
+MAX_BATCH = MOST_BLOCKS[1]  # sequences at most in mha
+BLOCK = 256  # threads per block of mha; the default of naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
-MMA_THREADS = 128  # of a block of either of `MMA_TILES`
+MMA_THREADS = 128  # threads per block with any tile of `MMA_TILES`
 
 
 def naive_geometry(
     B: int, T: int, NH: int, HS: int, threads: int, NKV: int
 ) -> tuple[Geometry, ...]:
-    """Three launches: one thread per score, per row of scores, per output.
+    """Geometry of three launches, with one thread per score, per row of scores and per output.
 
-    Raises InputError for too large a grid.
+    Raises InputError if a grid is too large.
     """
     rows = B * NH * T
     grids = {
@@ -106,50 +107,56 @@ def naive_geometry(
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
     if c.storage == TWO_PART and TWO_PART not in dtypes:
-        raise Unfit("takes no two-part matrix: use variant mma")
+        raise UnsupportedCall("takes no two-part matrix: use variant mma")
     expected = " or ".join(dtypes[:2])
     if c.storage not in dtypes:
-        raise Unfit(f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')")
+        raise UnsupportedCall(
+            f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')"
+        )
 
 
 def _fit_float32(c: Call) -> None:
     _fit_dtype(c, "float32")
     if c.cu_seqlens is not None:
-        raise Unfit("cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16")
+        raise UnsupportedCall(
+            "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16"
+        )
 
 
 def _fit_naive(c: Call) -> None:
     _fit_float32(c)
     if c.softmax_scale is not None:
-        raise Unfit(
+        raise UnsupportedCall(
             "softmax_scale: divides by the square root of the head size: use variant online"
         )
     if c.window is not None:
-        raise Unfit("window: attends to all earlier tokens: use variant online")
+        raise UnsupportedCall("window: attends to all earlier tokens: use variant online")
 
 
 def _fit_online(c: Call) -> None:
     _fit_float32(c)
     if c.HS > LARGEST_HEAD:
-        raise Unfit(f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)")
+        raise UnsupportedCall(
+            f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
+        )
 
 
 def _fit_mha(c: Call) -> Geometry:
-    """One block per query and head, with a row of scores in shared memory.
+    """Return the geometry of mha: one block per query and head, one row of scores in shared memory.
 
-    Also the limits of the grid's third axis, and of that row.
+    Raises UnsupportedCall if there are too many sequences, or if this row does not fit.
     """
     _fit_naive(c)
     _fit_online(c)
     if c.B > MAX_BATCH:
-        raise Unfit(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
+        raise UnsupportedCall(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
     defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     if limit < geometry.shared:
-        raise Unfit(
+        raise UnsupportedCall(
             f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
             f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
         )
@@ -217,13 +224,13 @@ def _online(c: Call) -> Launch:
 
 def _fit_mma(c: Call) -> None:
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit(
+        raise UnsupportedCall(
             "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
         )
     _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
     heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
     if c.HS not in heads:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: tensor cores take {', '.join(map(str, heads))}: "
             f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
         )
@@ -272,7 +279,7 @@ def _mma(c: Call) -> Launch:
 )
 def _hopper_two_part(c: Call) -> Launch:
     if c.HS != HOPPER_TWO_PART_HEAD:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: "
             "use variant mma"
         )
@@ -297,7 +304,7 @@ def _hopper_two_part(c: Call) -> Launch:
     dtypes=SIXTEEN_BITS,
 )
 def _hopper_few(c: Call) -> Launch:
-    """For heads of ALTERNATE_HEAD channels, where `hopper` chooses it."""
+    """Launch the kernel for few sequences, which variant `hopper` selects if it is faster."""
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
     geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
@@ -315,9 +322,9 @@ def _hopper_few(c: Call) -> Launch:
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.HS not in TENSOR_HEADS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
         )
     launch: Launch
@@ -346,28 +353,28 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
 # --- every variant
 
 
-def _prepare(asked: Asked) -> Call:
-    """W is 3C, or less with n_kv_head below n_head; extra: naive's scores.
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. W is 3C, or less with n_kv_head < n_head. extra holds the scores of naive.
 
-    Without a variant: mha for float32, for others the best that the GPU has.
+    The default is mha for float32, and the fastest variant of the GPU for other dtypes.
     """
-    c = _checked(asked)
+    c = _checked(unchecked)
     if c.max_seqlen is not None:
-        raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
+        raise InputError("max_seqlen: expected none without cu_seqlens")
     c.B, c.cu_seqlens, c.k = c.rows, None, None
     c.rows *= c.T
     return _completed(c)
 
 
-def _prepare_varlen(asked: Asked) -> Bound:
-    """The variants, and their messages, are those of `attention`, which describes the arguments.
+def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
+    """Bind a call with cu_seqlens to a variant of `attention`, which describes the arguments.
 
-    k, v, row and position, those of `kv_append`, are for variant hopper.
+    k, v, row and position are as in `kv_append`; only variant hopper takes them.
     """
-    c = _checked(asked)
+    c = _checked(unchecked)
     if c.S < 2:
         raise InputError(
-            "cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of "
+            "cu_seqlens: expected shape (B + 1,), the first row of each sequence and the end of "
             f"the last, got {c.cu_seqlens.shape}"
         )
     expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
@@ -376,13 +383,13 @@ def _prepare_varlen(asked: Asked) -> Bound:
     return OPERATION.bound_to(_completed(c))
 
 
-def _checked(asked: Asked) -> Call:
-    n_head, n_kv_head = checked_heads(asked.options["n_head"], asked.options["n_kv_head"])
-    return asked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
+def _checked(unchecked: UncheckedCall) -> Call:
+    n_head, n_kv_head = checked_heads(unchecked.options["n_head"], unchecked.options["n_kv_head"])
+    return unchecked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
 
 
 def _completed(c: Call) -> Call:
-    """The heads of a call with B sequences, and its preferred variants. Raises InputError."""
+    """Add head sizes and preferred variants to a call with B sequences. Raises InputError."""
     heads = c.n_head + 2 * c.n_kv_head
     if c.W % heads or c.qkv.ndim > 3:
         rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {c.n_head}"
@@ -394,36 +401,39 @@ def _completed(c: Call) -> Call:
     c.HS = c.W // heads
     if c.cu_seqlens is not None:
         _check_cache(c)
-    c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest
+    c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest sequence, heads of Q
     c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
     if c.window is not None and not c.causal:
         raise InputError("window: needs causal=True")
-    of_floats = ("mha",) if c.softmax_scale is c.window is None else ("online",)
-    own = of_floats if c.storage == "float32" else TENSOR_CORES
-    c.order = own if c.k is None else APPENDING
+    float32 = ("mha",) if c.softmax_scale is c.window is None else ("online",)
+    preferred = float32 if c.storage == "float32" else TENSOR_CORES
+    c.order = preferred if c.k is None else APPENDING
     return c
 
 
 def _check_cache(c: Call) -> None:
-    """Whether the arguments of a kv_cache, if there are any, belong to qkv and to each other."""
-    given = {"k": c.k, "v": c.v, "row": c.row, "position": c.position}
-    missing = [name for name, array in given.items() if array is None]
-    if len(missing) == len(given):
+    """Raise InputError unless the arrays of a kv_cache are all None, or fit qkv and each other."""
+    arrays = {"k": c.k, "v": c.v, "row": c.row, "position": c.position}
+    missing = [name for name, array in arrays.items() if array is None]
+    if len(missing) == len(arrays):
         return
     if missing:
-        raise InputError(f"{missing[0]}: expected an array, as there is another of a kv_cache")
+        raise InputError(f"{missing[0]}: expected an array: k, v, row and position go together")
     if c.variant not in (None, *APPENDING) or compute_capability() != HOPPER_CAPABILITY:
         raise InputError(
             "k: only variant hopper, on a GPU of compute capability 9.0, writes to a kv_cache: use "
             "ops.kv_append"
         )
     for name in ("k", "v"):
-        check(name, given[name], (*c.k.shape[:2], c.n_kv_head * c.HS), c.storage)
-        check_address(name, given[name])
+        check(name, arrays[name], (*c.k.shape[:2], c.n_kv_head * c.HS), c.storage)
+        check_address(name, arrays[name])
 
 
 def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
-    """The numbers of heads of Q, and of K and V, which by default are as many."""
+    """Return checked numbers of heads of Q and of heads of K and V; n_kv_head None: as many as Q.
+
+    Raises InputError.
+    """
     n_head = check_integer("n_head", n_head, 1, math.inf, "a number of heads")
     if n_kv_head is None:
         return n_head, n_head
@@ -437,7 +447,10 @@ def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
 def _check_fit(
     name: str, fit: Callable[[Call], Any], dtype: str, heads: tuple[int, int, int], **sizes: Any
 ) -> None:
-    """InputError unless a kernel fits calls of such sizes; heads: of Q, of K and V, their size."""
+    """Raise InputError unless the check `fit` accepts calls with these sizes.
+
+    heads: number of heads of Q, of heads of K and V, and channels per head.
+    """
     n_head, n_kv_head, HS = heads
     options = {
         "n_head": n_head,
@@ -450,7 +463,7 @@ def _check_fit(
     options |= sizes
     try:
         fit(Call(contract=OPERATION.contract, storage=dtype, **options))
-    except Unfit as problem:
+    except UnsupportedCall as problem:
         raise InputError(f"{name}: {problem}") from None
 
 
@@ -471,23 +484,24 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
 
 
 def tensor_cores_take(variant: str, head_size: int) -> bool:
-    """Whether "mma" or "hopper" computes such heads, on a GPU that runs its instructions."""
+    """Whether variant "mma" or "hopper" takes heads of head_size channels."""
     return head_size in {"hopper": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
-    """The constants that kernels of attention are compiled with for such heads.
+    """Constants that attention kernels are compiled with for these heads.
 
-    Each kernel has some of them: the number of heads is an argument of those on tensor cores.
+    A kernel uses some of these constants: tensor-core kernels get the number of heads as an
+    argument.
     """
     on_tensor_cores = tensor_heads_defines(head_size, n_head // n_kv_head)
     return (*heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
 
 
 def two_part_fits(head_size: int) -> bool:
-    """Whether the current device has the shared memory for two-part heads of this size.
+    """Whether the current device has enough shared memory for two-part heads of this size.
 
-    For the smallest tile of `two_part_geometry`: 64 queries, and the two parts of K and V twice.
+    The smallest tile of `two_part_geometry` has 64 queries and two stages of K and V.
     """
     fits = head_size in TENSOR_HEADS
     return fits and 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
@@ -553,30 +567,29 @@ def attention(
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
     With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
-    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale: of
-    scores, in the place of 1 / sqrt(HS). window: of the keys up to its own, a row sees so many. mha
-    and naive have neither, so that online is then the default.
+    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale:
+    factor of scores, instead of 1 / sqrt(HS). window: number of keys that a row sees, up to and
+    including its own key. mha and naive support neither option; the default is then online.
 
-    float32: variants mha (the default), naive and online. mha takes a T that the GPU's opt-in
-    shared memory limits, about 57,000 on an H200. naive stores B · n_head · T² scores in device
-    memory. online takes any T; its block sizes are 32 threads for every 32 queries (16 where a head
-    has more than 64 channels, 8 where it has more than 128). Only naive takes heads of more than
-    256 channels.
+    float32: variants mha (the default), naive and online. In mha, the GPU's opt-in shared memory
+    limits T, to about 57,000 on an H200. naive stores B · n_head · T² scores in device memory.
+    online takes any T; a block has 32 threads for every 32 queries (16 queries for heads of more
+    than 64 channels, 8 for more than 128). Only naive takes heads of more than 256 channels.
 
     float16 and bfloat16, with heads of 64, 128 or 256 channels: variant mma and, on GPUs of compute
-    capability 9.0, hopper, which is then the default but takes none of 256. Both run on tensor
-    cores: sums and the softmax are float32, the softmax's weights are rounded to the dtype of qkv
-    before they are multiplied, and the result has that dtype. They support any T. The bits of a
-    row's result depend only on its own sequence.
+    capability 9.0, hopper, which is then the default except for heads of 256 channels. Both run on
+    tensor cores: sums and the softmax are float32, the softmax's weights are rounded to the dtype
+    of qkv before they are multiplied, and the result has the dtype of qkv. They support any T. The
+    bits of a row's result depend only on its own sequence.
 
     With cu_seqlens, int32 (B + 1,), qkv of 16 bits or two-part is (N, 3C): the rows of B sequences,
     one after another. Sequence b starts at row cu_seqlens[b], ends before row cu_seqlens[b + 1] and
-    has at most max_seqlen rows. The numbers are not checked: they must not decrease or exceed N.
-    Rows outside all sequences are not written.
+    has at most max_seqlen rows. The values of cu_seqlens are not checked: they must not decrease or
+    exceed N. Rows outside all sequences are not written.
 
     A TwoPartMatrix with heads of 64 or 128 channels, on the same GPUs as mma: the result has the
-    accuracy of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it
-    sees. hopper, where it is the default, takes heads of 64 channels.
+    accuracy of float32 and is a TwoPartMatrix. The scale of a row is the largest scale of the rows
+    that it sees. hopper is the default on its GPUs for heads of 64 channels.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
     al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`; for

@@ -1,13 +1,13 @@
-"""Attention over a kv_cache, and the kernel that fills the cache.
+"""Attention over a kv_cache, and the kernels that fill the cache.
 
-`tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) and `hopper`
+Variants `tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) and `hopper`
 (attention/hopper.cu) take several queries of each sequence, in packed rows. `split`
-(attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 32. `append`
-(attention/kv_cache.cu) writes new keys and values to the cache, `round` (there, too) rounds those
-of a prompt that tensor cores attend to without the cache, `copy` gives a sequence those that
-another one begins with.
+(attention/decode.cu) is for decoding: one query per sequence, with the keys divided into splits of
+32. attention/kv_cache.cu has `append`, which writes new keys and values to the cache; `round`,
+which rounds keys and values of a prompt that tensor cores read from qkv instead of the cache; and
+`copy`, which copies the keys and values of a common prefix to another sequence.
 
-kv_dtype is None where k and v are arrays of a float dtype, or the FP8 format of k and v of uint8.
+kv_dtype is the FP8 format of k and v of uint8, or None if k and v have a float dtype.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Asked, Call, check_format, storage
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 TILES = "attention/cached.cu"
 SPLIT = "attention/decode.cu"
 APPEND = "attention/kv_cache.cu"
 APPEND_TWO_PART = "attention/kv_cache_two_part.cu"
-TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # warps, keys; the best first
-SPLIT_KEYS = 32  # of a warp of `split`
+TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), best first
+SPLIT_KEYS = 32  # keys per split, which one warp of `split` processes
 SPAN_SPLITS = 32  # splits that are combined at a time
-SPLIT_WARPS = 4  # of a block
-SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
-SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # where a warp has several heads of q
-FP8_GROUPED_WIDTH = 8  # elements a load there: registers hold so many of q and sums of each head
-FP8_VECTORS = 4  # of K, and of V, that a thread has in flight; with 8, registers spill
-MOST_QUERIES = 4  # heads of q of a warp
-MOST_CLUSTER = 8  # blocks
-CLUSTERS_FROM = 90  # compute capability
-APPEND_MOST_THREADS = 256
-COPY_THREADS, COPY_BLOCKS = 256, 8  # of a half and a sequence
-START = 512  # of the documented sizes
+SPLIT_WARPS = 4  # warps per block with clusters; the minimum without clusters
+SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # warps per SM by itemsize of the cache: register limit
+SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # the same limit for warps with several heads of q
+FP8_GROUPED_WIDTH = 8  # elements per load of FP8 if a warp has several heads of q: register limit
+FP8_VECTORS = 4  # vectors of K, and of V, in flight per thread; with 8, registers spill
+MOST_QUERIES = 4  # heads of q per warp at most
+MOST_CLUSTER = 8  # blocks per cluster at most
+CLUSTERS_FROM = 90  # lowest compute capability that has clusters
+APPEND_MOST_THREADS = 256  # threads per block of append at most
+COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; blocks per half and sequence at most
+START = 512  # position of the first query in the documented case
 
 
 @lru_cache(maxsize=1024)
@@ -83,10 +83,11 @@ def tiles_geometry(
     shared_limit: int,
     narrow: bool = False,
 ) -> Geometry:
-    """For B sequences of at most `longest` queries; narrow: those have the cache's dtype.
+    """Return the geometry of `tiles` for B sequences of at most `longest` queries.
 
-    shared_limit: bytes of shared memory that a block can have. The keys of a tile, on which alone
-    the order of additions depends, follow from it, HS and itemsize. Raises InputError.
+    narrow: whether queries have a 16-bit dtype instead of float32. shared_limit: bytes of shared
+    memory that a block can have. The keys per tile, which alone determine the order of additions,
+    follow from shared_limit, HS and itemsize. Raises InputError.
     """
     _check_head(HS)
     for warps, keys in TILE_SIZES:
@@ -123,21 +124,22 @@ def split_geometry(
     shared_limit: int,
     clusters: bool,
 ) -> Geometry:
-    """For M queries, on a GPU with `sms` multiprocessors; clusters: whether it has them.
+    """Return the geometry of `split` for M queries, on a GPU with `sms` multiprocessors.
 
-    shared_limit: bytes of shared memory that a block can have. The order of additions follows from
-    HS and itemsize alone, with FP8 also from whether a warp has several heads of q.
+    clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
+    block can have. The order of additions depends only on HS and itemsize, and with FP8 on whether
+    a warp has several heads of q.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     possible = _queries_of_team(NH // NKV, HS, shared_limit)
-    width = gcd(16 // itemsize, HS)  # elements a load
+    width = gcd(16 // itemsize, HS)  # elements per load
     if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
         possible = [queries for queries in possible if queries > 1]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
-    for queries in possible:  # few rows leave room for teams of few heads, which take less time
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps per team
+    for queries in possible:  # with few rows, the GPU has room for faster teams of fewer heads
         teams = NKV * ceil(NH // NKV / queries)
         held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
         at_once = held * sms // (M * teams)
@@ -145,8 +147,8 @@ def split_geometry(
             break
     if clusters:
         most = max(at_once // SPLIT_WARPS, 1)
-        found = 3 * most >= 4 * MOST_CLUSTER  # the largest clusters find fewer places
-        most = min(most, MOST_CLUSTER if found else MOST_CLUSTER // 2)
+        largest = 3 * most >= 4 * MOST_CLUSTER  # fewer of the largest clusters fit on a GPU at once
+        most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
         warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
         while cluster > most:
             cluster //= 2
@@ -167,27 +169,29 @@ def split_geometry(
 
 
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
-    """Heads of q that can share loads of K and V, of `serves` that have the same head of K.
+    """Return possible numbers of heads of q that share loads of K and V, in ascending order.
 
-    In teams of about equal size; the last is the most that registers and shared memory hold.
+    serves: heads of q with the same head of K, which are divided into teams of about equal size.
+    Registers and shared memory limit the largest number.
     """
     equal = {ceil(serves / ceil(serves / most)) for most in range(2, MOST_QUERIES + 1)}
     return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]
 
 
 def _split_shared(queries: int, HS: int) -> int:
-    """Bytes for the splits of a span: a part for each channel, the maximum and the sum."""
+    """Bytes of shared memory for the splits of a span: per split, HS parts, maximum and sum."""
     return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 
 def append_geometry(
     N: int, C: int, W: int, itemsize: int, of_rows: int, of_cache: int, narrow: bool = False
 ) -> Geometry:
-    """For N rows of W channels, of which the last 2C are K and V.
+    """Return the geometry of `append` for N rows of W channels, of which the last 2C are K and V.
 
-    of_rows, of_cache: their alignment in bytes. narrow: one dtype for both.
+    of_rows, of_cache: alignment in bytes of the rows, and of the cache. narrow: whether the rows
+    have a 16-bit dtype instead of float32.
     """
-    width = gcd(16 // max(itemsize, 2), C, W)  # elements a load; next to FP8, T has 16 bits
+    width = gcd(16 // max(itemsize, 2), C, W)  # elements per load; for an FP8 cache T has 16 bits
     row_itemsize = max(itemsize, 2) if narrow else 4
     while min(16, row_itemsize * width) > of_rows or itemsize * width > of_cache:
         width //= 2
@@ -195,7 +199,7 @@ def append_geometry(
 
 
 def _over_rows(kernel: str, N: int, C: int, width: int) -> Geometry:
-    """A block for each row, whose threads take `width` elements of its K and V at a time."""
+    """Return a geometry of one block per row. Each thread moves `width` elements of K or V."""
     threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MOST_THREADS)
     return Geometry(kernel, (N,), (threads,), defines=(("KV_WIDTH", width),))
 
@@ -206,7 +210,10 @@ def _check_head(HS: int) -> None:
 
 
 def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
-    """n_head, n_kv_head and head size, if `name` has Q channels of queries, and K C; InputError."""
+    """Return n_head, n_kv_head and head size for Q channels of queries and C channels of K.
+
+    name: argument with the queries, for the InputError if the sizes do not fit.
+    """
     expected = f"a divisor of the {Q} channels of queries"
     n_head = check_integer("n_head", n_head, 1, math.inf, expected)
     if Q % n_head:
@@ -221,23 +228,25 @@ def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
 
 
 def _check_rows(c: Call) -> None:
-    """InputError unless rows of qkv are [Q | K | V], float32 or in the dtype of the cache.
+    """Raise InputError unless rows of qkv are [Q | K | V], float32 or in the dtype of the cache.
 
-    Next to a cache of FP8, they can have any dtype. Q has the C channels of k or a multiple of
-    them.
+    With a cache of FP8, rows can have any dtype. The channels of Q are a multiple of the C channels
+    of k.
     """
     if c.storage not in ("float32", TWO_PART, c.kv_storage) and c.kv_dtype is None:
         check("qkv", c.qkv)
     if c.W < 3 * c.C or c.W % c.C:
         raise InputError(
-            f"qkv: expected (N, {3 * c.C}), or more queries of k's {c.C} channels, "
+            f"qkv: expected (N, {3 * c.C}), or a larger multiple of k's {c.C} channels, "
             f"got {c.qkv.shape}"
         )
 
 
 @variant("tiles", TILES, "attention_cached", "attention_cached_narrow")
 def _tiles(c: Call) -> Launch:
-    """Queries are the first Q channels of `rows_of_q`, B sequences of at most `longest` rows."""
+    """Launch `tiles`. Queries are the first Q channels of `rows_of_q`, at most `longest` of each
+    of B sequences.
+    """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
     for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.out)):
@@ -253,14 +262,14 @@ def _tiles(c: Call) -> Launch:
 
 @variant("mma", MMA, "attention_cached_mma")
 def _mma(c: Call) -> Launch:
-    """As `_tiles`; a query has the bits of attention's variant mma over its whole sequence."""
+    """Launch `mma`, with the same bits as attention's variant mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tiles")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
     if c.kv_dtype is not None or c.storage not in SIXTEEN_BITS:
-        raise Unfit("takes qkv, k and v of float16 or bfloat16: use variant tiles")
+        raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
     for name in ("qkv", "k", "v", "out"):
@@ -278,21 +287,24 @@ def _mma(c: Call) -> Launch:
 
 @variant("hopper_few", HOPPER_ALTERNATE, "attention_cached_hopper_alternate")
 def _hopper_few(c: Call) -> Launch:
-    """Where `hopper` chooses it."""
+    """Launch the kernel for few queries, which variant `hopper` selects if it is faster."""
     return _hopper_launch(c, HOPPER_ALTERNATE)
 
 
 @variant("hopper", HOPPER, "attention_cached_hopper")
 def _hopper(c: Call) -> Launch:
-    """As `_mma`, with the bits of variant hopper; k and v can also be FP8."""
+    """Launch `hopper`, with the same bits as attention's variant hopper over the whole sequence.
+
+    k and v can also be FP8.
+    """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.storage not in SIXTEEN_BITS:
-        raise Unfit("takes qkv of float16 or bfloat16: use variant tiles")
+        raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
-        raise Unfit(f"head size {HS}: takes {takes}: use variant mma")
+        raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
     for name in ("qkv", "k", "v", "out"):
         check_address(name, getattr(c, name))
     c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
@@ -312,30 +324,30 @@ def _hopper_launch(c: Call, file: str) -> Launch:
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
-    """Whether `attention_packed` of 16 bits has the bits of `attention_varlen` on this device.
+    """Whether `attention_packed` and `attention_varlen` give equal bits in 16 bits on this device.
 
-    kv_dtype: the FP8 format of the kv_cache, or None.
+    kv_dtype: FP8 format of the kv_cache, or None.
     """
     on_hopper = compute_capability() == HOPPER_CAPABILITY and head_size in TENSOR_HEADS
     return kv_dtype is None or on_hopper
 
 
-def _packed(asked: Asked) -> Call:
-    """The queries of sequence b are in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, at most
-    `longest` of them, at positions from start[b] on; k and v already hold their keys and values.
+def _packed(unchecked: UncheckedCall) -> Call:
+    """Check a call. Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv belong to sequence b.
 
-    cu_seqlens and start are not read back: the kernel skips rows beyond qkv and positions beyond
-    the cache.
+    These are at most `longest` queries, at positions from start[b] on, whose keys and values k and
+    v already hold. cu_seqlens and start are not read back to the host: the kernel skips rows beyond
+    qkv and positions beyond the cache.
     """
-    c = asked.checked()
+    c = unchecked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
     _check_rows(c)
     c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
     return c
 
 
-def _one_sequence(asked: Asked) -> Call:
-    c = asked.checked()
+def _one_sequence(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
     c.first = check_integer("start", c.start, 0, c.P - c.T, expected)
     c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None
@@ -344,12 +356,13 @@ def _one_sequence(asked: Asked) -> Call:
 
 @variant("split", SPLIT, "attention_split")
 def _split(c: Call) -> Launch:
-    """Query m is of sequence row[m], and sees its keys 0 to position[m], its own.
+    """Launch `split`. Query m belongs to sequence row[m], and sees keys 0 to position[m].
 
-    The cache already holds them. A position beyond the cache counts as its last; for a row outside
-    the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, two-part next
-    to float32, or with FP8 of any, what out has in the place of floats, as `linear` takes them.
-    together: a power of two: neighbouring rows of a sequence, at successive positions or at -1.
+    The cache already holds these keys, including the query's own. A position beyond the cache
+    counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
+    to_terms: Terms that out holds instead of floats, as `linear` takes them, in the dtype of k
+    (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of two;
+    their positions are successive or -1.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(
@@ -383,9 +396,9 @@ def _split(c: Call) -> Launch:
 
 @variant("append", APPEND, "kv_append", "kv_append_narrow")
 def _append(c: Call) -> Launch:
-    """The last 2C columns of row n become k[row[n], position[n]] and v there.
+    """Launch `append`, which writes the last 2C columns of row n to k and v[row[n], position[n]].
 
-    row and position are not read back: the kernel skips those outside the cache.
+    row and position are not read back to the host: the kernel skips rows outside the cache.
     """
     _check_rows(c)
     narrow = c.storage != "float32"
@@ -400,7 +413,7 @@ def _append(c: Call) -> Launch:
 @variant("append split", APPEND_TWO_PART, "kv_append_split")
 def _append_two_part(c: Call) -> Launch:
     if c.storage != TWO_PART:
-        raise Unfit("qkv: expected a TwoPartMatrix")
+        raise UnsupportedCall("qkv: expected a TwoPartMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)
@@ -412,7 +425,7 @@ def _append_two_part(c: Call) -> Launch:
 
 @variant("round", APPEND, "kv_round")
 def _round(c: Call) -> Launch:
-    """Both 16-bit dtypes have the numbers of either FP8 format."""
+    """Launch `round`. Both 16-bit dtypes can represent all values of both FP8 formats."""
     check_format(c.kv_dtype)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
@@ -429,7 +442,10 @@ def _round(c: Call) -> Launch:
 
 @variant("copy", APPEND, "kv_copy", block=COPY_THREADS)
 def _copy(c: Call) -> Launch:
-    """Of a slot of kv whose number is not one, nothing is copied. No target is another source."""
+    """Launch `copy` of slots of kv. Pairs with a slot number out of range are skipped.
+
+    A target must not be a source or a target of another pair.
+    """
     halves, B, P, C = c.kv.shape
     itemsize = c.kv.itemsize
     width = gcd(16 // itemsize, C, alignment(c.kv.data.ptr) // itemsize)
@@ -442,7 +458,7 @@ def _copy(c: Call) -> Launch:
 
 
 def _flops(sizes: Sizes) -> int:
-    """4 C for every query and each key that it sees."""
+    """Floating-point operations: 4 C for each query and each key that it sees."""
     T = sizes["T"]
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 
@@ -526,7 +542,7 @@ def attention_cached(
 
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
-    C. The bits of a query's result do not depend on how its sequence is divided into calls. Heads
+    C. The bits of a query's result do not depend on the division of its sequence into calls. Heads
     have at most 256 channels. softmax_scale, window: as in `attention`.
     """
     options = {
@@ -552,18 +568,18 @@ def attention_packed(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> CudaArray:
-    """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
+    """Causal attention of new tokens of several sequences over a kv_cache that already holds them.
 
-    qkv (N, Q + 2C), float32 or in the dtype of k, holds the rows of one sequence after another, Q
-    being C or with grouped queries a multiple of it; k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
-    start (B,) int32 → (N, Q), in the dtype of qkv. Sequence
-    b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
-    start[b] on. kv_dtype: as in `attention_cached`; qkv has any float dtype then. variant:
-    "hopper", on the tensor cores of a Hopper GPU, for qkv of 16 bits, k of the same dtype or FP8
-    and heads of 64 or 128 channels, "mma", on other tensor cores, for k of 16 bits and heads of 64,
-    128 or 256 channels, or "tiles"; by default the first of them that fits. The bits of a sequence
-    are the same alone and in any batch, and however it is divided into calls; those of "hopper" and
-    "mma" are those of such variants of `attention` over the whole sequence. Raises InputError.
+    qkv (N, Q + 2C), float32 or in the dtype of k, holds the rows of one sequence after another. Q
+    is C, or with grouped queries a multiple of C. k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
+    start (B,) int32 → (N, Q), in the dtype of qkv. Sequence b has rows cu_seqlens[b] to
+    cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from start[b] on. kv_dtype: as in
+    `attention_cached`; with kv_dtype, qkv can have any float dtype. variant: "hopper", on the
+    tensor cores of a Hopper GPU, for qkv of 16 bits, k of the same dtype or FP8 and heads of 64 or
+    128 channels; "mma", on tensor cores, for k of 16 bits and heads of 64, 128 or 256 channels; or
+    "tiles"; by default the first of these that supports the call. The bits of a sequence are the
+    same alone and in any batch, and for any division into calls. "hopper" and "mma" give the same
+    bits as the same variants of `attention` over the whole sequence. Raises InputError.
     softmax_scale, window: as in `attention`.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
@@ -583,10 +599,10 @@ def attention_split(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> CudaArray:
-    """Attention of single queries over a kv_cache, the keys in splits of 32.
+    """Attention of single queries over a kv_cache, with the keys divided into splits of 32.
 
     q (M, Q) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, Q). Query m sees keys
-    0 to position[m] of row[m]; nothing is written for those outside the cache. Raises InputError.
+    0 to position[m] of row[m]. Nothing is written for rows outside the cache. Raises InputError.
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     arrays = contiguous(q, k, v, row, position)
@@ -605,16 +621,17 @@ def kv_append(
 ) -> None:
     """Write K and V of rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C), in its dtype.
 
-    qkv: float32, or in the dtype of k and v, or next to FP8 in one of 16 bits. kv_dtype: as in
-    `attention_cached`. Row n goes to sequence row[n] at position[n], both int32 on the device; rows
-    outside the cache are skipped. Two rows must not have the same destination. Raises InputError.
+    qkv: float32, or in the dtype of k and v, or for a cache of FP8 in a 16-bit dtype. kv_dtype: as
+    in `attention_cached`. Row n is written to sequence row[n] at position[n], both int32 on the
+    device; rows outside the cache are skipped. Two rows must not have the same destination. Raises
+    InputError.
     """
     qkv, row, position = contiguous(qkv, row, position)
     KV_APPEND.bind_on_device((qkv, k, v, row, position), kv_dtype=kv_dtype).run()
 
 
 def kv_round(qkv: CudaArray, n_head: int, n_kv_head: int, kv_dtype: str) -> CudaArray:
-    """`reference.kv_round` in place, on a C-contiguous CuPy array; returns qkv.
+    """Apply `reference.kv_round` in place to a C-contiguous CuPy array; return qkv.
 
     qkv (N, W), rows [Q | K | V] of float16 or bfloat16. Raises InputError.
     """

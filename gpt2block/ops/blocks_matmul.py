@@ -1,7 +1,7 @@
-"""Product with weights in blocks of four bits, as a GGUF file has them: a ladder to learn from.
+"""Product with weights in 4-bit blocks, as in GGUF files: a ladder of kernels to learn from.
 
-Models multiply the same blocks in another order (`linear` with a `GgufMatrix`). Kernels:
-gguf/ladder.cu, one for each variant.
+Models store the same blocks in another order (`linear` with a `GgufMatrix`). gguf/ladder.cu has one
+kernel for each variant.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import WARP
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
 FILE = "gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]
-OUTPUTS, ROWS = 64, 8  # of a block of blocks_matmul_mma
+OUTPUTS, ROWS = 64, 8  # outputs and rows per thread block of blocks_matmul_mma
 
 
 def _launch(c: Call, kernel: str, grid: int, block: int) -> Launch:
@@ -44,14 +44,14 @@ def _warp(c: Call) -> Launch:
 @variant("mma", FILE, "blocks_matmul_mma", block=128, dtypes=("float16",))
 def _mma(c: Call) -> Launch:
     if c.storage != "float16":
-        raise Unfit(f"takes x of float16, got {c.storage}: use variant warp")
+        raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant warp")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant warp")
     return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
 
 
-def _prepare(asked: Asked) -> Call:
-    c = asked.checked()
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     check_blocks(c.K)
     check_address("x", c.x)
     check_address("w", c.w)
@@ -68,7 +68,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 OPERATION = Operation(
     name="blocks_matmul",
     idea="x · Wᵀ, W in blocks of Q4_K: weights d s q - dmin m of 4-bit codes q",
-    sizes={"M": 1, "B": 16, "N": 12288},  # B: blocks of a row, K / 256
+    sizes={"M": 1, "B": 16, "N": 12288},  # B: GGUF blocks per row, K / 256
     variants=(_naive, _warp, _mma),
     options={"variant": None},
     prepare=_prepare,
@@ -85,9 +85,9 @@ OPERATION = Operation(
 
 
 def blocks_matmul(x: CudaArray, w: CudaArray, variant: str | None = None) -> CudaArray:
-    """`reference.blocks_matmul` on CuPy arrays, x of float32 or 16 bits; raises InputError.
+    """`reference.blocks_matmul` on CuPy arrays, with x of float32 or 16 bits; raises InputError.
 
-    x (..., K), w (N, K / 256, 144), uint8 → (..., N), float32. The default variant is mma for x of
+    x (..., K), w (N, K / 256, 144) uint8 → (..., N) float32. The default variant is mma for x of
     float16 on GPUs of compute capability 8.0 or newer, else warp.
     """
     inputs = on_16_bytes("x", x), on_16_bytes("w", w)

@@ -1,4 +1,4 @@
-"""The checked arrays of a call on a GPU: `checked` applies a contract to CUDA arrays."""
+"""Checks of a call on a GPU: `checked` applies the contract of an operation to CUDA arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
+TWO_PART = "two_part"  # stands for a TwoPartMatrix where a dtype is expected
 FIXED = {
     "f32": "float32",
     "f16": "float16",
@@ -32,22 +32,23 @@ FIXED = {
 class Call(SimpleNamespace):
     """The checked arrays, sizes and options of a call, by name.
 
-    A size has its letter; `leading` are the axes of `...`, `rows` is their product. `storage` is
-    the dtype of arrays of kind "any" or "mixed", `kv_storage` that of a kv_cache. An output that is
-    not given is allocated when it is first used, after all checks. The operation's `prepare` may
-    add what follows from these; `kept` are arrays that launches need and that nothing else keeps
-    alive. Of the variants, those in `order` are preferred: all, the last one first, where there are
-    none. Launches `before` and `after` those of the variant are part of the call.
+    The attribute of a size is its letter in the contract. `leading` holds the sizes of the axes
+    `...`, `rows` their product. `storage` is the dtype of arrays of kind "any" or "mixed",
+    `kv_storage` the dtype of a kv_cache. An output that the caller does not pass is allocated when
+    it is first used, after all checks. The operation's `prepare` may add derived values. `kept`
+    holds arrays that launches need and that nothing else keeps alive. `order` lists the preferred
+    variants; if it is empty, all variants are tried, the last one first. `before` and `after` are
+    launches before and after the launches of the variant.
     """
 
     contract: Contract
-    order: tuple[Any, ...] = ()  # of variants, or of their names
+    order: tuple[Any, ...] = ()  # variants or their names
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """A required output that is not given, newly allocated."""
+        """Return a newly allocated array for a required output that the caller did not pass."""
         required = [entry.name for entry in self.contract.outputs if not entry.optional]
         if name not in required:
             raise AttributeError(name)
@@ -55,19 +56,19 @@ class Call(SimpleNamespace):
         return vars(self)[name]
 
     def make(self, *names: str) -> None:
-        """Allocate outputs that are None, also optional ones."""
+        """Allocate the named outputs that are None, including optional ones."""
         for entry in self.contract.outputs:
             if entry.name in names and vars(self).get(entry.name) is None:
                 shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
                 if _kind(entry, None, self) == TWO_PART:
-                    made = TwoPartMatrix.empty(shape, vars(self).get("bound"))
+                    output = TwoPartMatrix.empty(shape, vars(self).get("bound"))
                 else:
-                    made = cupy.empty(shape, _dtype(entry, None, self))
-                setattr(self, entry.name, made)
+                    output = cupy.empty(shape, _dtype(entry, None, self))
+                setattr(self, entry.name, output)
 
 
-class Asked(NamedTuple):
-    """A call before its checks. options, defaults: all of the operation's, by name."""
+class UncheckedCall(NamedTuple):
+    """A call before its checks. options, defaults: values of all of the operation's options."""
 
     contract: Contract
     inputs: tuple[Any, ...]
@@ -76,10 +77,11 @@ class Asked(NamedTuple):
     defaults: Mapping[str, Any]
 
     def checked(self, contract: Contract | None = None, **more: Any) -> Call:
-        """The checked call, by the operation's contract or another one. Raises InputError.
+        """Check the call by `contract`, by default the operation's contract. Raises InputError.
 
-        more: further options, or others in the place of those given. Options with a known meaning
-        (`checks.SCALARS`) are checked too; of those given, None is right where it is the default.
+        more: additional options, or replacements of `options`. Options with a known meaning
+        (`checks.SCALARS`) are checked, too. None is accepted in `more`, and in `options` if it is
+        the default.
         """
         options = {**self.options, **more}
         for name, value in options.items():
@@ -92,8 +94,8 @@ class Asked(NamedTuple):
 def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
     """Check a call of an operation.
 
-    inputs, out: in the order of the contract; missing ones are None. options: become attributes of
-    the call; integers are sizes. Raises InputError with the name of what is wrong.
+    inputs, out: arrays in the order of the contract; None for an omitted array. options: attributes
+    to add to the call; integers are sizes. Raises InputError with the name of the wrong argument.
     """
     call = Call(contract=contract, **options)
     sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
@@ -104,7 +106,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
         try:
             expected, shape = _expected(entry, value, call)
         except InputError:
-            check_each(arrays)  # what is wrong with an earlier array is said first
+            check_each(arrays)  # report errors of earlier arrays first
             raise
         arrays.extend(expected)
         shapes.append((entry, shape))
@@ -145,9 +147,9 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
 def _apart(
     entry: Entry, written: dict[str, Any], given: dict[str, Any]
 ) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
-    """The arguments of `check_apart` for an output, which is then one of the given ones.
+    """Return the arguments of `check_apart` for an output, and add the output to `given`.
 
-    An input that the operation changes is not compared with itself, nor with later outputs.
+    An input that the operation changes in place is not compared with itself.
     """
     name, value = entry.name, written[entry.name]
     given.pop(name, None)
@@ -158,7 +160,7 @@ def _apart(
 
 
 def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...], Any]:
-    """What the arrays of an argument must be, and its shape; InputError for another matrix."""
+    """Return the expected arrays and shape of an argument. Raises InputError for a wrong type."""
     name, kind = entry.name, _kind(entry, value, call)
     if kind == TWO_PART:
         if not isinstance(value, TwoPartMatrix):
@@ -177,7 +179,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """The kind of an array; of a "mixed" one "two_part" or "any", as the first one is."""
+    """Return the kind of an array. The first array of kind "mixed" decides: "two_part" or "any"."""
     if entry.kind != "mixed":
         return TWO_PART if vars(call).get(entry.kind) == TWO_PART else entry.kind
     if not hasattr(call, "storage") and isinstance(value, TwoPartMatrix):
@@ -186,25 +188,25 @@ def _kind(entry: Entry, value: Any, call: Call) -> str:
 
 
 def _dtype(entry: Entry, value: Any, call: Call) -> str:
-    """The dtype that an array must have."""
+    """Return the dtype that an array must have."""
     kind = _kind(entry, value, call)
     if kind in ("any", "strided"):
         if not hasattr(call, "storage"):
             call.storage = storage(value)
-        found: str = call.storage
+        dtype: str = call.storage
     elif kind == "kv":
         if not hasattr(call, "kv_storage"):
             call.kv_storage = cache_storage(value, call.kv_dtype)
-        found = call.kv_storage
+        dtype = call.kv_storage
     elif kind in ("other", "table"):
-        found = storage(value) if kind == "other" else "float32"
+        dtype = storage(value) if kind == "other" else "float32"
     else:
-        found = FIXED[kind] if kind in FIXED else getattr(call, kind)
-    return found
+        dtype = FIXED[kind] if kind in FIXED else getattr(call, kind)
+    return dtype
 
 
 def cache_storage(k: Any, kv_dtype: str | None) -> str:
-    """The dtype of the arrays of a kv_cache, of which k is one. Raises InputError."""
+    """Return the dtype of a kv_cache, from its array k and its FP8 format. Raises InputError."""
     if kv_dtype is None:
         return storage(k)
     check_format(kv_dtype)
@@ -212,7 +214,7 @@ def cache_storage(k: Any, kv_dtype: str | None) -> str:
 
 
 def check_format(kv_dtype: Any) -> None:
-    """InputError unless it is an FP8 format."""
+    """Raise InputError unless kv_dtype is an FP8 format."""
     if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
         raise InputError(
             f"kv_dtype: expected one of {', '.join(FP8)}, got {shown(kv_dtype)}"
@@ -221,7 +223,10 @@ def check_format(kv_dtype: Any) -> None:
 
 
 def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
-    """What the arrays of a WeightMatrix must be; layout: None for either. Raises InputError."""
+    """Return the expected arrays of a WeightMatrix. layout: required layout, None for any.
+
+    Raises InputError for another type or layout.
+    """
     if not isinstance(w, WeightMatrix):
         raise InputError(
             f"{name}: expected a WeightMatrix, got {type(w).__name__}: use WeightMatrix.quantize"
@@ -236,6 +241,6 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
 
 
 def storage(x: Any) -> str:
-    """The dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
+    """Return the dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
     name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"

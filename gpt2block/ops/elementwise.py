@@ -1,7 +1,7 @@
-"""Residual addition and GELU of LeetGPU's ten-step GPT-2 block, and the gate of a Llama.
+"""Elementwise operations: residual addition, GELU, Llama's gate, ReLU squared, capped logits.
 
-Also ReLU squared and the cap of logits, steps of some models. Kernels: llama/silu_mul.cu and, of
-elementwise/, residual.cu, gelu.cu, relu_squared.cu and cap.cu.
+Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: llama/silu_mul.cu, and
+residual.cu, gelu.cu, relu_squared.cu and cap.cu in elementwise/.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ GELU = Operation(
 
 
 def gelu(x: CudaArray) -> CudaArray:
-    """`reference.gelu` on a float32 CuPy array, into a new one; raises InputError."""
+    """`reference.gelu` on a float32 CuPy array; returns a new array. Raises InputError."""
     if isinstance(x, cupy.ndarray):
         check_alignment("x", x)
         x = x.copy(order="C")  # the kernel works in place
@@ -82,7 +82,7 @@ def gelu(x: CudaArray) -> CudaArray:
 def _silu_mul(c: Call) -> Launch:
     arrays = (c.gate, c.up, c.out)
     size = c.out.size
-    width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements a load
+    width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements per load
     while size % width:
         width //= 2
     grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width), *gate_define(c.gelu))

@@ -1,8 +1,8 @@
 """Token plus position embedding: out[b, t] = wte[ids[b, t]] + wpe[t].
 
 `encoder` (embedding/encoder.cu) has a kernel for each variant. `encoder_rows`
-(embedding/encoder_rows.cu) takes rows with positions of their own: out = wte[ids] + wpe[positions];
-without wpe, rows of wte alone, for models that encode positions otherwise.
+(embedding/encoder_rows.cu) takes a position for each row: out = wte[ids] + wpe[positions]. Without
+wpe, out = wte[ids], for models that encode positions in attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -28,11 +28,11 @@ from gpt2block.weights.matrix import WeightMatrix
 FILE = "embedding/encoder.cu"
 ROWS = "embedding/encoder_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-MOST_THREADS = 256  # for a row of encoder_rows
+MOST_THREADS = 256  # threads per row of encoder_rows at most
 
 
 def _launch(c: Call, kernel: str, threads: int) -> Launch:
-    """With `threads` threads for each token."""
+    """Launch a kernel with `threads` threads per token."""
     grid = (ceil(c.ids.size * threads / c.block),)
     args = (c.ids, c.wte, c.wpe, c.out, c.ids.size, c.T, c.C, c.V)
     return launch_at(FILE, Geometry(kernel, grid, (c.block,)), args)
@@ -40,7 +40,7 @@ def _launch(c: Call, kernel: str, threads: int) -> Launch:
 
 def _check_vectors(c: Call) -> None:
     if row_alignment(c.C, c.wte, c.wpe, c.out) != 16:
-        raise Unfit(
+        raise UnsupportedCall(
             f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
             f"bytes: use variant 1"
         )
@@ -65,15 +65,18 @@ def _warps(c: Call) -> Launch:
 
 @variant("rows", ROWS, "encoder_rows")
 def _rows(c: Call) -> Any:
-    """ids and positions are not read back: one that is outside its table makes its row NaN."""
+    """Launch encoder_rows. ids and positions are not read back to the host.
+
+    An id or position outside its table makes the row NaN.
+    """
     if isinstance(c.wte, GgufMatrix):
         return gguf.encoder_rows.launch(c)
-    given = isinstance(c.wte, WeightMatrix)
-    wte = c.wte if given else WeightMatrix(c.wte, "float32", layout="NK")
+    is_matrix = isinstance(c.wte, WeightMatrix)
+    wte = c.wte if is_matrix else WeightMatrix(c.wte, "float32", layout="NK")
     floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
-    # in bytes, counting every element as 4 bytes
+    # Alignment in bytes, as if elements of wte had 4 bytes each.
     aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
-    width = 4  # elements a load
+    width = 4  # elements per load
     while c.C % width or 4 * width > aligned:
         width //= 2
     threads = min(32 * ceil(c.C / (32 * width)), MOST_THREADS)
@@ -86,8 +89,8 @@ def _rows(c: Call) -> Any:
     return launch_at(ROWS, geometry, args, stored, fp8)
 
 
-def _prepare(asked: Asked) -> Call:
-    c = asked.checked()
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked()
     if c.P < c.T:
         raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")
     c.order = (_warps, _elements)
@@ -95,7 +98,7 @@ def _prepare(asked: Asked) -> Call:
 
 
 def _tables(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """wte and wpe."""
+    """Return random wte and wpe."""
     return tuple(
         rng.standard_normal((sizes[rows], sizes["C"]), dtype=np.float32) + np.float32(0.5)
         for rows in ("V", "T")
@@ -113,7 +116,7 @@ def _make_rows(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 
 def _traffic(sizes: Sizes) -> int:
-    """An id, a row of wte and a row of out for each token; wpe once."""
+    """Bytes transferred: an id, a row of wte and a row of out per token, and wpe once."""
     rows, C = sizes["B"] * sizes["T"], sizes["C"]
     return 4 * (rows + 2 * rows * C + sizes["T"] * C)
 
@@ -151,7 +154,7 @@ ENCODER_ROWS = Operation(
 
 
 def on_device(ids: Any, V: int) -> CudaArray:
-    """Copy host ids to the device as int32; InputError names the first outside 0..V-1."""
+    """Copy host ids to the device as int32. Raises InputError with the first id outside 0..V-1."""
     try:
         host = np.asarray(ids)
     except ValueError as error:  # rows of different lengths
@@ -160,9 +163,9 @@ def on_device(ids: Any, V: int) -> CudaArray:
         raise InputError(f"ids: expected integers, got {host.dtype}")
     wrong = np.argwhere((host < 0) | (host >= V))
     if wrong.size:
-        at = tuple(int(i) for i in wrong[0])
-        place = at[0] if len(at) == 1 else at
-        raise InputError(f"ids: id {int(host[at])} at {place}: expected 0 to {V - 1}")
+        index = tuple(int(i) for i in wrong[0])
+        shown = index[0] if len(index) == 1 else index
+        raise InputError(f"ids: id {int(host[index])} at {shown}: expected 0 to {V - 1}")
     return cupy.asarray(host, dtype=cupy.int32, order="C")
 
 
@@ -175,8 +178,9 @@ def encoder(
 ) -> CudaArray:
     """`reference.encoder` on CuPy arrays; raises InputError.
 
-    `ids` on the host (NumPy, a list) are checked and copied. On the device they are not read back:
-    an id that wte has no row for makes its row NaN. Without a variant: the fastest that fits.
+    `ids` on the host (NumPy, a list) are checked and copied. `ids` on the device are not read back
+    to the host: an id without a row in wte makes its output row NaN. The default is the fastest
+    variant that supports the call.
     """
     ids, wte, wpe = contiguous(ids, wte, wpe)
     check("wte", wte)
@@ -195,6 +199,7 @@ def encoder_rows(
     """`reference.encoder_rows` on CuPy arrays; raises InputError.
 
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
-    read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
+    read back to the host: an id without a row in wte, or a position beyond wpe, makes its output
+    row NaN.
     """
     return call(ENCODER_ROWS, contiguous(ids, positions, wte, wpe), factor=factor).out

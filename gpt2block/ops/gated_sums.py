@@ -38,8 +38,8 @@ from gpt2block.ops._products import (
 )
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops._terms import count_define, rounds
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import REQUIRED, Operation, Unfit, Variant, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -221,14 +221,16 @@ def _check_addresses(c: Call, *names: str) -> None:
 @variant("gated_sums", FILE, "ffn_decode")
 def _gated_sums(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul")
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul"
+        )
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
     if len(dtypes) > 1:
-        raise Unfit(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
+        raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
     sms = device_attribute("MultiProcessorCount")
     found = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
     if found is None:
-        raise Unfit(
+        raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
             f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
             f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
@@ -243,16 +245,18 @@ def _gated_sums(c: Call) -> Launch:
 @variant("gated_sums_gguf", BLOCKS_FILE, "ffn_decode_gguf")
 def _gated_blocks(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use linear")
     matrices = c.w_gate, c.w_up, c.w_down
     mixed = any(w.dtype != GGUF or len(w.ranges) > 1 for w in matrices)
     if mixed or c.w_up.ranges != c.w_gate.ranges:
-        raise Unfit("weights: expected GgufMatrices of a type each, w_gate's and w_up's the same")
+        raise UnsupportedCall(
+            "weights: expected GgufMatrices of a type each, w_gate's and w_up's the same"
+        )
     terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
     types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
     found = blocks_geometry(c.M, c.C, c.H, types, terms, device_attribute("MultiProcessorCount"))
     if found is None:
-        raise Unfit(
+        raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
             f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
             "channels between the products: use linear"
@@ -265,7 +269,7 @@ def _gated_blocks(c: Call) -> Launch:
 def _checked(made: Geometry, c: Call) -> Geometry:
     """The launch for this call of `gated_sums`, whose splits and addresses are right."""
     if c.splits != mma.splits(c.H)[0]:
-        raise Unfit(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+        raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
     return _rounding(made, c, c.w_gate).with_defines(gate_define(c.gelu))
 
@@ -284,7 +288,9 @@ def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
     _check_addresses(c, "sums")
     if c.w_down is not None and c.w_down.dtype != GGUF:
-        raise Unfit(f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too")
+        raise UnsupportedCall(
+            f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too"
+        )
 
 
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
@@ -294,14 +300,14 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
     """
     _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
     if c.M > MOST_ROWS:
-        raise Unfit(f"{c.M:,} rows: expected up to {MOST_ROWS}")
+        raise UnsupportedCall(f"{c.M:,} rows: expected up to {MOST_ROWS}")
     multiple = mma.LOADED // c.w.data.itemsize
     if c.K % multiple:
-        raise Unfit(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
+        raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     if c.N >= mma.MANY_COLUMNS:
-        raise Unfit(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
+        raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     found = mma.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype),
@@ -311,7 +317,7 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         columns=columns,
     )
     if found is None:
-        raise Unfit(f"K {c.K:,}: a row does not fit in shared memory")
+        raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
     assert found is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
     return _rounding(found.with_defines(defines), c, c.w)
@@ -342,7 +348,7 @@ def _linear_blocks(c: Call) -> Launch:
 def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
     if c.K > MOST_CHANNELS:
-        raise Unfit(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
+        raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
     found = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
     _check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
@@ -356,7 +362,7 @@ def _rope_sums(c: Call) -> Launch:
 def _rope_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
-        raise Unfit("a GgufMatrix: expected no norms of heads")
+        raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     return blocks.launch_rope(c, c.gamma, None, c.eps, c.T, c.kv_dtype)
 
@@ -365,17 +371,21 @@ def _with_norms(c: Call, D: int) -> Geometry:
     """The launch of `rope_sums` with norms of heads, each in a cluster."""
     columns = normed_columns(D)
     if not columns:
-        raise Unfit(f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32")
+        raise UnsupportedCall(
+            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
+        )
     found = _product(c, "rope_decode_sums", D, columns)
     cluster = D // int(dict(found.defines)["LM_COLUMNS"])
     if cluster > 1 and compute_capability() < HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks")
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
+        )
     return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
-def _prepare_rope(asked: Asked) -> Call:
+def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
-    c = asked.checked()
+    c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
     if c.kv_dtype is None:
@@ -391,11 +401,11 @@ def _prepare_rope(asked: Asked) -> Call:
     return c
 
 
-def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[Asked], Call]:
+def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[UncheckedCall], Call]:
     """A preparation that chooses the variant for weights of this name in blocks, or the other."""
 
-    def prepare(asked: Asked) -> Call:
-        c = asked.checked()
+    def prepare(unchecked: UncheckedCall) -> Call:
+        c = unchecked.checked()
         c.order = (of_blocks if getattr(c, name).dtype == GGUF else others,)
         return c
 

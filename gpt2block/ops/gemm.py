@@ -1,4 +1,4 @@
-"""The product on tensor cores, [residual +] [gelu](a w + bias), sums in float32.
+"""Matrix product on tensor cores, [residual +] [gelu](a w + bias), with sums in float32.
 
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
 weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
@@ -37,8 +37,8 @@ from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops._stored import OPERATION as STORE
-from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
@@ -48,14 +48,14 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 Box = tuple[int, int, int]
-Boxes = tuple[Box, Box, Box]  # of the tensor maps of a, w and out
+Boxes = tuple[Box, Box, Box]  # boxes of the tensor maps of a, w and out
 WITH_TWO_PART = Contract.parse(
     "a a_dtype ... K; w two_part N K; bias? f32 N; residual? f32 ... N; up? rows K N "
     "-> out~residual out_dtype ... N"
 )
 WIDEN_FILE = "fp8/widen.cu"
-WIDEN_WIDTH = 16  # weights in a load of widen_fp8
-WIDEN_VECTORS = 2  # loads of a thread
+WIDEN_WIDTH = 16  # weights per load of widen_fp8
+WIDEN_VECTORS = 2  # loads per thread
 WIDEN_BLOCK = 256
 
 
@@ -72,12 +72,12 @@ def _widen(c: Call) -> Any:
     return launch_at(WIDEN_FILE, geometry, (c.w.data, c.out, size), "float16", c.w.dtype)
 
 
-def _prepare_widen(asked: Asked) -> Call:
-    """The bytes of w as float16 numbers, without its scales; of a GgufMatrix with them.
+def _prepare_widen(unchecked: UncheckedCall) -> Call:
+    """Check a call that converts w to float16: FP8 without its scales, GGUF blocks with scales.
 
-    memory: for out, of at least as many elements, or None for new memory.
+    memory: array for out with at least as many elements, or None for a new array.
     """
-    c = asked.checked()
+    c = unchecked.checked()
     size = c.N * c.K
     if size % WIDEN_WIDTH and not isinstance(c.w, GgufMatrix):
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
@@ -89,7 +89,7 @@ def _prepare_widen(asked: Asked) -> Call:
 
 
 def _check_memory(c: Call) -> None:
-    """InputError unless `memory` has room for w."""
+    """Raise InputError unless `memory` has room for w."""
     check_apart("memory", c.memory, {"w": c.w})
     if c.memory.size < c.N * c.K:
         raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
@@ -104,7 +104,7 @@ WIDEN = Operation(
 
 
 def _constants(c: Call) -> dict[str, Any]:
-    """The properties that determine the geometry, in addition to the sizes."""
+    """Keywords of both `geometry` functions that describe a call, except its sizes."""
     return {
         "two_part": c.two_part,
         "gelu": c.gelu,
@@ -117,7 +117,7 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """out and its parts, one of them None, and 1 / the scale of the parts."""
+    """Return (out, None, 1), or for a two-part result (None, its parts, 1 / its scale)."""
     if c.other_out:
         return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
     return c.out, None, 1.0
@@ -139,10 +139,10 @@ def _mma_two_part(c: Call) -> Launch:
 def _mma(c: Call) -> Any:
     old = compute_capability() < MMA_CAPABILITY
     if old:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use ops.linear")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     two = c.up is not None
     if two:
-        raise Unfit(
+        raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
         )
     if c.two_part:
@@ -154,7 +154,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """of_weights: with fp8 or octet, tiles have rows of w and columns of a."""
+    """Return the geometry and the boxes. of_weights: fp8 or octet, for tiles with rows of w."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
@@ -171,11 +171,12 @@ def _hopper_two_part(c: Call) -> Launch:
 
 
 def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
-    """The geometry and the arguments of a product of 16 bits; blocks of GGUF have no tensor map."""
+    """Return geometry and arguments of a 16-bit product. GGUF blocks are passed without a map."""
     M, N, K = c.sizes
-    handed: tuple[Any, ...] = ()
+    workspace: tuple[Any, ...] = ()
     if of_weights:
-        of_weights["streams"], handed = c.handed is not None, (c.handed,)
+        workspace = (c.stream_k_workspace,)
+        of_weights["streams"] = c.stream_k_workspace is not None
     geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
     weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
@@ -183,9 +184,9 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     if c.other_out:
         ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
     else:
-        own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
-        ends = (*own, c.scale, c.bias, None, None)
-    return geometry, (*maps, *ends, *handed, M, N, K)
+        out = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
+        ends = (*out, c.scale, c.bias, None, None)
+    return geometry, (*maps, *ends, *workspace, M, N, K)
 
 
 @variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
@@ -204,7 +205,7 @@ def _hopper_gguf(c: Call) -> Launch:
 def _hopper(c: Call) -> Any:
     other = compute_capability() != HOPPER_CAPABILITY
     if other:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out, gelu=c.gelu)
     if c.two_part:
@@ -214,20 +215,21 @@ def _hopper(c: Call) -> Any:
     return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
 
 
-def _prepare(asked: Asked) -> Call:
-    """Two-part outputs have one scale for all rows.
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. Two-part outputs have one scale for all rows.
 
-    dtype is by default that of out, or without one that of a, with two-part matrices float32. FP8
-    weights that the product does not take are converted to float16, exactly, by a launch of their
-    own, into `memory`, (S,) of at least as many elements, or into new memory; a float32 `a` becomes
-    two-part. handed: memory for the sums of FP8 weights and blocks on Hopper that a multiprocessor
-    hands to another one, zeros at first, so that both have the same share of the product.
+    dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that
+    the product kernel does not support are first converted to float16, exactly, by a separate
+    launch, into `memory`, (S,) with at least as many elements, or into a new array. With a two-part
+    w, a float32 `a` is first converted to two-part. stream_k_workspace: floats, initially 0, for
+    partial sums that one cluster passes to the next on Hopper, with FP8 weights and GGUF blocks;
+    all multiprocessors then get equal parts of the product.
     """
-    a, w, *_ = asked.inputs
+    a, w, *_ = unchecked.inputs
     two_part_a = isinstance(a, TwoPartMatrix)
     two_part = two_part_a or isinstance(w, TwoPartMatrix)
-    dtype = _out_dtype(asked.options["dtype"], asked.out, None if two_part else storage(a))
-    c = asked.checked(
+    dtype = _out_dtype(unchecked.options["dtype"], unchecked.out, None if two_part else storage(a))
+    c = unchecked.checked(
         WITH_TWO_PART if two_part else None,
         two_part=two_part,
         a_dtype=TWO_PART if two_part_a else "float32",
@@ -243,21 +245,21 @@ def _prepare(asked: Asked) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """The dtype of the result, or "two_part". own: that of a, None with two-part matrices."""
+    """Return the dtype of the result, or "two_part". own: dtype of a; None with a TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
-        given = getattr(getattr(out, "dtype", None), "name", "")
-        given = TWO_PART if isinstance(out, TwoPartMatrix) else given
-        return given if given in known else known[0]
+        out_dtype = getattr(getattr(out, "dtype", None), "name", "")
+        out_dtype = TWO_PART if isinstance(out, TwoPartMatrix) else out_dtype
+        return out_dtype if out_dtype in known else known[0]
     if dtype not in known:
         with_parts = f"float32 or {TWO_PART!r} with a TwoPartMatrix"
-        expected = with_parts if own is None else f"{own}, as a has, or float32"
+        expected = with_parts if own is None else f"{own}, like a, or float32"
         raise InputError(f"dtype {dtype!r}: expected {expected}")
     return dtype
 
 
 def _check(c: Call) -> None:
-    """InputError for sizes, dtypes and addresses that no kernel takes."""
+    """Raise InputError for sizes, dtypes and addresses that no kernel supports."""
     if max(c.sizes) > LARGEST_OPERAND:
         raise InputError(
             f"a {c.a.shape}, w ({c.N}, {c.K}): expected at most {LARGEST_OPERAND:,} of each size"
@@ -271,21 +273,21 @@ def _check(c: Call) -> None:
         _check_two_part_result(c)
     else:
         _check_16_bits(c)
-    for name in ("a", "w", "bias", "residual", "up", "memory", "handed", "out"):
+    for name in ("a", "w", "bias", "residual", "up", "memory", "stream_k_workspace", "out"):
         for each, array in arrays_of(name, vars(c).get(name)).items():
             check_address(each, array)
 
 
 def _check_two_part_result(c: Call) -> None:
-    """InputError unless a two-part result has one scale, and a float32 result no bound."""
-    given = vars(c).get("out")
+    """Raise InputError unless a two-part result has one scale, and a float32 result no bound."""
+    out = vars(c).get("out")
     if c.out_dtype != TWO_PART:
         if c.bound is not None:
-            raise InputError(f"bound: expected dtype {TWO_PART!r}, of a two-part result")
+            raise InputError(f"bound: only for a two-part result: use dtype={TWO_PART!r}")
     elif c.residual is not None:
         raise InputError("residual: expected none with a two-part result: its bound is not known")
-    elif given is not None:
-        check_one_scale(given, c.bound)
+    elif out is not None:
+        check_one_scale(out, c.bound)
     elif c.bound is None:
         raise InputError(
             "bound: expected the largest magnitude that the result can have, which gives all its "
@@ -303,13 +305,13 @@ def _check_16_bits(c: Call) -> None:
         )
     if c.w.dtype != c.storage and not (c.w.dtype in IN_BYTES and c.storage == "float16"):
         raise InputError(
-            f"w: expected {c.storage}, as a has, got {c.w.dtype}: "
+            f"w: expected {c.storage}, like a, got {c.w.dtype}: "
             f"use WeightMatrix.quantize(w, {c.storage!r}, 'NK')"
         )
 
 
 def _converted(c: Call) -> tuple[Launch, ...]:
-    """Launches that convert a or w first; the kernels take `weights`, with `scale`.
+    """Set `weights`, `scale` and `early` of a call; return the launches that first convert a or w.
 
     early: whether w may be loaded before the previous kernel has ended.
     """
@@ -326,8 +328,10 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     if c.up is None and c.variant in (None, "hopper") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
-        if c.handed is not None and c.handed.size < (needed := _handed_floats()):
-            raise InputError(f"handed: expected at least {needed:,} zeros, got {c.handed.size:,}")
+        if c.stream_k_workspace is not None:
+            size, needed = c.stream_k_workspace.size, _workspace_floats()
+            if size < needed:
+                raise InputError(f"stream_k_workspace: expected {needed:,} zeros, got {size:,}")
         return ()
     before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
@@ -335,9 +339,10 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 
 
 def widens(w: WeightMatrix) -> bool:
-    """Whether the product takes FP8 weights (N, K) or blocks as they are, and widens them itself.
+    """Whether the product kernel itself converts FP8 weights (N, K) or GGUF blocks to 16 bits.
 
-    The copy engine reads rows of FP8 in 16 bytes; a tile of blocks has one type.
+    The copy engine needs rows of FP8 of a multiple of 16 bytes; a tile of blocks must have one
+    type.
     """
     if compute_capability() != HOPPER_CAPABILITY:
         return False
@@ -346,19 +351,19 @@ def widens(w: WeightMatrix) -> bool:
     return w.dtype in FP8 and w.K % 16 == 0
 
 
-def handed_memory() -> CudaArray:
-    """What a product of such weights takes as `handed`, for one stream."""
-    return cupy.zeros(_handed_floats(), "float32")
+def allocate_stream_k_workspace() -> CudaArray:
+    """Allocate the workspace of products for which `widens` is true; each stream needs its own."""
+    return cupy.zeros(_workspace_floats(), "float32")
 
 
-def _handed_floats() -> int:
-    return hopper.handed_floats(device_attribute("MultiProcessorCount"))
+def _workspace_floats() -> int:
+    return hopper.workspace_floats(device_attribute("MultiProcessorCount"))
 
 
 def _check_up(c: Call) -> None:
-    """InputError unless the kernel for two matrices computes the product.
+    """Raise InputError unless the kernel for two matrices supports the call.
 
-    It loads both before the previous kernel has ended, so that w must not be converted first.
+    It loads both matrices before the previous kernel has ended, so no launch may convert w.
     """
     others = {
         "two-part matrices": c.two_part,
@@ -367,12 +372,12 @@ def _check_up(c: Call) -> None:
         "bias": c.bias is not None,
         "residual": c.residual is not None,
     }
-    given = [name for name, there in others.items() if there]
-    if given or c.up.dtype != c.storage:
+    unsupported = [name for name, present in others.items() if present]
+    if unsupported or c.up.dtype != c.storage:
         raise InputError(
             f"up: expected the dtype of a, w and the result, float16 or bfloat16, and neither "
-            f"bias nor residual, got {' with '.join([c.up.dtype, *given])}: use ops.silu_mul of "
-            "two products"
+            f"bias nor residual, got {' with '.join([c.up.dtype, *unsupported])}: use ops.silu_mul "
+            "of two products"
         )
 
 
@@ -426,22 +431,24 @@ def gemm(
 ) -> Any:
     """`reference.gemm` on CuPy arrays, by tensor cores; raises InputError.
 
-    a (..., K): float16 or bfloat16. w: a `WeightMatrix` of that dtype, or with float16 of FP8,
-    layout "NK"; the scales of FP8 weights are applied to the sums. bias (N,): float32. residual
-    (..., N) and the result: `dtype`, that of a (the default) or "float32". K and N are multiples of
-    8. Sums, bias, GELU and residual in float32, rounded once. A row's result has the same bits
-    alone and among others, unless `split_k` permits summing K in parts, which is faster for few
-    rows. Without a variant: the fastest of this GPU. With `up`, of w's dtype (16 bits) and shape,
-    the result is silu(a w) (a up), or gelu(a w) (a up), in the dtype of a, without bias and
-    residual, on GPUs of compute capability 9.0 only.
+    a (..., K): float16 or bfloat16. w: a `WeightMatrix` with layout "NK" in the dtype of a, or in
+    FP8 if a is float16; the scales of FP8 weights are applied to the sums. bias (N,): float32.
+    residual (..., N) and the result have dtype `dtype`: the dtype of a (the default) or "float32".
+    K and N are multiples of 8. Sums, bias, GELU and residual are computed in float32 and rounded
+    once. A row's result has the same bits alone and with other rows, unless `split_k` permits
+    summing K in parts, which is faster for few rows. The default variant is the fastest on this
+    GPU. With `up`, which has the dtype (16 bits) and shape of w, the result is silu(a w) (a up), or
+    gelu(a w) (a up), in the dtype of a, without bias and residual, on GPUs of compute capability
+    9.0 only.
 
-    With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),
-    such as TwoPartMatrix.from_float32(w.T). The result is float32, or, without a residual and with
-    dtype "two_part", a TwoPartMatrix with one scale for all rows, from the largest magnitude it can
-    have, `bound`; anything more than twice as large becomes infinite. Infinity and NaN in a and w
-    have the same effect as in float32, except that infinity times a number below 2^-39 of the
-    largest of its row gives NaN. Source: Ootomo and Yokota, "Recovering single precision accuracy
-    from Tensor Cores while surpassing the FP32 theoretical peak performance" (2022).
+    Float32 accuracy: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K), such as
+    TwoPartMatrix.from_float32(w.T). The result is float32. Without a residual, and with dtype
+    "two_part", the result is a TwoPartMatrix with one scale for all rows, computed from `bound`,
+    the largest magnitude that the result can have; values more than twice as large become infinite.
+    Infinity and NaN in a and w have the same effect as in float32, except that infinity times a
+    number below 2^-39 of the largest number of its row gives NaN. Source: Ootomo and Yokota,
+    "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical
+    peak performance" (2022).
     """
     a, bias, residual = contiguous(a, bias, residual)
     options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}

@@ -1,6 +1,6 @@
-"""Rows of a `GgufMatrix` as numbers: gguf/rows.cu, for products of prompts and for embeddings.
+"""Kernels for GGUF blocks: dequantize rows of a `GgufMatrix` (gguf/rows.cu), and pack its bytes.
 
-Also how such a matrix is made: gguf/pack.cu.
+Products of prompts and embeddings need dequantized rows. gguf/pack.cu creates a `GgufMatrix`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops._terms import CHUNK
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Unfit, variant
+from gpt2block.ops.operation import UnsupportedCall, variant
 from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
-SUMS_BLOCK = 128  # threads, each for the sum of a chunk
-WARPS = 8  # of a block of gguf_widen
+SUMS_BLOCK = 128  # threads per block, one per sum of a chunk
+WARPS = 8  # warps per block of gguf_widen
 
 
 def range_defines(w: GgufMatrix) -> Defines:
-    """The constants of matmul/decode_gguf.cuh."""
+    """Constants of matmul/decode_gguf.cuh for the types of w and their first rows."""
     types = [(f"GGUF_TYPE_{i}", TYPES[name].number) for i, (name, _) in enumerate(w.ranges)]
     begins = [(f"GGUF_FROM_{i}", begin) for i, begin in enumerate(w.begins) if i]
     return (("GGUF_RANGES", len(w.ranges)), *types, *begins)
@@ -36,7 +36,7 @@ def range_defines(w: GgufMatrix) -> Defines:
 def _of_ranges(
     w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
 ) -> tuple[Launch, ...]:
-    """Launches for each range, of its bytes, its constants, its first row and its rows."""
+    """Call `launch` with the bytes, constants, first row and number of rows of each range of w."""
     return tuple(
         launch(data, (("GGUF_TYPE", TYPES[name].number),), begin, rows)
         for name, begin, rows, data in w.of_ranges()
@@ -45,7 +45,7 @@ def _of_ranges(
 
 @variant("gguf", FILE, "gguf_widen")
 def widen(c: Call) -> tuple[Launch, ...]:
-    """w as float16 (N, K) in `out`."""
+    """Dequantize w to float16 (N, K) into `out`."""
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
         grid = ceil(c.K / UNIT), ceil(rows / (OCTET * WARPS))
@@ -57,7 +57,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_row_norms")
 def row_norms(c: Call) -> tuple[Launch, ...]:
-    """Sums of squares of the rows of w times gamma in `squares`."""
+    """Write the sums of squares of the rows of w times gamma to `squares`."""
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
         geometry = Geometry("gguf_row_norms", (ceil(rows / OCTET),), (WARP,), defines=defines)
@@ -69,9 +69,9 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
-    """The rows `ids` of wte, which has one type, as in `encoder_rows`."""
+    """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have a single type."""
     if len(c.wte.ranges) != 1:
-        raise Unfit(f"wte: expected one type, got {c.wte.ranges}")
+        raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
     defines += float_define("GGUF_FACTOR", c.factor, 1.0)
     grid = ceil(c.N / OCTET), ceil(c.C / UNIT)
@@ -83,13 +83,13 @@ def encoder_rows(c: Call) -> Launch:
 
 @variant("gguf pack", gguf_packing.FILE, "gguf_pack")
 def pack(c: Call) -> Launch:
-    """The bytes `raw` of rows of blocks as a file has them, in `out` as kernels read them."""
+    """Reorder `raw`, rows of blocks as in a GGUF file, into `out`, as kernels read them."""
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
 
 
 @variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
 def chunk_sums(c: Call) -> Launch:
-    """Sums of the terms x, in order, in `sums`: what minimums are multiplied by."""
+    """Write the sums of chunks of the terms x to `sums`. Products multiply minimums by them."""
     grid = (ceil(c.M * c.K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
     return launch_at(SUMS_FILE, geometry, (c.x, c.sums, c.M, c.K), "float16", GGUF)

@@ -1,6 +1,6 @@
-"""Guesses of a sequence's next tokens, and which of the drawn tokens agree with them.
+"""Guess a sequence's next tokens, and compare earlier guesses with the tokens that were drawn.
 
-`reference.guess_tokens` says what is guessed. Kernels: tokens/guesses.cu.
+`reference.guess_tokens` defines the guesses. Kernels: tokens/guesses.cu.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "tokens/guesses.cu"
 THREADS = 512
 COPYING = 256  # threads that copy a prompt
-MOST_GUESSES = 7  # of a slot: the kernel has a lane of a warp for each row
+MOST_GUESSES = 7  # guesses per slot at most; the kernel uses one lane of a warp per row
 TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a row in a report
 
 
 class Guesses(NamedTuple):
-    """What is kept of B slots, on the device, to guess their next tokens."""
+    """State of B slots on the device from which their next tokens are guessed."""
 
-    history: CudaArray  # (B, H): the tokens of each one, up to the last at its position
-    guess: CudaArray  # (B, K): of the tokens after it; -1 where there is none
-    left: CudaArray  # (B,): tokens that may still be drawn
+    history: CudaArray  # (B, H): tokens of each slot; its last token is at its position
+    guess: CudaArray  # (B, K): guesses of the tokens after the last one; -1 for no guess
+    left: CudaArray  # (B,): number of tokens that may still be drawn
 
     @classmethod
     def allocate(cls, B: int, n_ctx: int) -> Guesses:
-        """Those of B empty slots, for sequences whose last token is at n_ctx at most."""
+        """Allocate arrays of B empty slots, for sequences whose last token is at n_ctx at most."""
         shapes = (B, n_ctx + 1), (B, MOST_GUESSES), (B,)
         return cls(*(cupy.zeros(shape, "int32") for shape in shapes))
 
     def begin(
         self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
     ) -> None:
-        """Let sequences with these tokens begin in these slots, and draw so many tokens."""
+        """Copy the prompts `ids` of new sequences to `slots`. left: tokens that each may draw."""
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
         heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))
@@ -57,10 +57,10 @@ class Guesses(NamedTuple):
 
 @variant("guesses", FILE, "begin_guesses", "take_guesses", block=THREADS)
 def _take(c: Call) -> Launch:
-    """Of take_guesses; `Guesses.begin` launches begin_guesses."""
+    """Launch take_guesses; `Guesses.begin` launches begin_guesses."""
     if not 0 < c.together <= c.K + 1 or c.M % c.together:
         raise InputError(
-            f"together: expected 1 to {c.K + 1}, a divisor of {c.M} rows, got {c.together}"
+            f"together: expected a divisor of {c.M} rows from 1 to {c.K + 1}, got {c.together}"
         )
     rows = (c.drawn, c.likely, c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     kept = (c.history, c.guess, c.left, c.position, c.step, c.token, c.logprob, c.seen, c.counts)
@@ -88,13 +88,13 @@ def bind_take(
     counts: CudaArray | None,
     report: CudaArray,
 ) -> Bound:
-    """Take the drawn tokens of rows that agree with the guesses before them; guess the next ones.
+    """Take drawn tokens up to the first that differs from its guess, and guess the next tokens.
 
-    drawn: tokens and log-probabilities of M rows, `together` of each slot; guesses, state and
-    counts of its sequences change by the tokens that are taken, and the rows of `slots` become
-    those of the next step. report (2, 3, M) int32, by turns of slots, gets tokens, bits of the
-    log-probabilities, and flags.
+    drawn: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
+    taken update guesses, state and counts of their sequences, and `slots` gets the rows of the next
+    step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags; even and odd
+    turns of a slot use its two halves alternately.
     """
-    given = (*drawn, *slots, *guesses, state.position, state.step, state.token, state.logprob)
-    given += (state.seen, counts, report)
-    return TAKE_GUESSES.bind_on_device(given, together=together)
+    arrays = (*drawn, *slots, *guesses, state.position, state.step, state.token, state.logprob)
+    arrays += (state.seen, counts, report)
+    return TAKE_GUESSES.bind_on_device(arrays, together=together)

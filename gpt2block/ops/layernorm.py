@@ -29,8 +29,8 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import TWO_PART, Asked, Call, storage
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
@@ -39,34 +39,35 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
-KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
-MAX_THREADS = 1024  # of a block
-KEPT_BY_MOST = 32  # the same with MAX_THREADS threads, which have 64 registers each
-NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
-DECODE = "decode"  # the variant with the bits of `linear`'s own LayerNorm
-MOST_DECODE_ROWS = 8  # of a block
-MANY = 2**31  # rows: the teams of `narrow` are sized for many rows, whatever the number
-TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
-HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
-MOST_EACH = 2  # rows of a team
-STATS_VARIANT = 6  # the default where the skeleton's kernels lack an option
+KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers at most
+MAX_THREADS = 1024  # threads per block at most
+KEPT_BY_MOST = 32  # bytes kept per thread in a block of MAX_THREADS, with 64 registers per thread
+NARROW = "narrow"  # variant whose out has a narrower dtype than gamma and beta
+DECODE = "decode"  # variant with the same bits as the LayerNorm fused into `linear`
+MOST_DECODE_ROWS = 8  # rows per block of `decode` at most
+MANY = 2**31  # number of rows for which teams of `narrow` are sized, independent of the call
+TEAMS = 512  # threads per SM that hold rows of `narrow` at the same time
+HELD = 96  # registers per thread for gamma, beta and rows of x, in a block of 128 threads
+MOST_EACH = 2  # rows per team of threads at most
+STATS_VARIANT = 6  # default variant for options that the skeleton's kernels lack
 
 
 TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ... C")
 
 
 class LayerNormRow(NamedTuple):
-    """How kernel 6 distributes a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
+    """Distribution of a row in kernel 6: constants LN_WIDTH, LN_THREADS and LN_VECTORS."""
 
-    width: int  # elements a load
-    threads: int  # a row
-    vectors: int  # a thread; 0: too many for registers, the row is read three times
+    width: int  # elements per load
+    threads: int  # threads per row
+    vectors: int  # vectors per thread; 0: too many for registers, the row is read three times
 
 
 def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
-    """The widest loads that C and the alignment of the arrays (in bytes) allow, up to 16 bytes.
+    """Return the distribution of a row of C channels in kernel 6.
 
-    Then the fewest threads that can keep the row: a row of one warp needs no barrier.
+    Loads are as wide as C and the alignment of the arrays (in bytes) allow, up to 16 bytes. The row
+    gets the fewest threads that can keep it in registers: a row of one warp needs no barrier.
     """
     width = 16 // itemsize
     while C % width or alignment % (width * itemsize):
@@ -85,11 +86,12 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
 def narrow_geometry(
     float_x: bool, rows: int, C: int, width: int, sms: int, two_part: bool = False
 ) -> Geometry:
-    """Of variant `narrow` for `rows` of C channels, `width` elements a vector.
+    """Return the geometry of `narrow` for `rows` rows of C channels, with vectors of `width`.
 
-    two_part: x of float, out two-part. How a row is shared among threads follows from C and
-    width alone, and so do its bits; teams take several rows where there are more than `sms`
-    multiprocessors hold at once. Raises InputError when a row does not fit in registers.
+    float_x: whether x is float32. two_part: whether x is float32 and out two-part. The division of
+    a row among threads, and therefore its bits, depend only on C and width. A team of threads
+    processes several rows if there are more rows than `sms` multiprocessors hold at once. Raises
+    InputError if a row does not fit in registers.
     """
     shape = share(MANY, C, width, sms)
     values = shape.held * width
@@ -113,20 +115,21 @@ def narrow_geometry(
 
 
 def _every(c: Call) -> tuple[Any, ...]:
-    """The arguments of a kernel with all outputs."""
+    """Return the arguments of a kernel that writes out, mean and rstd."""
     return c.x, c.gamma, c.beta, c.out, c.mean, c.rstd, c.eps, c.rows, c.C
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
-    """Raise Unfit or InputError where a call needs what a kernel lacks; make its statistics.
+    """Raise UnsupportedCall or InputError for calls that a kernel does not support.
 
-    dtype: that of x, gamma and beta; None: any of x, float32 of gamma and beta. parts: the result
-    can be a TwoPartMatrix.
+    dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
+    stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
+    write a TwoPartMatrix.
     """
     if c.two_part and not parts:
-        raise Unfit("a two-part result is for variant narrow alone")
+        raise UnsupportedCall("a two-part result is for variant narrow alone")
     if dtype is not None and c.storage != dtype:
-        raise Unfit(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
+        raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
     if stats:
@@ -134,7 +137,7 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
 
 
 def _options(c: Call) -> bool:
-    """Whether a block size or an array for statistics is given."""
+    """Whether the caller passes a block size or an array for statistics."""
     return bool(c.requested or c.mean is not None or c.rstd is not None)
 
 
@@ -147,7 +150,7 @@ def _options(c: Call) -> bool:
 )
 def _skeleton(c: Call) -> Launch:
     if _options(c):
-        raise Unfit("block, mean and rstd need a variant: pass variant=1 to 6")
+        raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
@@ -184,7 +187,7 @@ def _three(c: Call) -> tuple[Launch, ...]:
 
 
 def _warps(c: Call, kernel: str) -> Launch:
-    """The kernel reads the block size at run time: one program serves all."""
+    """Launch a kernel of warp.cu, which reads the block size at run time."""
     _fit(c)
     grid = (ceil(c.rows / (c.block // 32)),)
     return launch_at("layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
@@ -215,9 +218,9 @@ def _blocks(c: Call) -> Launch:
     source="gpt2block",
 )
 def _rows(c: Call) -> Launch:
-    """Compile with constants for C and the alignment of the arrays."""
+    """Launch kernel 6, compiled with constants for C and the alignment of the arrays."""
     if not c.stats and (c.mean is not None or c.rstd is not None):
-        raise InputError("layernorm: mean and rstd are written with stats only: pass stats=True")
+        raise InputError("layernorm: mean and rstd are written only with stats=True: pass it")
     _fit(c, c.storage, stats=c.stats)
     addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.out))
     shape = row_shape(c.C, c.x.itemsize, alignment(*addresses))
@@ -244,7 +247,7 @@ def _rows(c: Call) -> Launch:
 )
 def _narrow(c: Call) -> Launch:
     if _options(c):
-        raise Unfit("narrow has no block, mean and rstd: use variant 6")
+        raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
@@ -256,11 +259,11 @@ def _narrow(c: Call) -> Launch:
 
 @variant(DECODE, "layernorm/decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",))
 def _decode(c: Call) -> Launch:
-    """One warp per row, in as many blocks as possible. The loads are part of the order of sums."""
+    """Launch decode: one warp per row, in as many blocks as possible."""
     if _options(c):
-        raise Unfit("decode has no block, mean and rstd: use variant 6")
+        raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
-    loaded = math.gcd(4, c.C)
+    loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
     for name in ("x", "gamma", "beta", "out"):
         check_address(name, getattr(c, name), 4 * loaded)
     rows = min(MOST_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
@@ -271,25 +274,25 @@ def _decode(c: Call) -> Launch:
     return launch_at("layernorm/decode.cu", geometry, args)
 
 
-def _prepare(asked: Asked) -> Call:
-    """`extra` is (mean, rstd), (...), except of the variants skeleton, narrow and decode.
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. `extra` is (mean, rstd), each (...), unless the variant has no statistics.
 
-    Without a variant, float32 has the kernel of the ten-step block, 16 bits have narrow. stats:
-    variant 6 leaves mean and rstd out without. to_terms: what decode's out has in the place of
-    floats, as `linear` takes them. A TwoPartMatrix out has one scale; dtype "two_part" makes a new
-    one, with the scale of `bound`, or of what gamma and beta allow.
+    Variants skeleton, narrow and decode have none; variant 6 only with stats. The default is
+    skeleton for float32 and narrow for 16 bits. to_terms: Terms that out of decode holds instead of
+    floats, as `linear` takes them. A TwoPartMatrix out has one scale for all rows. dtype "two_part"
+    allocates one, with a scale from `bound`, or by default from gamma and beta.
     """
-    given, out = asked.options, asked.out
-    dtype, bound, variant = given["dtype"], given["bound"], given["variant"]
+    options, out = unchecked.options, unchecked.out
+    dtype, bound, variant = options["dtype"], options["bound"], options["variant"]
     two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
     if dtype not in (None, TWO_PART):
         raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
     narrowed = variant == NARROW and out is not None
-    outputs = (out,) if two_part else (out, given["mean"], given["rstd"])
-    c = asked._replace(out=outputs).checked(
+    outputs = (out,) if two_part else (out, options["mean"], options["rstd"])
+    c = unchecked._replace(out=outputs).checked(
         TO_TWO_PART if two_part else None,
         two_part=two_part,
-        out_dtype=storage(out if narrowed else asked.inputs[0]),
+        out_dtype=storage(out if narrowed else unchecked.inputs[0]),
     )
     check_rows("x", c.x)
     check_terms(c.to_terms, c.C)
@@ -309,12 +312,12 @@ def _prepare(asked: Asked) -> Call:
 
 
 def layernorm_bound(gamma: Any, beta: Any) -> float:
-    """The largest magnitude of LayerNorm's result: C values of variance 1 are sqrt(C) at most."""
+    """Upper bound of LayerNorm's result: each of C values of variance 1 is at most sqrt(C)."""
     return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """x (B, T, C), gamma (C,), beta (C,)."""
+    """Return random x (B, T, C), gamma (C,) and beta (C,)."""
     B, T, C = sizes["B"], sizes["T"], sizes["C"]
     normal = (rng.standard_normal(shape) + 0.5 for shape in ((B, T, C), (C,), (C,)))
     return tuple(array.astype(np.float32) for array in normal)
@@ -327,7 +330,7 @@ OPERATION = Operation(
     sizes={"B": 8, "T": 1024, "C": 768},
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
     draw=_make,
-    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
+    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # bytes of x read, out written
     flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
     attrs={"eps": 1e-5},
     small=(
@@ -393,16 +396,16 @@ def layernorm(
 ) -> CudaArray | tuple[CudaArray, CudaArray, CudaArray]:
     """`reference.layernorm` on CuPy arrays; raises InputError.
 
-    variant: 1 to 5 are llm.c's kernels, float32; 6 is the fastest, float16 and bfloat16 too.
-    "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. "decode" has the
-    bits of `linear` with gamma and beta, float32. None is the
-    ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "two_part": narrow of a
-    float32 x; the result is a TwoPartMatrix, which `gemm` takes. With `stats`: (out, mean, rstd),
-    where mean and rstd are float32 of shape x.shape[:-1].
+    variant: 1 to 5 are llm.c's kernels, for float32. 6 is the fastest, also for float16 and
+    bfloat16. "narrow" takes x of 16 bits with float32 gamma and beta, and C up to 16,384. "decode",
+    for float32, gives the same bits as `linear` with gamma and beta. None selects the kernel of the
+    ten-step block, or 6 or narrow for calls that this kernel does not support. dtype "two_part":
+    narrow with a float32 x; the result is a TwoPartMatrix, which `gemm` takes. With `stats`, the
+    result is (out, mean, rstd), where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)
     if stats and variant in (NARROW, DECODE):
-        raise InputError(f"layernorm variant {variant}: it gives no mean and rstd: use variant 6")
+        raise InputError(f"layernorm variant {variant}: writes no mean and rstd: use variant 6")
     half = storage(x) != "float32"
     wide = isinstance(gamma, cupy.ndarray) and gamma.dtype == cupy.float32
     if variant is None and (stats or (half and not wide)):

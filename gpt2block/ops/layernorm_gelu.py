@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
@@ -26,11 +26,11 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
-    """The arguments of the documented kernels."""
+    """Return the arguments of variants baseline and optimized, which have no gamma and beta."""
     if c.gamma is not None or c.beta is not None:
-        raise Unfit("has no gamma and beta: use variant 'rows'")
+        raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
     if same_memory(c.x, c.out):
-        raise Unfit("out: overlaps x: expected another array")
+        raise UnsupportedCall("out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 
@@ -52,7 +52,7 @@ def _optimized(c: Call) -> Launch:
     "rows", FILE, "layernorm_gelu_rows", blocks=tuple(block for block in BLOCKS if block <= THREADS)
 )
 def _rows(c: Call) -> Launch:
-    """A requested block is the number of threads that share a row. out may be x."""
+    """Launch rows. A requested block size is the number of threads per row. out may be x."""
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.out) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
@@ -93,9 +93,9 @@ def layernorm_gelu(
 ) -> CudaArray:
     """`reference.layernorm_gelu` on float32 CuPy arrays; raises InputError.
 
-    The documented variants "baseline" and "optimized" have neither gamma nor beta. "rows" takes
-    rows of up to 16,384 values and shares a row among more threads when there are few rows, so
-    the same row may differ in its last bits in a batch of another size; `block` fixes it.
+    Variants "baseline" and "optimized" support neither gamma nor beta. "rows" takes rows of up to
+    16,384 values. Few rows get more threads each, so the last bits of a row can depend on the
+    number of rows; `block` fixes the threads per row.
     """
     arrays, options = contiguous(x, gamma, beta), {"eps": eps, "variant": variant, "block": block}
     return call(OPERATION, arrays, **options).out

@@ -46,10 +46,18 @@ from gpt2block.ops._products import (
     storage_of,
 )
 from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Unfit, Variant, variant
+from gpt2block.ops.operation import (
+    REQUIRED,
+    Inputs,
+    Operation,
+    Sizes,
+    UnsupportedCall,
+    Variant,
+    variant,
+)
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -145,11 +153,11 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     args: its last arguments.
     """
     if c.N > MAX_OUTPUTS:
-        raise Unfit(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
+        raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
     if c.w.dtype == GGUF:
-        raise Unfit("takes no GgufMatrix: use variant tiles")
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up:
-        raise Unfit(
+        raise UnsupportedCall(
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
         )
     size = c.w.data.itemsize
@@ -164,14 +172,14 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         **more,
     )
     if geometry is None:
-        raise Unfit(
+        raise UnsupportedCall(
             f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
             "shared memory: variant tiles has no such limit"
         )
     assert geometry is not None
     geometry = geometry.with_defines(defines)
     if geometry.grid[1] > MAX_BLOCKS:
-        raise Unfit(f"{c.M:,} rows: too many for this variant: use variant tiles")
+        raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
     of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
     check_address("w", c.w.data, of_w)
     for name in ("x", "gamma", "beta"):
@@ -183,43 +191,43 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise Unfit where a product cannot have the order of additions of decoding on them."""
+    """Raise UnsupportedCall if tensor cores cannot add products in the order of decoding."""
     old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
     if old:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant matvec")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     expected = f"expected a multiple of {multiple} for {c.w.dtype}"
     if c.K % multiple:
-        raise Unfit(f"K {c.K:,}: {expected}: use variant matvec")
+        raise UnsupportedCall(f"K {c.K:,}: {expected}: use variant matvec")
 
 
 def _on_cuda_cores(c: Call) -> None:
-    """Raise Unfit where a product needs tensor cores."""
+    """Raise UnsupportedCall where a product needs tensor cores."""
     if c.w.dtype == TWO_PART:
-        raise Unfit("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+        raise UnsupportedCall("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
     if c.w.dtype == GGUF:
-        raise Unfit("takes no GgufMatrix: use variant tiles")
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.rounded:
-        raise Unfit("does not round x: use variant mma")
+        raise UnsupportedCall("does not round x: use variant mma")
 
 
 def _check_sizes(c: Call) -> None:
-    """Raise Unfit for more rows or outputs than kernels count."""
+    """Raise UnsupportedCall for more rows or outputs than kernels count."""
     expected = f"expected at most {MAX_OUTPUTS:,} of both"
     if max(c.M, c.N) > MAX_OUTPUTS:
-        raise Unfit(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
+        raise UnsupportedCall(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
     """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
     if c.w.dtype == GGUF:
-        raise Unfit("takes no GgufMatrix: use variant tiles")
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
-        raise Unfit(
+        raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
     _check_sizes(c)
     if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
-        raise Unfit(
+        raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant hopper"
         )
     _on_tensor_cores(c)
@@ -248,11 +256,13 @@ def _by_wgmma(
 ) -> Launch:
     """A kernel of matmul/decode_hopper*.cu; args: the arguments after the matrices."""
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles")
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
+        )
     _check_sizes(c)
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
-        raise Unfit("takes and gives terms in the order of wgmma: use variant mma_tiles")
+        raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     return launch(c, kernel, matrices, args)
 
 
@@ -338,12 +348,12 @@ def _tiles(c: Call) -> Any:
         return _linear_blocks.launch(c)
     _on_cuda_cores(c)
     if c.gamma is not None:
-        raise Unfit("takes no gamma and beta: use variant matvec")
+        raise UnsupportedCall("takes no gamma and beta: use variant matvec")
     if c.terms or c.to_terms or c.up:
-        raise Unfit("takes and gives floats, of one matrix: use variant hopper")
+        raise UnsupportedCall("takes and gives floats, of one matrix: use variant hopper")
     M, N, K, data = c.M, c.N, c.K, c.w.data
     if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
-        raise Unfit(
+        raise UnsupportedCall(
             f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
             f"and {tiles.MAX_K:,} inputs"
         )
@@ -392,13 +402,15 @@ def _qkv_hopper(c: Call) -> Launch:
 @variant("rope_hopper", hopper.ROPE_FILE, "rope_decode_hopper")
 def _rope_hopper(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append")
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
+        )
     wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
     if c.terms != wanted:
-        raise Unfit(f"terms of {c.terms}: expected {wanted}")
+        raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
     multiple = 2 * hopper.ROPE_BOX
     if D % multiple:
-        raise Unfit(f"heads of {D} channels: expected a multiple of {multiple}")
+        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
     arrays = (c.w.scale, c.bias, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, c.M, c.K, c.n_head, c.C // D, c.B, c.S)
     return hopper.launch(c, "rope_decode_hopper", (c.w,), args, head=D)
@@ -420,7 +432,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
 
-def _prepare(asked: Asked) -> Call:
+def _prepare(unchecked: UncheckedCall) -> Call:
     """`decoding`: choose a variant as for few rows, so that a row's bits do not depend on others.
 
     w is a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with a
@@ -432,7 +444,7 @@ def _prepare(asked: Asked) -> Call:
     rounds floats of x, or their LayerNorm, to it, for weights of float16 or FP8 in a kernel of
     decoding on tensor cores; terms say themselves what they have.
     """
-    c = _checked(asked, TWO_PART_LINEAR)
+    c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
@@ -442,15 +454,15 @@ def _prepare(asked: Asked) -> Call:
     return c
 
 
-def _checked(asked: Asked, two_part: Contract) -> Call:
+def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
     """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
-    if not isinstance(asked.inputs[1], TwoPartMatrix):
-        if asked.options["x_bound"] is not None:
+    if not isinstance(unchecked.inputs[1], TwoPartMatrix):
+        if unchecked.options["x_bound"] is not None:
             raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
-        c = asked.checked()
+        c = unchecked.checked()
         c.x_scale = 1.0
         return c
-    c = asked.checked(two_part)
+    c = unchecked.checked(two_part)
     c.w = Parts(c.w.parts, c.w.scale)
     if c.terms and c.x_bound is not None:
         raise InputError("x_bound: terms have a scale: expected either")
@@ -458,13 +470,13 @@ def _checked(asked: Asked, two_part: Contract) -> Call:
     return c
 
 
-def _prepare_qkv(asked: Asked) -> Call:
+def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     """k and v have the dtype of the weights, float16 with FP8 weights, or the FP8 format kv_dtype.
 
     No two of row and position are alike; k and v of a token outside the cache are dropped. A
     TwoPartMatrix, with k and v of float32, and the other options: as in `linear`.
     """
-    c = _checked(asked, TWO_PART_QKV)
+    c = _checked(unchecked, TWO_PART_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
     if c.kv_dtype is None:
@@ -475,7 +487,7 @@ def _prepare_qkv(asked: Asked) -> Call:
     return c
 
 
-def _prepare_rope(asked: Asked) -> Call:
+def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
 
     With a GgufMatrix x may have floats, which x_dtype "float16" rounds.
@@ -484,7 +496,7 @@ def _prepare_rope(asked: Asked) -> Call:
     read back: K and V of rows outside the cache are left out. q has the bits of `linear` and
     `rope_append`.
     """
-    c = asked.checked(to_terms=None, up=None)
+    c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
     of_blocks = _rope_blocks_hopper if c.terms else _rope_blocks

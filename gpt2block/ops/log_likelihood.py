@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens: logits[target] - log Σ exp(logits) of each row.
+"""Log-likelihoods of tokens: logits[target] - log Σ exp(logits) for each row.
 
 Kernel: tokens/log_likelihood.cu.
 """
@@ -21,14 +21,14 @@ THREADS = 512
 
 
 def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
-    """One block per row; tests pass fewer threads than the default."""
+    """Return a geometry of one block per row; tests pass fewer threads than the default."""
     defines = () if threads == THREADS else (("LL_THREADS", threads),)
     return Geometry("log_likelihood_kernel", (rows,), (threads,), defines=defines)
 
 
 @variant("block", FILE, "log_likelihood_kernel", block=THREADS)
 def _block(c: Call) -> Launch:
-    """The targets are not read back: one outside 0..V-1 gives NaN."""
+    """Launch the kernel. Targets are not read back to the host: one outside 0..V-1 gives NaN."""
     check_rows("logits", c.logits)
     args = (c.logits, c.targets, c.out, c.V)
     return launch_at(FILE, choose_geometry(c.rows), args)

@@ -1,4 +1,4 @@
-"""Matrix product with bias in float32, a w + bias: the skeleton and the steps that make it fast.
+"""Matrix product with bias in float32, a w + bias: a simple kernel and a ladder of faster ones.
 
 Use it for plain float32 matrices (K, N), as in LeetGPU's GPT-2 block challenge. `linear` takes
 weights of any dtype and fuses LayerNorm or GELU; `gemm` uses tensor cores. Kernels:
@@ -19,20 +19,20 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 SKELETON = "matmul/skeleton.cu"
 LADDER = "matmul/ladder.cu"
 REGISTERS = "matmul/registers.cu"
-TILE = 16  # side of matmul_bias_tiled's block and tile
-MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
+TILE = 16  # side of the thread block and tile of matmul_bias_tiled
+MAX_ROWS = 65535 * TILE  # rows at most in variant tiled: limit of the grid's second axis
 TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"
-MAX_SIZE = 2**31 - 1024  # of M, K and N: what an int holds, and a tile more
+MAX_SIZE = 2**31 - 1024  # M, K and N at most: one tile less than the range of an int
 
 
 def naive_geometry(M: int, N: int) -> Geometry:
-    """A thread an output, blocks of 8 rows."""
+    """Geometry with one thread per output, and blocks of 8 rows."""
     return Geometry("matmul_forward_kernel1", (ceil(M / 8) * ceil(N / WARP),), (WARP, 8))
 
 
@@ -41,24 +41,25 @@ def tiled_geometry(M: int, N: int) -> Geometry:
 
 
 def coarsened_geometry(M: int, N: int) -> Geometry:
-    """A thread 8 outputs of a column, blocks of 64 rows."""
+    """Geometry with 8 outputs of a column per thread, and blocks of 64 rows."""
     return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
 class MatmulTile(NamedTuple):
-    """The constants of matmul_forward_kernel3, except the number of groups and the width."""
+    """Constants of matmul_forward_kernel3 for a tile, and the speed of such tiles."""
 
     rows: int
     columns: int
-    side: int  # rows of a thread; its columns are 8
-    depth: int  # of a slice along K
-    groups: int  # of warps that share a tile, where an SM has several tiles
+    side: int  # rows per thread; a thread has 8 columns
+    depth: int  # values along K in a slice
+    groups: int  # groups of warps that share a tile, if an SM has several tiles
     stages: int
-    speed: float  # of an SM that is busy with such tiles, relative to the largest
+    speed: float  # speed of an SM that is busy with such tiles, relative to the largest tile
 
 
-# Larger ones first: of equals the first is taken. The speeds are those with which the rule finds
-# the fastest tile, or one within 3 %, for GPT-2's products at M = 128, 1024 and 8192 on an H200.
+# Larger tiles first: `fastest` returns the first of equally fast tiles. With these speeds, the
+# estimate selects the fastest tile, or one within 3 %, for GPT-2's products with M 128, 1024 and
+# 8192 on an H200.
 TILES = (
     MatmulTile(128, 128, 8, 16, 1, 2, 1.0),
     MatmulTile(64, 128, 8, 16, 2, 2, 0.88),
@@ -69,16 +70,16 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[MatmulTile, int]:
-    """The tile with the shortest estimated time on `sms` multiprocessors, and its groups.
+    """Return the tile with the shortest estimated time on `sms` multiprocessors, and its groups.
 
-    Twice the groups if an SM has at most one tile, which would have too few warps.
+    The groups are doubled if an SM has at most one tile, because one tile has too few warps.
     """
     tile = fastest(TILES, M, N, sms)
     return tile, tile.groups * (2 if count_tiles(tile, M, N) <= sms else 1)
 
 
 def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int) -> Geometry:
-    """width: 4 where rows of w and of the output lie on 16 bytes, else 1."""
+    """Geometry of `registers`. width: 4 if rows of w and out are aligned to 16 bytes, else 1."""
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)
     sums = groups // 2 * tile.rows * tile.columns
@@ -100,7 +101,7 @@ def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
     M, K, N = c.rows, c.K, c.N
     too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
     if max(M, K, N) > MAX_SIZE:
-        raise Unfit(too_large)
+        raise UnsupportedCall(too_large)
     return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
 
 
@@ -112,7 +113,7 @@ def _naive(c: Call) -> Launch:
 @variant("tiled", SKELETON, "matmul_bias_tiled")
 def _tiled(c: Call) -> Launch:
     if c.rows > MAX_ROWS:
-        raise Unfit(TOO_MANY_ROWS.format(c.rows))
+        raise UnsupportedCall(TOO_MANY_ROWS.format(c.rows))
     return _launch(c, SKELETON, tiled_geometry(c.rows, c.N))
 
 
@@ -140,7 +141,7 @@ OPERATION = Operation(
     name="matmul_bias",
     document="LeetGPU's GPT-2 block challenge",
     idea="a · w + bias",
-    sizes={"M": 1024, "K": 768, "N": 3072},  # GPT-2's first product of the feed-forward
+    sizes={"M": 1024, "K": 768, "N": 3072},  # sizes of the first feed-forward product of GPT-2
     variants=(_naive, _tiled, _coarsened, _registers),
     options={"variant": "tiled"},
     draw=_make,
@@ -162,7 +163,7 @@ def matmul_bias(
     """`reference.matmul_bias` on float32 CuPy arrays; raises InputError.
 
     a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
-    registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
-    of 16 rows. All except registers sum the products of an output in the order of k.
+    registers. Variant tiled takes at most 1,048,560 rows, because the second axis of its grid
+    counts tiles of 16 rows. All except registers add the products of an output in the order of k.
     """
     return call(OPERATION, contiguous(a, w, bias), variant=variant).out

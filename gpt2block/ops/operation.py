@@ -1,7 +1,7 @@
-"""Operations and their kernels, as plans, the command line, tests, bench and docs use them.
+"""Operations and variants: descriptions that plans, the command line, tests and bench read.
 
 A module of `gpt2block.ops` describes one operation, with the same name and signature as its
-function in `gpt2block.reference`. Other modules find it in `gpt2block.ops.registry`.
+function in `gpt2block.reference`. Other modules find operations in `gpt2block.ops.registry`.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
 from gpt2block.cuda.kernels import idea_of
 from gpt2block.errors import Argument, InputError, KernelError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 
-Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
+Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
-Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documented ones
+Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documented attributes
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
-REQUIRED: Any = object()  # in the place of an option's default: there is none
+REQUIRED: Any = object()  # marks an option without a default
 
 
-class Unfit(Exception):  # noqa: N818  (a reason to take another variant)
-    """Why a variant cannot compute a call: dtypes, sizes, alignment or compute capability."""
+class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
+    """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of an operation: its kernels, in launch order.
+    """One implementation of an operation, by one or more kernels in launch order.
 
-    `launch` returns the launches of a checked call, or raises Unfit; that of a user's kernel is its
-    `bind`.
+    `launch` returns the launches of a checked call, or raises UnsupportedCall. For a user's kernel,
+    `launch` is its `bind`.
     """
 
     name: str
-    file: str  # in kernels_cu
+    file: str  # path in kernels_cu
     kernels: tuple[str, ...]
     launch: Callable[..., Any]
-    blocks: tuple[int, ...] = ()  # supported block sizes; () for a fixed one
-    block: int = 256  # the default block size
-    source: str = ""  # of the kernels, if not the operation's document
-    dtypes: tuple[str, ...] = ()  # those of the operation that it supports; () for all
-    own: bool = False  # a user's kernel, which no public function calls
+    blocks: tuple[int, ...] = ()  # supported block sizes; () if the block size is fixed
+    block: int = 256  # default block size
+    source: str = ""  # source of the kernels, if it is not Operation.document
+    dtypes: tuple[str, ...] = ()  # supported dtypes of the operation; () for all
+    own: bool = False  # whether it is a user's kernel, which no public function calls
 
     @property
     def idea(self) -> str:
-        """The ideas of its kernels in one line, from the head of its file. Raises KernelError."""
+        """The ideas of the kernels in one line, from the head of their file. Raises KernelError."""
         if self.own:
             return "your kernel"
-        found = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
-        return "; ".join(dict.fromkeys(found))
+        ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
+        return "; ".join(dict.fromkeys(ideas))
 
     def described(self) -> dict[str, Any]:
-        """Everything but the functions, for a report on built-in variants."""
+        """Return all fields except functions, for a report on built-in variants."""
         names = ("name", "file", "kernels", "idea", "blocks", "block", "source", "dtypes")
         return {name: getattr(self, name) for name in names}
 
@@ -71,71 +71,71 @@ class Variant:
 def variant(
     name: str, file: str, *kernels: str, **fields: Any
 ) -> Callable[[Callable[[Call], Any]], Variant]:
-    """Decorator: the variant whose launches a function returns."""
+    """Decorator that makes a Variant of a function that returns launches."""
 
-    def made(launch: Callable[[Call], Any]) -> Variant:
+    def decorate(launch: Callable[[Call], Any]) -> Variant:
         return Variant(name, file, kernels, launch, **fields)
 
-    return made
+    return decorate
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
+    """Description of an operation of `gpt2block.ops` and `gpt2block.reference`.
 
-    `bind` checks arguments and chooses one of `variants`. `options` are its keyword arguments with
-    their defaults, or `REQUIRED`. `prepare` checks a call, by default by the contract alone: it may
-    choose another contract, refuses what contracts cannot state, and adds what launches need and
-    which variants are preferred. Where another operation binds the call, it returns a `Bound`.
-    `parts` are kernels that `prepare` or a variant chooses, and that have no variant's name.
-    `steps` are operations with other arguments, whose variants are in this one's table.
+    `bind` checks arguments and chooses one of `variants`. `options` maps its keyword arguments to
+    their defaults, or to `REQUIRED`. `prepare` checks a call, by default with the contract alone.
+    It may choose another contract, raise errors that contracts cannot express, add values that
+    launches need, and name the preferred variants. If another operation binds the call, `prepare`
+    returns a `Bound`. `parts` are kernels that `prepare` or a variant selects and that are not
+    variants. `steps` are operations with other arguments that are listed in this operation's table.
 
-    An operation that can be measured alone has `sizes`, the documented ones: `make(sizes, rng)`
-    gives float32 inputs, by `draw` or by the contract; `attrs` are keyword arguments of both
-    functions; `traffic` counts the bytes that must be transferred from and to device memory,
+    An operation that can be measured alone has documented sizes, `sizes`. `make(sizes, rng)`
+    returns float32 inputs, from `draw` or from the contract. `attrs` are keyword arguments of both
+    functions. `traffic` counts the bytes that must be transferred from and to device memory,
     `flops` the floating-point operations. The sizes passed to `traffic` include "itemsize" and
-    "weight", the bytes of an element of an activation and of a weight. `axes` states axes of the
-    contract by documented sizes and attributes, where their letters differ; "..." are by default
-    the documented sizes that are no letters of the required inputs. `small` are sizes to check
-    with, each with attributes that differ: odd ones, which no block and no vector divides.
+    "weight", the bytes of an activation and of a weight. `axes` expresses axes of the contract by
+    documented sizes and attributes if their letters differ; by default, "..." stands for the
+    documented sizes that are no axes of the required inputs. `small` lists odd sizes for checks,
+    which blocks and vectors do not divide, each with attributes that differ from `attrs`.
 
-    A kernel of the user's (`gpt2block.mine`) has the arguments of the contract. `arrays` are those
-    with other names in the kernels; both names are known. `aliases` are further names: of an array,
-    or of a number that follows from sizes and attributes. `further` gives the exact values of
-    optional outputs, from the inputs in float64 and the attributes.
+    A user's kernel (`gpt2block.mine`) has the arguments of the contract. `arrays` maps names in the
+    contract to other names in the kernels; users may use both. `aliases` are additional names of an
+    array, or of a number computed from sizes and attributes. `further` computes the exact values of
+    optional outputs from the inputs in float64 and the attributes.
     """
 
     name: str
     variants: tuple[Variant, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Asked], Call | Bound] = Asked.checked
+    prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
     parts: tuple[Variant, ...] = ()
     steps: tuple[Operation, ...] = ()
-    document: str = "gpt2block"  # the source of the operation and its kernels
-    idea: str = ""  # the formula in one line
+    document: str = "gpt2block"  # source of the operation and its kernels
+    idea: str = ""  # formula in one line
     sizes: Sizes = field(default_factory=dict)
     draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
     traffic: Count = lambda sizes: 0
     flops: Count = lambda sizes: 0
-    bound: str = "memory"  # by "memory" or "compute", the ceiling of figures; "either" by the sizes
+    bound: str = "memory"  # what limits the speed: "memory", "compute", or "either" by the sizes
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    dtypes: tuple[str, ...] = ("float32",)  # that the arrays can have; the first by default
-    matrices: tuple[int, ...] = ()  # inputs that are weights (K, N), which alone can be FP8
+    dtypes: tuple[str, ...] = ("float32",)  # supported dtypes of the arrays; the first by default
+    matrices: tuple[int, ...] = ()  # indices of inputs that are weights (K, N), and can be FP8
     layout: str = "KN"  # default layout of the weights
-    series: tuple[str, int] | None = None  # a size that is run from 1 to this power of two
+    series: tuple[str, int] | None = None  # a size measured at powers of two, and its largest value
     axes: Mapping[str, str] = field(default_factory=dict)
     small: tuple[Mapping[str, int], ...] = ()
     arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     further: Callable[..., tuple[Any, ...]] | None = None
-    line: str = ""  # the contract, where the reference has no function of this name
+    line: str = ""  # text of the contract, if the reference has no function of this name
 
     def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-        """Check the arrays and options once; the result can `run` many times.
+        """Check the arrays and options once; return a Bound that can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
-        `gpt2block.emulator`); matrices as WeightMatrix or TwoPartMatrix where the operation accepts
-        them. Raises InputError.
+        `gpt2block.emulator`); WeightMatrix or TwoPartMatrix if the operation accepts them. Raises
+        InputError.
         """
         arrays = (array for value in inputs for array in arrays_of("", value).values())
         if replaced() or not any(isinstance(array, np.ndarray) for array in arrays):
@@ -146,23 +146,23 @@ class Operation:
             return emulator.adopted(value) if isinstance(value, np.ndarray) else value
 
         with emulator.emulated():
-            given = tuple(mapped(adopted, value) for value in inputs)
+            inputs = tuple(mapped(adopted, value) for value in inputs)
             options = {name: adopted(value) for name, value in options.items()}
-            return self.bind_on_device(given, mapped(adopted, out), **options)
+            return self.bind_on_device(inputs, mapped(adopted, out), **options)
 
     def bind_on_device(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-        """`bind` of CuPy arrays only, as public functions take them."""
+        """Do the same as `bind`, for CuPy arrays only."""
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")
         options = {**self.options, **options}
         for name, value in options.items():
             if value is REQUIRED:
                 raise TypeError(f"{self.name}: missing keyword argument {name!r}")
-        made = self.prepare(Asked(self.contract, inputs, out, options, self.options))
-        return self.bound_to(made) if isinstance(made, Call) else made
+        call = self.prepare(UncheckedCall(self.contract, inputs, out, options, self.options))
+        return self.bound_to(call) if isinstance(call, Call) else call
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        """Random inputs of these sizes, by default standard normal numbers plus 0.5."""
+        """Return random inputs of these sizes, by default standard normal numbers plus 0.5."""
         if not self.sizes:
             raise KernelError("an operation without documented sizes is not run alone")
         if self.draw is not None:
@@ -186,7 +186,7 @@ class Operation:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """`small`, with the attributes apart from the sizes."""
+        """The cases of `small`, each as a pair of sizes and attributes."""
         return tuple(
             (
                 {name: size for name, size in each.items() if name in self.sizes},
@@ -197,24 +197,24 @@ class Operation:
 
     @property
     def table(self) -> tuple[Variant, ...]:
-        """The variants, and all other kernels that belong to the operation."""
+        """All kernels of the operation: variants, parts and variants of steps."""
         of_steps = (variant for step in self.steps for variant in step.variants)
         return tuple(dict.fromkeys((*self.variants, *self.parts, *of_steps)))
 
     @property
     def auxiliary(self) -> tuple[Variant, ...]:
-        """The table without the variants: what does not run by itself."""
+        """Kernels of the table that are not variants, and therefore do not run by themselves."""
         return self.table[len(self.variants) :]
 
     @cached_property
     def contract(self) -> Contract:
-        """That of the function of the same name in the reference, or of `line`."""
+        """The contract parsed from `line`, or else of the reference function of the same name."""
         if self.line:
             return Contract.parse(self.line)
         return reference.CONTRACTS[self.name]
 
     def variant(self, name: str | int) -> Variant:
-        """A variant by name; InputError lists the known ones."""
+        """Return a variant by name. Raises InputError, which lists the known names."""
         for variant in self.variants:
             if variant.name == str(name):
                 return variant
@@ -226,26 +226,27 @@ class Operation:
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
     def bound_to(self, call: Call) -> Bound:
-        """The launches of a call by its option `variant`, or else by the first one that fits.
+        """Return the launches of a call, by its option `variant` or the first that supports it.
 
-        A call with the option `block` gets the block size of the variant in its place, and whether
-        it was `requested`. Raises InputError with the reason if no variant fits.
+        If the call has an option `block`, `call.block` becomes the variant's block size, and
+        `call.requested` whether the caller chose it. Raises InputError with the reason if no
+        variant supports the call.
         """
-        given = vars(call)
-        name = given.get("variant")
+        options = vars(call)
+        name = options.get("variant")
         candidates = call.order or tuple(reversed(self.variants))
         if name is not None:
             candidates = (self.variant(name),)
-        requested, why = given.get("block"), ""
+        requested, why = options.get("block"), ""
         for candidate in candidates:
             chosen = self.variant(candidate) if isinstance(candidate, str) else candidate
-            if "block" in given:
+            if "block" in options:
                 wanted = requested if chosen.blocks else None
                 call.block = check_block(self.name, chosen, wanted)
                 call.requested = requested is not None
             try:
                 launches = chosen.launch(call)
-            except Unfit as problem:
+            except UnsupportedCall as problem:
                 why = f" variant {chosen.name}: {problem}" if name is not None else f": {problem}"
                 continue
             if requested is not None:
@@ -259,7 +260,7 @@ class Operation:
 
 
 def check_block(operation: str, variant: Variant, block: int | None) -> int:
-    """The block size to launch with; InputError lists those that the variant supports."""
+    """Return the block size of a launch. Raises InputError, which lists the supported sizes."""
     if block is None:
         return variant.block
     if block not in (variant.blocks or (variant.block,)):

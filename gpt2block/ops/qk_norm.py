@@ -1,9 +1,9 @@
 """QK-Norm: RMSNorm of each head of q and k in rows [Q | K | V], alone or before RoPE.
 
-`qk_norm` returns the rows with the heads of Q and K normalized, in place if requested;
-`qk_norm_rope` turns them as well, and `qk_norm_append`, for decoding, returns Q and writes K and V
-to a kv_cache. With a weight for each channel of Q and of K, these have a norm of all their heads
-together. Kernels: llama/qk_norm.cu.
+`qk_norm` returns the rows with the heads of Q and K normalized, in place if requested.
+`qk_norm_rope` also applies RoPE. `qk_norm_append`, for decoding, returns Q and writes K and V to a
+kv_cache. If gamma has a weight for each channel of Q or K instead of one head, the norm is computed
+over all heads together. Kernels: llama/qk_norm.cu.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from gpt2block.ops.rope_qkv import CHANNELS, HEADS
 from gpt2block.ops.warm import call
 
 FILE = "llama/qk_norm.cu"
-WIDTH = 4  # elements of a load at most
-THREADS = 256  # of a block at most
-MOST_TOGETHER = 4  # heads of a team
+WIDTH = 4  # elements per load at most
+THREADS = 256  # threads per block at most
+MOST_TOGETHER = 4  # heads per team of threads at most
 
 
 @lru_cache(maxsize=1024)
 def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
-    """For B sequences of N rows of so many heads of D channels, on `sms` multiprocessors.
+    """Return the geometry for B sequences of N rows of `heads` heads of D channels.
 
-    The order of additions follows from D alone. Where there are enough threads, each takes several
-    heads.
+    sms: multiprocessors of the GPU. The order of additions depends only on D. If there are enough
+    threads, each processes several heads.
     """
     width = gcd(WIDTH, D // 2)
     lanes = min(power_of_two(D // 2 // width), WARP)
     together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
-    wanted, whole = ceil(heads / together), WARP // lanes  # teams of a row, and of a warp
+    wanted, whole = ceil(heads / together), WARP // lanes  # teams per row, teams per warp
     teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
     defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))
     return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
 
 
 def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geometry:
-    """The same where all heads of Q have a norm, and all of K; normed: heads of both.
+    """Return the geometry for one norm over all heads of Q and one over all heads of K.
 
-    The order of additions follows from these alone.
+    normed: heads of Q and K together. The order of additions depends only on normed and D.
     """
     few = choose_geometry(kernel, B, N, normed, D, 1 << 30)
     lanes, whole = few.block
@@ -70,22 +70,22 @@ def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geomet
 def _geometry(
     c: Call, kernel: str, B: int, N: int, moved: int, D: int, n_head: int, n_kv_head: int
 ) -> Geometry:
-    """Raises InputError unless arrays are aligned to a load, or for other shapes of gamma."""
+    """Return the geometry of a call. Raises InputError for unaligned arrays or shapes of gamma."""
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):
-        made = geometry_of_rows(kernel, B, N, n_head + n_kv_head, D)
+        geometry = geometry_of_rows(kernel, B, N, n_head + n_kv_head, D)
     else:
-        made = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
-    width = int(dict(made.defines)["QN_WIDTH"])
+        geometry = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
+    width = int(dict(geometry.defines)["QN_WIDTH"])
     for name in ("qkv", "gamma_q", "gamma_k", "k", "v", "out"):
         if (array := getattr(c, name, None)) is not None:
             check_address(name, array, width * array.itemsize)
-    return made
+    return geometry
 
 
 def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> Launch:
-    """arrays: the kernel's before gamma_q, gamma_k and out."""
+    """Launch a kernel on rows of qkv. arrays: arguments of the kernel between qkv and gamma_q."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
     if heads * D != c.W:
@@ -101,7 +101,7 @@ def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> La
 
 @variant("heads", FILE, "qk_norm")
 def _heads(c: Call) -> Launch:
-    """W is (n_head + 2 n_kv_head) D."""
+    """Launch qk_norm. W is (n_head + 2 n_kv_head) D."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     heads = n_head + 2 * n_kv_head
     D = c.W // heads
@@ -112,15 +112,15 @@ def _heads(c: Call) -> Launch:
 
 @variant("rope", FILE, "qk_norm_rope")
 def _rope(c: Call) -> Launch:
-    """W is (n_head + 2 n_kv_head) 2P; positions are not read back."""
+    """Launch qk_norm_rope. W is (n_head + 2 n_kv_head) 2P; positions are not read back."""
     return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, c.positions, c.frequencies)
 
 
 @variant("append", FILE, "qk_norm_append")
 def _append(c: Call) -> Launch:
-    """C is n_kv_head 2P, W is n_head 2P + 2C. row and position are not read back.
+    """Launch qk_norm_append. C is n_kv_head 2P, W is n_head 2P + 2C.
 
-    K and V of rows outside the cache are left out.
+    row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
     D = 2 * c.P
     n_head, n_kv_head = checked_heads(check_count("n_head", c.n_head), max(1, c.C // D))

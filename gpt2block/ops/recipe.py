@@ -1,8 +1,8 @@
-"""Launches of a bound operation for other arrays that differ from its own only in addresses.
+"""Repeat the launches of a bound operation for arrays that differ only in their addresses.
 
 Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
-alignment, on which of them are the same, and on the options. Where all of these are equal, the
-launches are, except for the addresses.
+alignment, on which arrays are identical, and on the options. If all of these are equal, the
+launches differ only in addresses.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-ALIGNED = 16  # bytes: no operation looks at a larger alignment
+ALIGNED = 16  # bytes: the largest alignment that an operation distinguishes
 
 
 class Recipe(NamedTuple):
-    """Launches, each with (argument, array) for those of its arguments that are addresses."""
+    """Launches, each with the index pairs (argument, array) of its arguments that are addresses."""
 
     launches: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
     def of(cls, launches: Iterable[Any], addresses: Sequence[int]) -> Recipe | None:
-        """addresses: of all arrays of the launches; None if these have further ones.
+        """Return a Recipe of launches, or None if they use an address that is not in `addresses`.
 
-        Of equal addresses the first one counts: an output can be an input that is changed.
+        addresses: addresses of all arrays. The first of equal addresses is used: an output can be
+        an input that the operation changes in place.
         """
         place = {address: i for i, address in reversed(list(enumerate(addresses)))}
-        found = []
+        recorded = []
         for launch in launches:
             if not isinstance(launch, Launch):
                 return None
             used = [(i, _address(arg)) for i, arg in enumerate(launch.args) if _address(arg)]
             if any(address not in place for _, address in used):
                 return None
-            found.append((launch, tuple((i, place[address]) for i, address in used)))
-        return cls(tuple(found))
+            recorded.append((launch, tuple((i, place[address]) for i, address in used)))
+        return cls(tuple(recorded))
 
     def at(self, addresses: Sequence[int]) -> tuple[Launch, ...]:
-        """The launches for arrays at other addresses, in the same order."""
-        made = []
+        """Return the launches for arrays at other addresses, given in the same order."""
+        moved = []
         for launch, places in self.launches:
             args = list(launch.args)
             for argument, array in places:
                 args[argument] = _moved(args[argument], addresses[array])
             same = launch.name, launch.function, launch.grid, launch.block
-            made.append(type(launch)(*same, tuple(args), launch.shared))
-        return tuple(made)
+            moved.append(type(launch)(*same, tuple(args), launch.shared))
+        return tuple(moved)
 
 
 def _address(arg: Any) -> int:
-    """The address in an argument of a launch; 0 if it has none."""
+    """Return the address in an argument of a launch, or 0 if the argument has none."""
     if type(arg) is TensorMap:
         return arg.address
     return int(arg) if type(arg) is np.uintp else 0
@@ -68,12 +69,15 @@ def _moved(arg: Any, address: int) -> Any:
 
 
 def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
-    """The addresses of the arrays of all arguments."""
+    """Return the addresses of the arrays of all arguments."""
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 
 
 def seen(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
-    """The addresses of the arrays of all arguments, and all else that launches can depend on."""
+    """Return the addresses of the arrays of all arguments, and a key of all else that matters.
+
+    Launches of calls with equal keys differ only in addresses.
+    """
     addresses: list[int] = []
     kinds = tuple([_described(value, addresses) for value in values])
     places = tuple(map(addresses.index, addresses))
@@ -81,7 +85,10 @@ def seen(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...]
 
 
 def _described(value: Any, addresses: list[int]) -> Hashable:
-    """What launches can depend on, except addresses, to which those of its arrays are added."""
+    """Return a key of all properties of a value that launches depend on, except addresses.
+
+    The addresses of its arrays are appended to `addresses`.
+    """
     if value is None:
         return None
     if isinstance(value, WeightMatrix):
@@ -97,5 +104,5 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
 
 
 def exactly(option: Any) -> Hashable:
-    """A key that is equal only for identical options: 1 and True differ, as do 0.0 and -0.0."""
+    """Return a key that is equal only for identical options: keys of 1 and True differ."""
     return type(option), option.hex() if type(option) is float else option

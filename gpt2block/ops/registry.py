@@ -1,6 +1,6 @@
 """The registry of all operations, for the command line, tests, bench and docs.
 
-Nothing here needs CuPy or a GPU.
+This module needs neither CuPy nor a GPU.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ __all__ = [
 
 
 def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-    """`Operation.bind` of an operation or a step by name."""
+    """Call `Operation.bind` of the operation or step with this name."""
     return BY_NAME[name].bind(inputs, out, **options)
 
 
 def find(name: str) -> Operation:
-    """An operation by name; InputError suggests the nearest one and lists all."""
+    """Return an operation by name. Raises InputError, which suggests the nearest and lists all."""
     if name not in OPERATIONS:
         from difflib import get_close_matches  # noqa: PLC0415
 
@@ -105,13 +105,13 @@ def find(name: str) -> Operation:
 
 
 def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
-    """The documented sizes, changed by a text such as "B=1,T=128"; InputError for anything else."""
+    """Return the documented sizes, changed by a text such as "B=1,T=128". Raises InputError."""
     return {**operation.sizes, **stated_sizes(operation, text)}
 
 
 def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
-    """The sizes in a text such as "B=1,T=128"; InputError says which part is wrong, and why."""
-    known, found = operation.sizes, {}
+    """Parse the sizes in a text such as "B=1,T=128". Raises InputError with the wrong part."""
+    known, sizes = operation.sizes, {}
     for part in () if text is None else text.split(","):
         name, equals, value = map(str.strip, part.partition("="))
         if not equals:
@@ -122,14 +122,14 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
         elif not re.fullmatch("[1-9][0-9]{0,9}", value):
             problem = f"{name}: expected an integer from 1 to 9,999,999,999, got {value!r}"
         else:
-            found[name] = int(value)
+            sizes[name] = int(value)
             continue
         raise InputError(Argument("shape"), f" {part.strip()!r}: {problem}")
-    return found
+    return sizes
 
 
 def markdown() -> str:
-    """The table of kernels for kernels_cu/README.md, a row per variant."""
+    """Return the table of kernels for kernels_cu/README.md, with one row per variant."""
     figures = "../docs/performance.md"
     rows = ["| operation | variant | file | kernels | idea |", "|---|---|---|---|---|"]
     for operation in OPERATIONS.values():
@@ -143,7 +143,7 @@ def markdown() -> str:
 
 
 def all_sizes(operation: Operation) -> list[dict[str, int]]:
-    """The documented sizes; of an operation with a series, one for each power of two of it."""
+    """Return the sizes to measure: the documented sizes, or one case for each size of a series."""
     if operation.series is None:
         return [dict(operation.sizes)]
     name, last = operation.series

@@ -1,7 +1,8 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernels: llama/rmsnorm.cu (rows) and, for the passes of a whole model, llama/rmsnorm_stream.cu,
-where `rmsnorm_add` adds the norm to a residual stream, and `operand` has rows of it without a norm.
+Kernels: llama/rmsnorm.cu (rows) and, for forward passes, llama/rmsnorm_stream.cu. In the latter,
+`rmsnorm_add` adds the norm of x to the residual stream, and `operand` converts rows of the stream
+without a norm.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from gpt2block.errors import InputError
 from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.call import Asked, Call, storage
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "llama/rmsnorm.cu"
 STREAM = "llama/rmsnorm_stream.cu"
 MOST_STREAM_THREADS = 256
 BLOCKS = (32, 64, 128, 256, 512)
-MOST_THREADS = 1024  # of a longer row
+MOST_THREADS = 1024  # threads per row that does not fit in registers
 
 
 @lru_cache(maxsize=1024)
@@ -48,10 +49,10 @@ def choose_geometry(
     block: int | None = None,
     residual: bool = False,
 ) -> Geometry:
-    """For `rows` of C channels, `width` a load, on a GPU with `sms` multiprocessors.
+    """Return the geometry of `rows` for `rows` rows of C channels on `sms` multiprocessors.
 
-    block: the threads that share a row; None chooses them. residual: whether one is added first.
-    Raises InputError when a row does not fit in the registers of `block` threads.
+    width: elements per load. block: threads per row; None chooses. residual: whether a residual is
+    added first. Raises InputError if a row does not fit in the registers of `block` threads.
     """
     if C > LONGEST_IN_REGISTERS:
         threads, held, together = block or MOST_THREADS, 0, 1
@@ -86,7 +87,7 @@ def _rows(c: Call) -> Launch:
 
 
 def stream_geometry(rows: int, C: int) -> Geometry:
-    """For `rows` of C channels; the order of additions follows from C alone."""
+    """Return the geometry for `rows` rows of C channels. Additions are in an order fixed by C."""
     width = gcd(4, C)
     threads = min(32 * ceil(C / (32 * width)), MOST_STREAM_THREADS)
     defines = (("RS_C", C), ("RS_WIDTH", width), ("RS_THREADS", threads))
@@ -96,7 +97,7 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 @variant("stream", STREAM, "rmsnorm_stream", dtypes=("float32",))
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
-        raise Unfit("has no residual and no block: use rows")
+        raise UnsupportedCall("has no residual and no block: use rows")
     for name in ("x", "weight", "out"):
         array = getattr(c, name)
         check_address(name, array, array.itemsize * gcd(4, c.C))
@@ -135,31 +136,35 @@ def _sums(c: Call) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
-def _prepare(asked: Asked) -> Call:
-    """With a residual, x + residual takes the place of x, and is what `extra` holds.
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. With a residual, x + residual replaces x, and `extra` holds the sum.
 
-    The rows of x may be any constant distance apart. block: the threads that share a row. Variant
-    stream takes contiguous float32 rows, without residual and block, and writes `dtype`, by default
-    that of out; a row has the same bits in any number of rows. to_terms: what its float32 out has
-    in the place of floats, as `linear` takes them.
+    The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
+    contiguous float32 rows, without residual and block, and writes `dtype`, by default the dtype of
+    out; a row has the same bits in any number of rows. to_terms: Terms that a float32 out of stream
+    holds instead of floats, as `linear` takes them.
     """
-    dtype, to_terms = asked.options["dtype"], asked.options["to_terms"]
-    chosen, x = OPERATION.variant(asked.options["variant"] or "rows"), asked.inputs[0]
+    dtype, to_terms = unchecked.options["dtype"], unchecked.options["to_terms"]
+    chosen, x = OPERATION.variant(unchecked.options["variant"] or "rows"), unchecked.inputs[0]
     if chosen.name == "stream":
-        dtype = _stream_dtype(asked, "rmsnorm")
+        dtype = _stream_dtype(unchecked, "rmsnorm")
     elif dtype is not None or to_terms is not None:
-        raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
-    c = asked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
+        raise InputError("rmsnorm: dtype and to_terms are options of variant stream: use it")
+    c = unchecked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
     check_rows("x", c.x)
     return c
 
 
-def _stream_dtype(asked: Asked, name: str) -> str:
-    """The dtype of out, which may have terms in the place of floats. Raises InputError."""
-    dtype, to_terms, x = asked.options["dtype"], asked.options["to_terms"], asked.inputs[0]
+def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
+    """Return the dtype of out, which may hold terms instead of floats. Raises InputError."""
+    dtype, to_terms, x = (
+        unchecked.options["dtype"],
+        unchecked.options["to_terms"],
+        unchecked.inputs[0],
+    )
     check("x", x)
     if dtype is None:
-        dtype = "float32" if asked.out is None else storage(asked.out)
+        dtype = "float32" if unchecked.out is None else storage(unchecked.out)
     check_choice("dtype", dtype, STORAGE)
     if to_terms and dtype != "float32":
         raise InputError(f"{name}: terms of {to_terms}: expected out in float32, got {dtype}")
@@ -167,9 +172,9 @@ def _stream_dtype(asked: Asked, name: str) -> str:
     return str(dtype)
 
 
-def _prepare_operand(asked: Asked) -> Call:
-    """dtype and to_terms: as for variant stream."""
-    c = asked.checked(out_dtype=_stream_dtype(asked, "operand"))
+def _prepare_operand(unchecked: UncheckedCall) -> Call:
+    """Check a call. dtype and to_terms are as in variant stream of rmsnorm."""
+    c = unchecked.checked(out_dtype=_stream_dtype(unchecked, "operand"))
     check_rows("x", c.x)
     return c
 
@@ -218,12 +223,11 @@ def rmsnorm(
     """`reference.rmsnorm` on float16, bfloat16 or float32 CuPy arrays; raises InputError.
 
     x (..., C), weight (C,) of the same dtype; sums are float32. A view whose rows are a constant
-    distance apart, such as some columns of a matrix, is read in place; any other is copied first.
-    With `out` (..., C), not x itself, the result is written there.
-    More threads share a row where there are few rows, so the same row may differ in its last bits
-    in a batch of another size; `block`, the threads of a row, fixes it. variant: "rows", the
-    default, or "stream", for contiguous float32 rows, without block: a row has the same bits in any
-    number of rows.
+    distance apart, such as some columns of a matrix, is read in place; any other view is copied
+    first. out (..., C): array for the result, not x itself. Few rows get more threads each, so the
+    last bits of a row can depend on the number of rows; `block` fixes the threads per row. variant:
+    "rows", the default, or "stream", for contiguous float32 rows, without block: a row has the same
+    bits in any number of rows.
     """
     (weight,) = contiguous(weight)
     x = contiguous(x)[0] if variant == "stream" else in_rows(x)

@@ -1,6 +1,6 @@
-"""RMSNorm and the product that follows it, as in Llama: projections, and the feed-forward.
+"""RMSNorm and the product that follows it in Llama: projections and the feed-forward.
 
-`rmsnorm_matmul` is (x rms γ) W, with RoPE on the heads of the result on request. `rmsnorm_ffn` is
+`rmsnorm_matmul` is (x rms γ) W, optionally with RoPE on the heads of the result. `rmsnorm_ffn` is
 silu(n W1) (n W3), or gelu(n W1) (n W3), for n = (x + residual) rms γ. Kernels:
 llama/rmsnorm_matmul.cu (matvec), llama/rmsnorm_matmul_mma.cu (mma, unfused),
 llama/rmsnorm_matmul_hopper.cu (hopper).
@@ -38,36 +38,39 @@ from gpt2block.ops._products import (
     gate_define,
     storage_of,
 )
-from gpt2block.ops.call import Asked, Call, storage
+from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import (
     Inputs,
     Operation,
     Sizes,
-    Unfit,
+    UnsupportedCall,
     Variant,
     variant,
 )
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
-from gpt2block.ops.rope import check_turn, exponent_step
+from gpt2block.ops.rope import check_rotation, exponent_step
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
 DTYPES = ("float16", "bfloat16", "float32", *FP8)
-MAX_BLOCKS = 65535  # along the grid's second axis
+MAX_BLOCKS = 65535  # blocks along the grid's second axis at most
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
-FEW_ROWS = 2  # up to here the variant matvec is the fastest on an H200
-UNFUSED_FROM = 64  # rows from which unfused is the fastest for the feed-forward
-HOPPER_FROM = 2**28  # multiplications for which hopper is worth one more launch
+FEW_ROWS = 2  # number of rows up to which variant matvec is the fastest on an H200
+UNFUSED_FROM = 64  # number of rows from which unfused is the fastest for the feed-forward
+HOPPER_FROM = 2**28  # multiplications from which hopper is faster despite its additional launch
 
 
 def _fused_head_dim(c: Call) -> int:
-    """That of the tensor-core kernels, which rotate neighbours alone; 0 for no rotation."""
+    """Return the head_dim for the tensor-core kernels; 0 if they do not fuse RoPE.
+
+    They fuse RoPE only for neighbouring channels, not for halves of a head.
+    """
     return 0 if c.half_split else int(c.head_dim)
 
 
 def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
-    """The last arguments of the kernels of rmsnorm_matmul, which rotate unless 0 is given."""
+    """Return the arguments of RoPE for kernels of rmsnorm_matmul. head_dim 0 means no RoPE."""
     if len(c.matrices) == 2:
         return ()
     return (c.x.shape[-2], head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2))
@@ -76,7 +79,7 @@ def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
 def _product(
     c: Call, file: str, geometry: Geometry, head_dim: int, normed: CudaArray | None = None
 ) -> Launch:
-    """A kernel for matvec or mma. normed: x if it is normalised already, without residual."""
+    """Launch a kernel of matvec or mma. normed: x after residual and norm, if they are separate."""
     stride = c.stride
     x, residual, total, gamma = c.x, c.residual, c.h, c.gamma
     if normed is not None:
@@ -89,26 +92,26 @@ def _product(
 
 
 def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
-    """One launch, and one for RoPE where the kernel does not rotate."""
+    """Return one launch, and a second one for RoPE if the kernel does not fuse it."""
     if c.residual is not None:
         c.make("h")
     return (_product(c, file, geometry, head_dim), *(() if head_dim else _rope(c)))
 
 
 def _norm(c: Call) -> Bound:
-    """RMSNorm as a launch of its own."""
+    """Bind RMSNorm as a separate launch."""
     norm = RMSNORM.bind_on_device((c.x, c.gamma, c.residual), eps=c.eps)
     c.h, c.kept = (*norm.extra, None)[0], (norm.out,)
     return norm
 
 
 def _rope(c: Call) -> tuple[Launch, ...]:
-    """RoPE of the result as a launch of its own."""
+    """Return RoPE of the result as a separate launch; none without head_dim."""
     if not c.head_dim:
         return ()
     heads = c.out.reshape(-1, c.out.shape[-2], c.N // c.head_dim, c.head_dim)
-    turn = {"start": c.start, "theta": c.theta, "half_split": c.half_split}
-    return ROPE.bind_on_device((heads,), heads, **turn).launches
+    rotation = {"start": c.start, "theta": c.theta, "half_split": c.half_split}
+    return ROPE.bind_on_device((heads,), heads, **rotation).launches
 
 
 def _matvec(c: Call) -> tuple[Launch, ...]:
@@ -116,14 +119,17 @@ def _matvec(c: Call) -> tuple[Launch, ...]:
 
 
 def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
-    """Unfit where rows are too long, or too many. head_dim: of heads that the kernel rotates."""
+    """Return the geometry of matvec. head_dim: channels per head for fused RoPE, or 0.
+
+    Raises UnsupportedCall if there are too many rows, or if they are too long.
+    """
     first = c.matrices[0]
     arrays = [a.data.ptr for a in (c.x, c.gamma, c.residual) if a is not None]
     width = 16 // c.x.itemsize
     while c.K % width or c.stride % width or alignment(*arrays) % (width * c.x.itemsize):
         width //= 2
     pairing: matvec.Pairing = "halves" if head_dim and c.half_split else "neighbours"
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # without static memory
     geometry = matvec.geometry(
         *c.sizes,
         width,
@@ -135,25 +141,25 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
         most_shared,
     )
     if geometry is None:
-        raise Unfit(
+        raise UnsupportedCall(
             f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {most_shared:,} bytes of "
             "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
     most = MAX_BLOCKS * (c.rows // geometry.grid[1])
-    too_many = f"x: about {most:,} rows of K {c.K:,} at most for matvec, got {c.rows:,}"
+    too_many = f"x: variant matvec takes about {most:,} rows of K {c.K:,}, got {c.rows:,}"
     if geometry.grid[1] > MAX_BLOCKS:
-        raise Unfit(too_many)
+        raise UnsupportedCall(too_many)
     return geometry
 
 
 def _mma(c: Call) -> tuple[Launch, ...]:
     if problem := _mma_problem(c):
-        raise Unfit(problem)
+        raise UnsupportedCall(problem)
     return _fused(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
 def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
-    """norm: False where x is normalised already."""
+    """Return the geometry of mma. norm: whether the kernel normalizes x."""
     first = c.matrices[0]
     return mma.geometry(
         len(c.matrices),
@@ -168,7 +174,7 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
 
 
 def _mma_problem(c: Call) -> str:
-    """Why variant mma does not fit; "" where it does."""
+    """Return the reason why variant mma does not support the call, or "" if it does."""
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
     if c.storage == "float32":
@@ -184,7 +190,7 @@ def _mma_problem(c: Call) -> str:
 
 
 def _aligned(c: Call, *others: CudaArray | None) -> bool:
-    """Whether weights, output and others start on multiples of 16 bytes."""
+    """Whether weights, output and `others` start on multiples of 16 bytes."""
     arrays = (c.out, *(w.data for w in c.matrices), *others)
     return alignment(*(array.data.ptr for array in arrays if array is not None)) == 16
 
@@ -201,26 +207,26 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 def _hopper(c: Call) -> tuple[Launch, ...]:
     other = compute_capability() != HOPPER_CAPABILITY
     if other:
-        raise Unfit("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     if not narrow:
-        raise Unfit(types)
+        raise UnsupportedCall(types)
     if not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE:
-        raise Unfit(
+        raise UnsupportedCall(
             "expected K and N in multiples of 8, weights and out on 16 bytes, "
             f"got K {c.K}, N {c.N}: use variant matvec"
         )
     norm, head_dim = _norm(c), _fused_head_dim(c)
     matrices = tuple(w.data for w in c.matrices)
-    turn = _turn(c, head_dim)
+    rotation = _turn(c, head_dim)
     layout = c.matrices[0].layout
-    product = hopper.launch(norm.out, matrices, layout, c.out, *turn, gelu=c.gelu)
-    return (*norm.launches, overlapping.early(product), *(() if head_dim else _rope(c)))
+    product = hopper.launch(norm.out, matrices, layout, c.out, *rotation, gelu=c.gelu)
+    return (*norm.launches, overlapping.overlapped(product), *(() if head_dim else _rope(c)))
 
 
 def _preferred(c: Call) -> tuple[str, ...]:
-    """The variants to try, the fastest first; matvec where nothing else can run."""
+    """Return names of the variants to try, the fastest first. matvec is always the last resort."""
     if c.rows <= FEW_ROWS:
         return ("matvec",) if c.K <= LONGEST_FOR_FEW else ("mma", "matvec")
     count = len(c.matrices)
@@ -229,13 +235,13 @@ def _preferred(c: Call) -> tuple[str, ...]:
     return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
 
-def _checked(asked: Asked, **more: Any) -> Call:
-    """A call of either operation, whose weights can be arrays (K, N)."""
-    places, inputs = asked.contract.matrices, list(asked.inputs)
-    names = tuple(asked.contract.inputs[place].name for place in places)
+def _checked(unchecked: UncheckedCall, **more: Any) -> Call:
+    """Check a call of either operation. Weights can be arrays (K, N)."""
+    places, inputs = unchecked.contract.matrices, list(unchecked.inputs)
+    names = tuple(unchecked.contract.inputs[place].name for place in places)
     for place, name in zip(places, names, strict=True):
         inputs[place] = _matrix(name, inputs[place])
-    c = asked._replace(inputs=tuple(inputs)).checked(**more)
+    c = unchecked._replace(inputs=tuple(inputs)).checked(**more)
     if c.x.ndim < 2:
         raise InputError(f"x: expected (..., T, K), got {c.x.shape}")
     c.sizes, c.stride = (c.rows, c.N, c.K), checked_row_stride("x", c.x)
@@ -253,21 +259,22 @@ def _checked(asked: Asked, **more: Any) -> Call:
 
 
 def _matrix(name: str, w: Any) -> WeightMatrix:
-    """Weights; an array is (K, N)."""
+    """Return w as a WeightMatrix. An array is (K, N)."""
     if isinstance(w, WeightMatrix):
         return w
     check(name, w, dtype=storage(w))
     return WeightMatrix(w, storage(w))
 
 
-def _prepare_matmul(asked: Asked) -> Call:
-    start, theta, head_dim = (asked.options[name] for name in ("start", "theta", "head_dim"))
-    c = _checked(asked, start=None, theta=None, head_dim=None)  # these fit the sizes, or not
+def _prepare_matmul(unchecked: UncheckedCall) -> Call:
+    start, theta, head_dim = (unchecked.options[name] for name in ("start", "theta", "head_dim"))
+    # start, theta and head_dim are checked below, when the sizes are known.
+    c = _checked(unchecked, start=None, theta=None, head_dim=None)
     if head_dim is not None:
         whole = isinstance(head_dim, Integral) and not isinstance(head_dim, bool)
         if not whole or head_dim < 2 or head_dim % 2 or c.N % head_dim:
             raise InputError(f"head_dim {head_dim!r}: expected an even number that divides N {c.N}")
-    c.start, c.theta = check_turn(start, theta, c.x.shape[-2])
+    c.start, c.theta = check_rotation(start, theta, c.x.shape[-2])
     c.head_dim = int(head_dim or 0)
     c.residual = c.h = None
     c.gelu = False
@@ -275,9 +282,9 @@ def _prepare_matmul(asked: Asked) -> Call:
     return c
 
 
-def _prepare_ffn(asked: Asked) -> Call:
-    """With a residual x + residual is the first of `extra`."""
-    c = _checked(asked)
+def _prepare_ffn(unchecked: UncheckedCall) -> Call:
+    """Check a call. With a residual, the first array of `extra` is x + residual."""
+    c = _checked(unchecked)
     c.head_dim, c.half_split = 0, False
     c.order = _preferred(c)
     return c
@@ -382,11 +389,12 @@ def rmsnorm_matmul(
 ) -> CudaArray:
     """`reference.rmsnorm_matmul` on CuPy arrays; raises InputError.
 
-    x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may lie apart. w: an array
-    (K, N) of the same dtype, or a `WeightMatrix` of that or FP8, in either layout. Without a
-    variant: matvec for one row or two, for more hopper on a GPU that has wgmma, where the matrix is
-    large, and mma elsewhere, as measured on an H200; matvec where the sizes or the GPU allow
-    nothing else. A row's last bits can depend on the number of rows.
+    x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may be a constant distance
+    apart. w: an array (K, N) of the same dtype, or a `WeightMatrix` of this dtype or FP8, in either
+    layout. The default variant was the fastest on an H200: matvec for one or two rows; for more
+    rows, hopper on a GPU with wgmma if the matrix is large, else mma. matvec is the default if the
+    sizes or the GPU allow no other variant. The last bits of a row can depend on the number of
+    rows.
     """
     return call(
         RMSNORM_MATMUL,
@@ -439,9 +447,9 @@ def rmsnorm_ffn(
 ) -> CudaArray | tuple[CudaArray, CudaArray]:
     """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
 
-    dtypes, weights and variants as in `rmsnorm_matmul`, but where it is not hopper and without a
-    residual the default for many rows is unfused. With a residual the result is a pair: the output,
-    and x + residual in the dtype of x.
+    dtypes, weights and variants are as in `rmsnorm_matmul`. One default differs: for many rows
+    without a residual, unfused replaces mma. With a residual the result is a pair: the output, and
+    x + residual in the dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
     inputs = (in_rows(x), gamma, w1, w3, residual)

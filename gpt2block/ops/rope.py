@@ -1,4 +1,4 @@
-"""Rotary position embedding: a pair of channels turns by an angle that grows with its position.
+"""RoPE: each pair of channels is rotated by an angle proportional to its row's position.
 
 (r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D) for pair k. Kernel:
 llama/rope.cu.
@@ -26,25 +26,25 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 
 FILE = "llama/rope.cu"
 BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512)
-FILLED = 256  # threads on an SM: with so many each may take several heads
-MOST_POSITIONS = 2**20  # beyond it, angles leave the range of the polynomials in llama/rotation.cuh
-MAX_BATCH = 65535  # an axis of the grid
+FILLED = 256  # threads per SM from which a thread may process several heads
+MOST_POSITIONS = 2**20  # larger positions exceed the range of polynomials in llama/rotation.cuh
+MAX_BATCH = 65535  # sequences at most: limit of an axis of the grid
 MAX_STRIDE = 2**31 - 1
-_HELD = 8  # loads of a thread in flight
-_LAST_AXIS = 64  # threads of a block along its third axis: CUDA's limit
+_HELD = 8  # loads in flight per thread
+_LAST_AXIS = 64  # threads of a block along its third axis at most: CUDA's limit
 
 
 def exponent_step(theta: float, D: int) -> tuple[float, float]:
-    """2 log2(theta) / D as the sum of two float32 numbers.
+    """Return step = 2 log2(theta) / D as the sum of two float32 numbers.
 
-    Pair k turns by 2^(-k step) a position.
+    The angle of pair k grows by 2^(-k step) radians per position.
     """
     step = 2 * math.log2(theta) / D
     high = float(np.float32(step))
@@ -62,22 +62,23 @@ def choose_geometry(
     sms: int,
     block: int | None = None,
 ) -> Geometry:
-    """For B sequences of T positions and H heads of D channels, on `sms` multiprocessors.
+    """Return the geometry for B sequences of T positions and H heads of D channels.
 
-    width: elements a load at most; where there are few threads, each gets fewer pairs, as their
-    arithmetic takes the longest. block: threads of a block at most.
+    width: elements per load at most. If there are few threads, each gets fewer pairs, because the
+    arithmetic of pairs takes most of the time. sms: multiprocessors of the GPU. block: threads per
+    block at most.
     """
     block = block or BLOCK
 
     def across(width: int) -> int:
-        """Threads for a head of a position."""
+        """Threads for one head of one position."""
         return ceil(D // 2 / (width if half_split else max(1, width // 2)))
 
     heads, smallest = B * T * H, 1 if half_split else 2
     while width > smallest and heads * across(width // 2) <= FILLED * sms:
         width //= 2
     loads = 2 if half_split or width == 1 else 1
-    together = 1  # heads a thread
+    together = 1  # heads per thread
     while 2 * together <= min(H, _HELD // loads) and (
         heads * across(width) >= 2 * together * FILLED * sms
     ):
@@ -117,19 +118,19 @@ def _pairs(c: Call) -> Launch:
     return launch_at(FILE, geometry, args, c.storage)
 
 
-def _prepare(asked: Asked) -> Call:
-    """x may have any strides, except that the last axis must be contiguous; so may out=x."""
-    x, out = asked.inputs[0], asked.out
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. x, also as out=x, may have any strides if its last axis is contiguous."""
+    x, out = unchecked.inputs[0], unchecked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
-    turn = asked.options["start"], asked.options["theta"]  # checked when T is known
-    c = asked._replace(out=None if itself else out).checked(start=None, theta=None)
+    rotation = unchecked.options["start"], unchecked.options["theta"]  # checked when T is known
+    c = unchecked._replace(out=None if itself else out).checked(start=None, theta=None)
     if len(c.leading) > 1:
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
     if c.D % 2:
-        raise InputError(f"x: head size D {c.D}: expected an even one, as channels turn in pairs")
+        raise InputError(f"x: head size D {c.D}: expected an even size: RoPE rotates pairs")
     if c.rows > MAX_BATCH:
         raise InputError(f"x: expected at most {MAX_BATCH:,} sequences in a call, got {c.rows:,}")
-    c.start, c.theta = check_turn(*turn, c.T)
+    c.start, c.theta = check_rotation(*rotation, c.T)
     if itself:
         if not _distinct(x):
             raise InputError("out: elements of x share memory: expected another array")
@@ -137,8 +138,8 @@ def _prepare(asked: Asked) -> Call:
     return c
 
 
-def check_turn(start: Any, theta: Any, T: int) -> tuple[int, float]:
-    """Start and theta of T positions; InputError unless the angles fit the kernels."""
+def check_rotation(start: Any, theta: Any, T: int) -> tuple[int, float]:
+    """Return checked start and theta for T positions. Raises InputError if angles are too large."""
     most = MOST_POSITIONS - T
     expected = f"a whole number from 0 to {most:,} for {T:,} positions"
     start = check_integer("start", start, 0, most, expected)
@@ -146,7 +147,7 @@ def check_turn(start: Any, theta: Any, T: int) -> tuple[int, float]:
 
 
 def _strides(x: CudaArray) -> tuple[int, int, int] | None:
-    """In elements, of batch, position and head; None where the kernel cannot take them."""
+    """Return the strides of batch, position and head in elements; None if they are unsupported."""
     strides = element_strides(x) if x.ndim in (3, 4) else None
     if strides is None or any(abs(stride) > MAX_STRIDE for stride in strides[-2:]):
         return None
@@ -155,7 +156,7 @@ def _strides(x: CudaArray) -> tuple[int, int, int] | None:
 
 
 def _distinct(x: CudaArray) -> bool:
-    """Whether, as far as strides tell, no two elements share memory."""
+    """Whether no two elements share memory, judging by the strides."""
     reach = x.dtype.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if stride < reach:
@@ -189,11 +190,11 @@ def rope(
 ) -> CudaArray:
     """`reference.rope` on a float16, bfloat16 or float32 CuPy array; raises InputError.
 
-    x (T, H, D) or (B, T, H, D), D even; position t of it is start + t, at most 2²⁰ - 1. A view is
-    read in place, such as Q or K in rows of QKV, where its last axis is contiguous; else it is
+    x (T, H, D) or (B, T, H, D), D even; row t has position start + t, at most 2²⁰ - 1. A view with
+    a contiguous last axis, such as Q or K in rows of QKV, is read in place; any other view is
     copied first. The result is contiguous; `out=x` overwrites x.
     """
     if isinstance(x, cupy.ndarray) and x.ndim and x.size and out is not x and _strides(x) is None:
         (x,) = contiguous(x)
-    turn = {"start": start, "theta": theta, "half_split": half_split}
-    return call(OPERATION, (x,), out, **turn, block=block).out
+    rotation = {"start": start, "theta": theta, "half_split": half_split}
+    return call(OPERATION, (x,), out, **rotation, block=block).out

@@ -1,9 +1,9 @@
 """RoPE of packed rows [Q | K | V], with a position for each row.
 
-`rope_qkv` (llama/rope_qkv.cu) returns the rows with Q and K turned, in place if requested;
+`rope_qkv` (llama/rope_qkv.cu) returns the rows with Q and K rotated, in place if requested.
 `rope_append` (llama/rope_append.cu), for decoding, returns Q and writes K and V to a kv_cache.
-`rope_packed` is `rope_qkv` where each sequence has frequencies of its own, which the others take,
-too: then frequencies are (B, P), and row has the sequence of each row.
+`rope_packed` is `rope_qkv` with separate frequencies (B, P) for each sequence; its argument row has
+the sequence number of each row. `rope_append` and `rotations` take such frequencies, too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FILE = "llama/rope_qkv.cu"
 APPEND = "llama/rope_append.cu"
 ROTATIONS = "llama/rotations.cu"
 ROTATION_THREADS = 128
-HEADS = {"n_head": 32, "n_kv_head": 8}  # of the documented sizes
-CHANNELS = 48  # heads of a row of them
+HEADS = {"n_head": 32, "n_kv_head": 8}  # heads in the documented case
+CHANNELS = 48  # heads of Q, K and V per row in the documented case
 
 
 def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) -> Geometry:
-    """aligned: elements that the first of every array is aligned to."""
+    """Return the geometry. aligned: alignment of the start of every array, in elements."""
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
@@ -41,46 +41,46 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
 
 
 def _multiplied(c: Call) -> Defines:
-    """By what pairs that turn are multiplied."""
+    """Constant for the factor of rotated pairs, if it is not 1."""
     return float_define("ROPE_FACTOR", c.factor, 1.0)
 
 
 @variant("rows", FILE, "rope_qkv")
 def _rows(c: Call) -> Launch:
-    """W is (n_head + 2 n_kv_head) D; positions are not read back."""
+    """Launch rope_qkv. W is (n_head + 2 n_kv_head) D; positions are not read back to the host."""
     return _over_rows(c, "rope_qkv", c.rows, c.T)
 
 
 @variant("packed", FILE, "rope_packed")
 def _packed(c: Call) -> Launch:
-    """W as of rope_qkv; row and positions are not read back."""
+    """Launch rope_packed. W is as in rope_qkv; row and positions are not read back to the host."""
     return _over_rows(c, "rope_packed", 1, c.N, c.row)
 
 
 def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
-    """row: the sequence of each row, where these have frequencies of their own."""
+    """Launch a kernel on rows of qkv. row: sequence of each row, with frequencies per sequence."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
-    D, turning, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
+    D, rotated, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
     if c.qkv.ndim > 3 or heads * D != c.W:
         raise InputError(
             f"qkv: expected (T, {heads * D}) or (B, T, {heads * D}), {heads} heads of {D} channels "
-            f"as frequencies has {c.P}, got {c.qkv.shape}"
+            f"for {c.P} frequencies, got {c.qkv.shape}"
         )
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
-    moved = turning if same_memory(c.qkv, c.out) else heads
+    moved = rotated if same_memory(c.qkv, c.out) else heads
     aligned = alignment(c.qkv.data.ptr, c.out.data.ptr) // c.qkv.itemsize
     geometry = _geometry(c, kernel, B, T, moved, aligned)
     arrays, sequences = (c.qkv, c.positions, c.frequencies, *row, c.out), (c.B,) if row else ()
-    args = (*arrays, T, turning, moved, heads, *sequences)
+    args = (*arrays, T, rotated, moved, heads, *sequences)
     return launch_at(FILE, geometry, args, c.storage)
 
 
 @variant("append", APPEND, "rope_append")
 def _append(c: Call) -> Launch:
-    """C is n_kv_head D, W is n_head D + 2C. row and position are not read back.
+    """Launch rope_append. C is n_kv_head D, W is n_head D + 2C.
 
-    K and V of rows outside the cache are left out.
+    row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
     _check_own(c, (c.B,) if c.leading else ())
     n_head, D = check_count("n_head", c.n_head), 2 * c.P
@@ -107,18 +107,18 @@ def _append(c: Call) -> Launch:
 
 @variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")
 def _rotations(c: Call) -> Launch:
-    """With row, each sequence has frequencies of its own."""
-    of_all = c.row is None
-    B = () if of_all else c.leading[:1] or ("B",)
+    """Launch rotations. With row, frequencies are (B, P), one set per sequence."""
+    shared = c.row is None
+    B = () if shared else c.leading[:1] or ("B",)
     _check_own(c, B)
-    kernel, row = ("rope_rotations", ()) if of_all else ("rope_rotations_packed", (c.row,))
+    kernel, row = ("rope_rotations", ()) if shared else ("rope_rotations_packed", (c.row,))
     grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, *row, c.out)
     geometry = Geometry(kernel, grid, (ROTATION_THREADS,), defines=_multiplied(c))
     return launch_at(ROTATIONS, geometry, (*args, c.N, c.P, *B))
 
 
 def _check_own(c: Call, B: tuple[int | str, ...]) -> None:
-    """InputError unless frequencies are those of so many sequences, or with () of all."""
+    """Raise InputError unless frequencies have shape (*B, P). B: () if all sequences share them."""
     if c.leading != B:
         expected = f"({B[0]}, {c.P})" if B else f"({c.P},)"
         raise InputError(f"frequencies: expected shape {expected}, got {c.frequencies.shape}")
@@ -189,9 +189,9 @@ def rope_append(
     kv_dtype: str | None = None,
     factor: float = 1.0,
 ) -> CudaArray:
-    """`reference.rope_append` on CuPy arrays: Q turned, and K and V in the kv_cache.
+    """`reference.rope_append` on CuPy arrays: return rotated Q, write K and V to the kv_cache.
 
-    qkv (N, W) float32, frequencies (D / 2,) or of each sequence (B, D / 2) float64, k and v
+    qkv (N, W) float32, frequencies (D / 2,) or per sequence (B, D / 2) float64, k and v
     (B, n_ctx, C) float32, float16, bfloat16 or, as uint8, the FP8 format kv_dtype, row and position
     (N,) int32 → (N, n_head D) float32. Two rows must not have the same destination. Raises
     InputError.

@@ -1,7 +1,7 @@
-"""The choice of the next token from logits.
+"""Sample the next token from logits.
 
-The first token whose cumulative mass exp(logit / temperature), of those kept, passes a random
-number. Kernels: tokens/sample.cu.
+The result is the first token at which the running sum of masses exp(logit / temperature), of the
+tokens that top-k, top-p and min-p keep, exceeds a random number. Kernels: tokens/sample.cu.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops._rows import MAX_ROWS, check_rows
-from gpt2block.ops.call import FIXED, Asked, Call
+from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
@@ -30,10 +30,10 @@ from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameter
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
 THREADS = PASS = 1024
-STATIC = 40 * 1024  # bytes of shared memory that a block has in any case, or a little less
-ROWS_BLOCK = 256
-MAX_V = 2**23  # so that the sum of all masses is less than 2^64
-ENDLESS = 2**31 - 1  # n_ctx for no limit
+STATIC = 40 * 1024  # bytes of static shared memory per block, rounded up
+ROWS_BLOCK = 256  # threads per block of kernels with one thread per row
+MAX_V = 2**23  # vocabulary at most: the sum of all masses stays below 2^64
+ENDLESS = 2**31 - 1  # n_ctx that means no limit
 PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
     "seen u8 B V; position step i32 B"
@@ -44,31 +44,31 @@ CHANGED = "changes? f32 B W; counts? i32 B V"
 
 
 class SampleState(NamedTuple):
-    """The sampler's state on the device, for each of B rows; launches hold its addresses."""
+    """The sampler's state of B rows on the device. Launches hold the addresses of its arrays."""
 
     temperature: CudaArray
     top_p: CudaArray
     min_p: CudaArray
     repetition_penalty: CudaArray
     top_k: CudaArray
-    seed: CudaArray  # the 64 bits, as int64
+    seed: CudaArray  # 64 bits, as int64
     sample: CudaArray
-    seen: CudaArray  # (B, V): not 0 for tokens that occurred
-    position: CudaArray  # of the next token
-    step: CudaArray  # tokens sampled so far
-    token: CudaArray  # the last one; -1 where logits held NaN, or -inf alone
-    logprob: CudaArray  # its log-probability under the logits alone
+    seen: CudaArray  # (B, V): not 0 for tokens that have occurred
+    position: CudaArray  # position of the next token
+    step: CudaArray  # number of tokens sampled so far
+    token: CudaArray  # last sampled token; -1 if the logits held NaN, or only -inf
+    logprob: CudaArray  # log-probability of the last token under the unmodified logits
 
     @classmethod
     def allocate(cls, B: int, V: int) -> SampleState:
-        """A state of zeros, with no token seen or sampled; `set` writes the parameters."""
+        """Allocate a state of zeros, with no token seen or sampled; `set` writes the parameters."""
         sizes, entries = {"B": B, "V": V}, Contract.parse(STATE).inputs
         return cls(*(cupy.zeros(entry.shape(sizes), FIXED[entry.kind]) for entry in entries))
 
     def set(self, rows: Sequence[Sampling]) -> None:
         """Write the parameters of each row into the arrays."""
         if len(rows) != len(self.token):
-            raise InputError(f"sampling: expected {len(self.token)}, one a row, got {len(rows)}")
+            raise InputError(f"sampling: expected {len(self.token)}, one per row, got {len(rows)}")
         for name, values in parameters(rows).items():
             getattr(self, name).set(values)
 
@@ -79,29 +79,26 @@ class SampleState(NamedTuple):
         position: NDArray[np.int32],
         step: NDArray[np.int32],
     ) -> None:
-        """Write parameters, position and step of the rows `at` of the state, all (N,)."""
-        given = {**parameters(rows), "position": position, "step": step}
-        seed, N = given.pop("seed"), len(at)
-        of_32_bits = (values.view(np.int32) for values in given.values())
-        numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *of_32_bits]))
-        arrays = (self.seed, *(getattr(self, name) for name in given))
+        """Write parameters, position and step of the state's rows `at`. All arrays are (N,)."""
+        values = {**parameters(rows), "position": position, "step": step}
+        seed, N = values.pop("seed"), len(at)
+        words = (each.view(np.int32) for each in values.values())
+        numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *words]))
+        arrays = (self.seed, *(getattr(self, name) for name in values))
         _per_row(SLOTS_FILE, "begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
 
 
 class Slots(NamedTuple):
-    """The rows of a state that M rows of logits belong to, and the inputs of their next step.
+    """State rows for M rows of logits, and inputs of their next step. All arrays are int32 (M,)."""
 
-    All int32 (M,).
-    """
-
-    row: CudaArray  # of the state; outside of it, nothing is sampled
-    token: CudaArray  # a copy of the sampled token
-    position: CudaArray  # and of its position
-    turn: CudaArray  # launches so far
+    row: CudaArray  # row of the state; nothing is sampled for numbers out of range
+    token: CudaArray  # copy of the sampled token
+    position: CudaArray  # copy of the position of the sampled token
+    turn: CudaArray  # number of launches so far
 
 
 def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
-    """A launch with a thread for each row."""
+    """Return a launch with one thread per row."""
     return launch_at(file, Geometry(kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,)), args)
 
 
@@ -114,38 +111,42 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """The most blocks per row that run at once; one block, if `clusters` are not possible.
+    """Return the geometry with the most blocks per row that run at once, in a cluster per row.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
-    row there, and the columns of its first pass if they fit too. Tests pass other numbers of
-    threads and constants.
+    row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
+    GPU has clusters; otherwise each row has one block. Tests pass other numbers of threads and
+    other constants.
     """
     blocks, stored, shared = 1, 0, 0
     for n in (8, 4, 2) if clusters else ():
         part, columns = ceil(V / n), PASS // n * ceil(V / PASS)
         sizes = [4 * part, 4 * (part + columns)]
         fitting = [size for size in sizes if size <= room - STATIC]
-        at_once = sms if n == 2 else sms * 4 // 5  # larger clusters leave multiprocessors over
+        at_once = sms if n == 2 else sms * 4 // 5  # larger clusters leave some SMs idle
         if rows * n <= at_once and fitting:
             blocks, stored, shared = n, len(fitting), fitting[-1]
             break
     if threads is None:
         threads = THREADS // 2 if blocks > 2 or rows > sms else THREADS
     known = {"THREADS": (threads, THREADS), "CLUSTER": (blocks, 1), "STORED": (stored, 0)}
-    own = tuple((f"SAMPLE_{name}", n) for name, (n, usual) in known.items() if n != usual)
-    return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*own, *defines))
+    changed = tuple((f"SAMPLE_{name}", n) for name, (n, usual) in known.items() if n != usual)
+    return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*changed, *defines))
 
 
 def _geometry(rows: int, V: int, changed: int = 0) -> Geometry:
-    """Of the current device."""
+    """Return the launch geometry for the current device."""
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
-    found = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
-    return found.with_defines((("SAMPLE_CHANGES", changed),)) if changed else found
+    geometry = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
+    return geometry.with_defines((("SAMPLE_CHANGES", changed),)) if changed else geometry
 
 
 def request(V: int) -> None:
-    """Begin to compile the kernel of few rows, the longest compile of a start, and `begin`'s."""
+    """Start to compile the kernels that sample a single row and begin a slot.
+
+    At the start of a program, the first of these takes the longest to compile.
+    """
     load(FILE, "sample_token", _geometry(1, V).defines)
     load(SLOTS_FILE, "begin_slots")
 
@@ -161,25 +162,25 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, geometry, (*args, max(c.together, 1)))
 
 
-def _prepare_state(asked: Asked) -> Call:
-    c, given = asked.checked(), asked.inputs
+def _prepare_state(unchecked: UncheckedCall) -> Call:
+    c, inputs = unchecked.checked(), unchecked.inputs
     check_rows("logits", c.logits, MAX_V)
     if c.slot_row is None and c.M != c.B:
-        raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
+        raise InputError(f"logits: expected {c.B} rows, like the state, got {c.M}")
     if not 0 < c.n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {c.n_ctx}")
     if c.changes is not None and c.W != CHANGES:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
-    c.state = given[1 : 1 + len(SampleState._fields)]
-    c.kept = tuple(array for array in given[1:-1] if array is not None)  # all but the report
+    c.state = inputs[1 : 1 + len(SampleState._fields)]
+    c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # not the report
     return c
 
 
 def _line(rows: str) -> str:
-    """The contract of a choice that writes tokens and log-probabilities of so many rows."""
+    """Return the contract of sample_token. rows: "B" or "M", the axis of token and logprob."""
     written = f"token i32 {rows}; logprob f32 {rows}"
-    given = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; report? i32 2 2 M"
-    return f"{given} -> token i32 {rows}"
+    inputs = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; report? i32 2 2 M"
+    return f"{inputs} -> token i32 {rows}"
 
 
 _STATE = Operation(
@@ -201,18 +202,18 @@ def bind_state(
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
 ) -> Bound:
-    """Choose a token for each row of logits (M, V) by the parameters in `state`, and update it.
+    """Bind a launch that samples a token for each row of logits (M, V) and updates `state`.
 
     A run writes token and logprob, marks the token in seen, and adds one to position and step;
-    position stays below n_ctx. out is `state.token`. slots: the rows of the state, of which no two
-    may be the same; None: M rows in order. report (2, 2, M) int32 gets a copy of token and of the
-    bits of logprob, in its first half for even steps, or turns of `slots`; it may be host memory.
-    changes (B, 258), with state.seen: the `changes` of each row. counts (B, V) int32, where their
-    penalties need them: how often each token was drawn, to which a run adds.
+    position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
+    M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob: its
+    first half in even steps (with slots, in even turns), its second half in odd ones. It may be
+    host memory. changes (B, 258), together with state.seen: the `changes` of each row. counts
+    (B, V) int32, needed for penalties: how often each token was drawn. A run increments counts.
     """
-    of_slots = slots or (None,) * len(Slots._fields)
-    given = (logits, *state, *of_slots, changes, counts, report)
-    return _STATE.bind_on_device(given, n_ctx=n_ctx)
+    slot_arrays = slots or (None,) * len(Slots._fields)
+    inputs = (logits, *state, *slot_arrays, changes, counts, report)
+    return _STATE.bind_on_device(inputs, n_ctx=n_ctx)
 
 
 def bind_drawn(
@@ -223,18 +224,19 @@ def bind_drawn(
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
 ) -> Bound:
-    """As `bind_state`, for `together` rows of each slot at successive positions; changes nothing.
+    """Bind a launch that samples `together` rows per slot, without any change to the slots' state.
 
-    Row i of a slot is drawn at its step + i, as if the tokens of its rows 1 to i had been drawn
-    before; where its position is -1, nothing is. token and logprob of `state` are of rows, (M,).
+    The rows of a slot have successive positions. Row i is drawn at step + i, as if the tokens of
+    rows 1 to i had been drawn before. Rows with position -1 are skipped. token and logprob of
+    `state` must have one element per row, (M,). Other arguments are as in `bind_state`.
     """
-    given = (logits, *state, *slots, changes, counts, None)
-    return _DRAWN.bind_on_device(given, together=together)
+    inputs = (logits, *state, *slots, changes, counts, None)
+    return _DRAWN.bind_on_device(inputs, together=together)
 
 
 @variant("slots", SLOTS_FILE, "begin_slots", "place_rows")
 def _place(c: Call) -> Launch:
-    """Of place_rows; `SampleState.begin` launches begin_slots."""
+    """Launch place_rows; `SampleState.begin` launches begin_slots."""
     guesses = (c.guess, c.left, c.slot_token, c.slot_position, c.together)
     args = (c.slot_row, c.token, c.position, *guesses, c.M, c.B, c.K if c.guess is not None else 0)
     return _per_row(SLOTS_FILE, "place_rows", c.M, args)
@@ -257,19 +259,20 @@ def bind_place(
     left: CudaArray | None = None,
     together: int = 1,
 ) -> Bound:
-    """Copy token and position of the state to the rows of slots; out is `slots.token`.
+    """Bind a launch that copies token and position of the state to the rows of slots.
 
-    Rows outside of the state keep theirs. guess (B, K), left (B,): `together` rows are of a slot,
-    the others of its guesses, as many as it may still draw tokens.
+    out is `slots.token`. Rows with a number outside the state are unchanged. With guess (B, K) and
+    left (B,), a slot has `together` rows: the first is for its last token, the others are for its
+    guesses, limited by the number of tokens that it may still draw.
     """
-    given = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
-    placed = PLACE_ROWS.bind_on_device(given, together=together)
+    inputs = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
+    placed = PLACE_ROWS.bind_on_device(inputs, together=together)
     return placed._replace(extra=(*state, *slots, guess, left))
 
 
 @variant("seen", FILE, "mark_seen")
 def _seen(c: Call) -> Launch:
-    """seen[rows[i], tokens[i]] becomes 1; places outside of it are skipped."""
+    """Launch mark_seen: seen[rows[i], tokens[i]] = 1. Indices out of range are skipped."""
     if c.N > MAX_ROWS:
         raise InputError(f"tokens: expected at most {MAX_ROWS:,}, got {c.N:,}")
     return _per_row(FILE, "mark_seen", c.N, (c.tokens, c.rows, c.seen, c.N, c.B, c.V))
@@ -280,15 +283,15 @@ MARK_SEEN = Operation(
 )
 
 
-def _prepare(asked: Asked) -> Bound:
-    """`bind_state` of a new state, the rest of which is `extra`. Each run is a step.
+def _prepare(unchecked: UncheckedCall) -> Bound:
+    """Bind a call with a new state, whose arrays are in `extra`. Each run is a step.
 
-    seen and counts (B, V) are copied; without them, no token was seen, or drawn.
+    seen and counts (B, V) are copied; None means that no token was seen or drawn.
     """
     sampling, step, seen, counts = (
-        asked.options[name] for name in ("sampling", "step", "seen", "counts")
+        unchecked.options[name] for name in ("sampling", "step", "seen", "counts")
     )
-    c = asked._replace(inputs=(*asked.inputs, seen, counts)).checked(step=None)
+    c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts)).checked(step=None)
     state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
@@ -338,29 +341,28 @@ def sample_token(
     seen: CudaArray | None = None,
     counts: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.sample_token` on CuPy arrays: float32, `seen` uint8, `counts` int32.
+    """`reference.sample_token` on CuPy arrays: logits float32, `seen` uint8, `counts` int32.
 
-    Raises InputError.
-
-    Each call copies the parameters to the device; `SampleState` and `bind_state` avoid this.
+    Each call copies the parameters to the device; `SampleState` and `bind_state` avoid these
+    copies. Raises InputError.
     """
     (logits,) = contiguous(logits)
     options = {"sampling": sampling, "step": step, "seen": seen, "counts": counts}
     return OPERATION.bind_on_device((logits,), **options).run()
 
 
-def _integers(name: str, given: Any) -> CudaArray:
-    """Integers from the host or the device as an int32 device array."""
-    (array,) = contiguous(given if isinstance(given, cupy.ndarray) else np.asarray(given))
+def _integers(name: str, value: Any) -> CudaArray:
+    """Return integers from the host or the device as an int32 device array."""
+    (array,) = contiguous(value if isinstance(value, cupy.ndarray) else np.asarray(value))
     if array.dtype.kind not in "iu":
         raise InputError(f"{name}: expected integers, got {array.dtype}")
     return cupy.asarray(array, np.int32)
 
 
 def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
-    """Set seen (B, V) of uint8 for the tokens (N,) of prompts, packed; rows (N,) has their rows.
+    """Set seen[rows[i], tokens[i]] for packed tokens (N,) of prompts; return `seen`.
 
-    Returns `seen`. Raises InputError.
+    seen is (B, V) uint8, rows (N,). Raises InputError.
     """
     tokens, rows = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
     return MARK_SEEN.bind_on_device((tokens, rows, seen)).run()

@@ -12,8 +12,8 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, Unfit, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -27,7 +27,7 @@ def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, in
 
 
 def _width(c: Call) -> int:
-    """Scores a load."""
+    """Scores per load."""
     return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
 
 
@@ -53,9 +53,9 @@ def _online_block(c: Call) -> Launch:
     blocks=tuple(block for block in BLOCKS if block <= THREADS),
 )
 def _rows(c: Call) -> Launch:
-    """A requested block is the number of threads that share a row."""
+    """Launch rows. A requested block size is the number of threads per row."""
     if c.T > LONGEST_IN_REGISTERS:
-        raise Unfit(
+        raise UnsupportedCall(
             f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
             "registers: use another variant"
         )
@@ -68,14 +68,14 @@ def _rows(c: Call) -> Launch:
         shape.block,
         ("SOFTMAX_WIDTH", width),
         ("SOFTMAX_THREADS", shape.threads),
-        ("SOFTMAX_HELD", power_of_two(shape.held)),  # few kernels for many lengths
+        ("SOFTMAX_HELD", power_of_two(shape.held)),  # a power of two, to compile fewer kernels
         ("SOFTMAX_ROWS", shape.rows),
     )
 
 
-def _prepare(asked: Asked) -> Call:
-    """Without a variant: "rows" where a row fits in registers, else "online_block"."""
-    c = asked.checked()
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. The default is "rows" if a row fits in registers, else "online_block"."""
+    c = unchecked.checked()
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)
@@ -113,8 +113,9 @@ def softmax(
 ) -> CudaArray:
     """`reference.softmax` on a float32 CuPy array; in place with `out=scores`. Raises InputError.
 
-    With `causal` row t of each (T, T) sees columns 0..t: the others become 0 and are never read.
-    A row that sees only -inf becomes NaN, as in NumPy. Without a variant: the fastest that fits.
+    With `causal`, row t of each (T, T) sees columns 0..t: other columns become 0 and are never
+    read. A row that sees only -inf becomes NaN, as in NumPy. The default is the fastest variant
+    that supports the call.
     """
     if out is not scores:
         (scores,) = contiguous(scores)

@@ -1,6 +1,6 @@
-"""To FP8: x, or x / scale, as a byte; and `row_norms`.
+"""Convert x, or x / scale, to FP8; and compute norms of rows of weights (`row_norms`).
 
-Kernels: fp8/convert.cu, fp8/row_norms.cu, and for scales fp8/absmax.cu (`WeightMatrix.quantize`).
+Kernels: fp8/convert.cu, fp8/row_norms.cu, and fp8/absmax.cu for scales (`WeightMatrix.quantize`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Unfit, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
 from gpt2block.weights.gguf import GgufMatrix
@@ -22,10 +22,10 @@ from gpt2block.weights.matrix import check_layout
 
 NORMS_FILE = "fp8/row_norms.cu"
 NORMS_BLOCK = 256
-NORMS_WIDTH = 4  # weights in a load of row_norms
+NORMS_WIDTH = 4  # weights per load of row_norms
 BLOCKS = (64, 128, 256, 512, 1024)
 
-AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # "K N" and "N K", of contracts
+AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # "K N" and "N K", axes in contracts
 WITH_SCALES = {
     layout: Contract.parse(f"x any {axes}; scale f32 N -> out u8 {axes}")
     for layout, axes in AXES.items()
@@ -43,15 +43,15 @@ def _vectors(c: Call) -> Launch:
     return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
 
 
-def _prepare(asked: Asked) -> Call:
-    """With `scale` (N,) x is (K, N) or, "NK", (N, K)."""
-    options = asked.options
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
+    options = unchecked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
     check_layout(layout)
-    contract = asked.contract if scale is None else WITH_SCALES[layout]
-    return asked._replace(inputs=(*asked.inputs, scale)).checked(contract)
+    contract = unchecked.contract if scale is None else WITH_SCALES[layout]
+    return unchecked._replace(inputs=(*unchecked.inputs, scale)).checked(contract)
 
 
 @variant("absmax", ABSMAX_FILE, "absmax_kn_kernel", "absmax_nk_kernel")
@@ -64,7 +64,7 @@ def _row_norms(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.row_norms.launch(c)
     if c.K % NORMS_WIDTH:
-        raise Unfit(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
+        raise UnsupportedCall(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.squares, c.K)
     return launch_at(
         NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype
@@ -116,10 +116,9 @@ def to_fp8(
 ) -> CudaArray:
     """`reference.to_fp8` on a float32, float16 or bfloat16 CuPy array. Raises InputError.
 
-    format: "float8_e5m2" or "float8_e4m3fn"; the bytes are uint8, the same as in NumPy. For the
-    weights of a product, `WeightMatrix.quantize` chooses the scales and refuses infinity and NaN.
-    With `scale`, every one of which must be a positive normal number: x / scale, layout "KN" or
-    "NK".
+    format: "float8_e5m2" or "float8_e4m3fn"; the result is uint8, with the same bits as in NumPy.
+    For the weights of a product, `WeightMatrix.quantize` chooses scales and rejects infinity and
+    NaN. With `scale` (N,), positive normal numbers, x / scale is converted; layout: "KN" or "NK".
     """
     x, scale = contiguous(x, scale)
     options = {"format": format, "saturate": saturate, "scale": scale, "layout": layout}

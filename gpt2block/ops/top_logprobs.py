@@ -9,7 +9,7 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import check_rows
-from gpt2block.ops.call import Asked, Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives
@@ -19,7 +19,7 @@ THREADS = 512
 
 
 def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
-    """One block per row; tests pass fewer threads than the default."""
+    """Return a geometry of one block per row; tests pass fewer threads than the default."""
     defines = () if threads == THREADS else (("TOP_THREADS", threads),)
     return Geometry("top_logprobs_kernel", (rows,), (threads,), defines=defines)
 
@@ -31,8 +31,8 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
 
 
-def _prepare(asked: Asked) -> Call:
-    return asked.checked(K=check_alternatives("K", asked.options["K"], least=1))
+def _prepare(unchecked: UncheckedCall) -> Call:
+    return unchecked.checked(K=check_alternatives("K", unchecked.options["K"], least=1))
 
 
 TOP_LOGPROBS = Operation(

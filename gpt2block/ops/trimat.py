@@ -23,27 +23,27 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
-from gpt2block.ops.call import Asked, Call
-from gpt2block.ops.operation import Operation, Sizes, Unfit, Variant, variant
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
 PIPELINED = "trimat/pipelined.cu"
 MMA = "trimat/mma.cu"
-FILL = "trimat_fill"  # runs after each variant where `fill` is given
+FILL = "trimat_fill"  # kernel that runs after each variant if `fill` is not None
 BLOCKS = (32, 64, 128, 256)
-THREADS = 256  # of a block, by default; of tri4 and tri5 always
-SIDE = 8  # of a thread's tile
+THREADS = 256  # threads per block: the default, and always in tri4 and tri5
+SIDE = 8  # side of a thread's tile
 TILE = 128  # side of a block's tile, from tri4 on
-FILL_ROWS = 8  # that a block of trimat_fill takes, a warp each
-MAX_HEADS = 65535  # of all sequences: an axis of the grid
-MOST_BLOCKS = 2**31 - 1  # of a grid
+FILL_ROWS = 8  # rows per block of trimat_fill, one per warp
+MAX_HEADS = 65535  # heads of all sequences at most: limit of an axis of the grid
+MOST_BLOCKS = 2**31 - 1  # blocks of a grid at most
 
-# Of tri6, on tensor cores.
+# Constants of tri6, on tensor cores.
 MMA_LARGEST_HEAD = 128
 MMA_THREADS = 128
-MMA_BLOCKS = 3  # on a multiprocessor, at most: what its registers and shared memory hold
-MOST_SPAN = 8  # tiles of K for one of Q
+MMA_BLOCKS = 3  # blocks per multiprocessor at most: limit of registers and shared memory
+MOST_SPAN = 8  # tiles of K per tile of Q at most
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
 
 
@@ -59,18 +59,18 @@ def mma_geometry(
     together: int | None = None,
     tile: int | None = None,
 ) -> tuple[Geometry, tuple[int, int, int]]:
-    """The launch of tri6, and its arguments after T: heads, span and together.
+    """Return the geometry of tri6, and its arguments after T: heads, span and together.
 
-    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block can
-    have. span, together, tile: instead of the best; the bits of the result do not depend on them.
-    Raises InputError for more blocks than a grid can have.
+    sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
+    span, together, tile: used instead of the best values; the result has the same bits with any.
+    Raises InputError if the grid is too large.
     """
     heads, most_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1
     tile = tile or (TILE if HS <= 64 else TILE // 2)
     tiles = ceil(T / tile)
     shared = 2 * tile * (4 * 16 * ceil(HS / 16) + 16) + 12 * tile
     blocks = max(1, min(most_blocks, (most_shared + RESERVED) // (shared + RESERVED)))
-    if span is None:  # as long as every block of a full GPU has one
+    if span is None:  # the longest span with which every block of a full GPU has work
         span = max(1, min(MOST_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
     if together is None:
         bands = ceil(8 * heads * T * HS / CACHED)
@@ -95,16 +95,16 @@ def _launch(
     block: tuple[int, ...],
     args: tuple[Any, ...] = (),
 ) -> Launch:
-    """args: those of other kernels than `kernel(qkv, out, T)`."""
+    """Launch a kernel. args: its arguments, by default (qkv, out, T)."""
     geometry = Geometry(kernel, grid, block, defines=(("NH", c.NH), ("HS", c.HS)))
     return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
 
 
 def _thread_tiles(name: str, kernel: str) -> Variant:
-    """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
+    """Return variant naive, registers or tri3, whose threads each compute an 8×8 tile."""
 
     def launch(c: Call) -> Launch:
-        rows = c.block // SIDE  # of threads' tiles in a block, 8 in each
+        rows = c.block // SIDE  # rows of threads' tiles per block, 8 tiles per row
         grid = (ceil(c.T / SIDE**2), ceil(c.T / (SIDE * rows)), c.B * c.NH)
         return _launch(c, FILE, kernel, grid, (SIDE, rows))
 
@@ -118,14 +118,14 @@ _tri3 = _thread_tiles("tri3", "matmul_tri3")
 
 @variant("tri4", FILE, "matmul_tri4")
 def _tri4(c: Call) -> Launch:
-    """One block per tile of the square; blocks above the diagonal exit immediately."""
+    """Launch one block per tile of the square; blocks above the diagonal exit immediately."""
     tiles = ceil(c.T / TILE)
     return _launch(c, FILE, "matmul_tri4", (tiles, tiles, c.B * c.NH), (16, 16))
 
 
 @variant("tri5", PIPELINED, "matmul_tri5", source="gpt2block")
 def _tri5(c: Call) -> Launch:
-    """One block per tile on or below the diagonal."""
+    """Launch one block per tile on or below the diagonal."""
     tiles = ceil(c.T / TILE)
     grid = (tiles * (tiles + 1) // 2, c.B * c.NH)
     return _launch(c, PIPELINED, "matmul_tri5", grid, (THREADS,))
@@ -135,10 +135,10 @@ def _tri5(c: Call) -> Launch:
 def _tri6(c: Call) -> Launch:
     heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
     if c.HS > MMA_LARGEST_HEAD:
-        raise Unfit(heads)
+        raise UnsupportedCall(heads)
     old = compute_capability() < MMA_CAPABILITY
     if old:
-        raise Unfit("needs a GPU of compute capability 8.0 or newer: use variant tri5")
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
@@ -152,11 +152,11 @@ def _fill(c: Call) -> Launch:
     return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
-def _prepare(asked: Asked) -> Call:
-    c = asked.checked(fill=_checked_fill(asked.options["fill"]))
+def _prepare(unchecked: UncheckedCall) -> Call:
+    c = unchecked.checked(fill=_checked_fill(unchecked.options["fill"]))
     if c.HS % 4:
         raise InputError(
-            f"qkv: head size {c.HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
+            f"qkv: head size {c.HS}: expected a multiple of 4: kernels load rows in 16 bytes"
         )
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
@@ -169,7 +169,7 @@ def _prepare(asked: Asked) -> Call:
 
 
 def _checked_fill(fill: Any) -> float | None:
-    """A number that float32 holds, or None."""
+    """Return `fill` as a float, or None. Raises InputError unless float32 can represent it."""
     if fill is None:
         return None
     number = isinstance(fill, (int, float, np.floating)) and not isinstance(fill, bool)
@@ -181,7 +181,7 @@ def _checked_fill(fill: Any) -> float | None:
 
 
 def _outputs(sizes: Sizes) -> int:
-    """Elements on and below the diagonal."""
+    """Number of elements on and below the diagonal."""
     return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
 
 
@@ -215,17 +215,17 @@ def trimat(
 ) -> CudaArray:
     """`reference.trimat` on a float32 CuPy array; raises InputError.
 
-    The default variant is tri6 on GPUs of compute capability 8.0 or newer where heads have at most
-    128 channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the others,
-    which sum in float32: it divides each value into two of float16, with a scale for each row. A
-    value keeps 22 bits, counted from the largest of its row. Source: Ootomo and Yokota, "Recovering
-    single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
-    performance" (2022).
+    The default variant is tri6 on GPUs of compute capability 8.0 or newer for heads of at most 128
+    channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the other
+    variants, which sum in float32. It splits each value into two float16 numbers, with a scale for
+    each row. A value keeps 22 bits, counted from the largest value of its row. Source: Ootomo and
+    Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+    theoretical peak performance" (2022).
 
-    With `fill` None the values above the diagonal are undefined: a variant writes none beyond the
-    8×8 tile that the diagonal crosses (naive, registers, tri3), the 128×128 tile (tri4), or the
-    group of four (tri5 and tri6, if T is a multiple of 4). HS must be a multiple of 4, and B · NH
-    at most 65,535.
+    With `fill` None, values above the diagonal are undefined. A variant writes at most the values
+    in the 8×8 tiles that the diagonal crosses (naive, registers, tri3), in such 128×128 tiles
+    (tri4), or in such groups of four in a row (tri5 and tri6, if T is a multiple of 4). HS must be
+    a multiple of 4, and B · NH at most 65,535.
     """
     qkv = on_16_bytes("qkv", qkv)
     return call(OPERATION, (qkv,), fill=fill, variant=variant, block=block).out

@@ -1,7 +1,7 @@
-"""float32 rows as two-part matrices: high and low float16 parts, a scale a row.
+"""Split float32 rows into two-part matrices: high and low float16 parts, and a scale per row.
 
-Kernels: matmul/two_part.cu, and for rows of an array elementwise/take_rows.cu. `gemm`, `attention`
-and `layernorm` take or make such matrices.
+`gemm`, `attention` and `layernorm` take or return such matrices. Operation `take` selects rows of
+them or of an array. Kernels: matmul/two_part.cu and elementwise/take_rows.cu.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Asked, Call, storage
+from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import (
@@ -24,7 +24,7 @@ from gpt2block.weights.conversions import (
 from gpt2block.weights.two_part import TwoPartMatrix
 
 TAKE_FILE = "elementwise/take_rows.cu"
-JOIN_THREADS = 256  # of a block of join_rows or take_rows, at most
+JOIN_THREADS = 256  # threads per block of join_rows or take_rows at most
 
 
 @variant("split rows", TWO_PART_FILE, "split_rows")
@@ -54,10 +54,10 @@ def _take_rows(c: Call) -> Launch:
     return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)
 
 
-def _prepare_take(asked: Asked) -> Call:
-    """Rows of a TwoPartMatrix are joined, to float32. Indices, those of rows, are not read back."""
-    two_part = isinstance(asked.inputs[0], TwoPartMatrix)
-    c = asked.checked(out_dtype="float32" if two_part else storage(asked.inputs[0]))
+def _prepare_take(unchecked: UncheckedCall) -> Call:
+    """Check a call. Rows of a TwoPartMatrix become float32. indices stay on the device."""
+    two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
+    c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
     c.order = (_join_rows if two_part else _take_rows,)
     return c
 
@@ -66,14 +66,14 @@ TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepar
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:
-    """`reference.two_part` of a float32 CuPy array (..., K): the same bits; raises InputError."""
-    inputs = contiguous(x)  # a launch does not keep its arrays alive
-    made: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
-    return made
+    """`reference.two_part` on a float32 CuPy array (..., K), with equal bits; raises InputError."""
+    inputs = contiguous(x)  # referenced until the launch: a launch does not keep arrays alive
+    matrix: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
+    return matrix
 
 
 def check_one_scale(out: TwoPartMatrix, bound: float | None) -> None:
-    """InputError unless a given output has one scale, as `TwoPartMatrix.empty(shape, bound)` does.
+    """Raise InputError unless out has one scale, like `TwoPartMatrix.empty(shape, bound)`.
 
     A bound is an argument of `empty` and must not be passed in addition to its result.
     """

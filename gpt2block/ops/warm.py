@@ -1,7 +1,7 @@
-"""Warm calls: a repeated call of an operation that differs from an earlier one only in addresses.
+"""Warm calls: repeated calls of an operation that differ from an earlier call only in addresses.
 
-It allocates its outputs, puts the addresses into the earlier launches and runs them
-(`gpt2block.ops.recipe`).
+A warm call allocates its outputs, inserts the addresses into the launches of the earlier call, and
+runs these launches (`gpt2block.ops.recipe`).
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from gpt2block.ops.operation import Operation
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
 from gpt2block.weights.two_part import TwoPartMatrix
 
-MOST = 4096  # calls cached; the oldest is dropped first
+MOST = 4096  # cached calls at most; the oldest is dropped first
 
 
-class Known(NamedTuple):
-    """An earlier call without its arrays. outputs: shape and dtype of out, and of each extra."""
+class CachedCall(NamedTuple):
+    """An earlier call without its arrays. outputs: shapes and dtypes of out and extra arrays."""
 
     outputs: tuple[tuple[tuple[int, ...], Any], ...]
     recipe: Recipe
 
     def run(self, addresses: tuple[int, ...]) -> Bound:
-        made = [cupy.empty(shape, dtype) for shape, dtype in self.outputs]
-        for launch in self.recipe.at((*addresses, *addresses_of(made))):
+        outputs = [cupy.empty(shape, dtype) for shape, dtype in self.outputs]
+        for launch in self.recipe.at((*addresses, *addresses_of(outputs))):
             launch.run()
-        return Bound(made[0], (), tuple(made[1:]))
+        return Bound(outputs[0], (), tuple(outputs[1:]))
 
 
 _PLAIN = (type(None), bool, int, float, str)  # types of options that are compared by value
-_known: dict[Hashable, Known] = {}
+_cached_calls: dict[Hashable, CachedCall] = {}
 _inserting = threading.Lock()
 
 
 def call(
     operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any
 ) -> Bound:
-    """Bind the operation and run it. The launches are not part of the result."""
+    """Bind the operation and run it. The result has no launches."""
     arrays = [array for value in inputs for array in arrays_of("", value).values()]
     plain = all(type(option) in _PLAIN for option in options.values())
     usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
-    if out is not None or not usual:  # may overlap an input; bind says what is wrong with others
+    if out is not None or not usual:  # out may overlap an input; bind reports errors of arguments
         return _bound_and_run(operation, inputs, out, options)
-    addresses, kind = seen(inputs, options.values())  # always the same names
+    addresses, kind = seen(inputs, options.values())  # an operation always has the same options
     key = operation, cupy.cuda.runtime.getDevice(), kind
-    known = _known.get(key)
+    known = _cached_calls.get(key)
     if known is not None:
         try:
             return known.run(addresses)
-        except cupy.cuda.memory.OutOfMemoryError:  # bind can say more about it
+        except cupy.cuda.memory.OutOfMemoryError:  # bind reports the error in more detail
             return _bound_and_run(operation, inputs, out, options)
     bound = _bound_and_run(operation, inputs, out, options)
     known = _kept(addresses, bound)
     if known is not None:
-        with _inserting:  # no other thread may change the dict while it finds the oldest
-            if len(_known) >= MOST:
-                _known.pop(next(iter(_known)))
-            _known[key] = known
+        with _inserting:  # no other thread may change the dict while the oldest call is looked up
+            if len(_cached_calls) >= MOST:
+                _cached_calls.pop(next(iter(_cached_calls)))
+            _cached_calls[key] = known
     return bound
 
 
@@ -72,13 +72,16 @@ def _bound_and_run(
     return bound
 
 
-def _kept(addresses: tuple[int, ...], bound: Bound) -> Known | None:
-    """None for operations in place, and for two-part results, whose scale bind may write."""
+def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
+    """Return the call for the cache. None for in-place operations and two-part results.
+
+    bind may write the scale of a two-part result.
+    """
     if isinstance(bound.out, TwoPartMatrix):
         return None
-    made = (bound.out, *bound.extra)
-    written = addresses_of(made)
+    outputs = (bound.out, *bound.extra)
+    written = addresses_of(outputs)
     recipe = Recipe.of(bound.launches, (*addresses, *written))
     if recipe is None or len({*addresses, *written}) < len({*addresses}) + len(written):
         return None
-    return Known(tuple((array.shape, array.dtype) for array in made), recipe)
+    return CachedCall(tuple((array.shape, array.dtype) for array in outputs), recipe)

@@ -1,1 +1,1 @@
-"""The weights of each architecture."""
+"""Weights of blocks and models as NumPy arrays, for each architecture."""

@@ -1,4 +1,4 @@
-"""What the weights of all architectures share: checks, dtypes, checkpoints and random values."""
+"""Base classes of weights of all architectures: checks, dtypes, loading and random values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from gpt2block.errors import CheckpointError, InputError, shown
 Array = NDArray[np.floating[Any]]
 Block = TypeVar("Block", bound="BlockArrays")
 Model = TypeVar("Model", bound="ModelArrays[Any]")
-MOST_NUMBERS = 2**40  # limit of random numbers in one call: 4 TiB of float32
+MOST_NUMBERS = 2**40  # random numbers per call at most: 4 TiB of float32
 
 
 class BlockArrays(ABC):
     """Base of the frozen dataclasses that hold the tensors of one block, in one float dtype.
 
-    CONFIG: the config of its models; SETTINGS: the fields with the same names in it. Raises
-    InputError for a wrong shape, and for a dtype other than float32 and float64.
+    CONFIG: config class of the models; SETTINGS: names of fields that block and config share.
+    Raises InputError for a wrong shape, and for a dtype other than float32 and float64.
     """
 
     CONFIG: ClassVar[type[ModelConfig]]
@@ -64,8 +64,8 @@ class BlockArrays(ABC):
                 expected = f"{self.gamma1.dtype}, the same for all tensors"
                 raise InputError(f"{name}: expected {expected}, got {array.dtype}")
 
-    def _check_settings(self) -> None:  # noqa: B027  (some have nothing to check)
-        """Raise InputError for settings that do not fit each other or the width."""
+    def _check_settings(self) -> None:  # noqa: B027  (some classes have nothing to check)
+        """Raise InputError for settings that contradict each other or the width."""
 
     @property
     def n_embd(self) -> int:
@@ -73,7 +73,7 @@ class BlockArrays(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Total bytes of the tensors."""
         return sum(array.nbytes for array in self.tensors().values())
 
     def tensors(self) -> dict[str, Array]:
@@ -81,7 +81,7 @@ class BlockArrays(ABC):
         return {name: getattr(self, name) for name in self.shapes}
 
     def settings(self) -> dict[str, Any]:
-        """Name → value of the settings and sizes that the block shares with a config."""
+        """Return name → value of the settings and sizes that the block shares with a config."""
         return {name: getattr(self, name) for name in ("n_embd", *self.SETTINGS)}
 
     def astype(self: Block, dtype: DTypeLike) -> Block:
@@ -102,7 +102,7 @@ class BlockArrays(ABC):
 
     @classmethod
     def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, Any]) -> Block:
-        """The block of a model with this config; tensors by name."""
+        """Create a block with the settings of this config and tensors by name."""
         return cls(**tensors, **{name: getattr(config, name) for name in cls.SETTINGS})
 
     @classmethod
@@ -112,12 +112,12 @@ class BlockArrays(ABC):
         layer: int = 0,
         revision: str | None = None,
     ) -> Block:
-        """Return block `layer` of a checkpoint as float32; only that block's tensors are read.
+        """Return block `layer` of a checkpoint as float32; only this block's tensors are read.
 
         checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
         directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
-        a bundled model, "shakespeare" or "shakespeare-llama". revision: of a hub id. Raises
-        CheckpointError.
+        a bundled model, "shakespeare" or "shakespeare-llama". revision: revision of a hub id.
+        Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
@@ -128,7 +128,8 @@ class ModelArrays(Generic[Block]):
     """Base of the frozen dataclasses that hold all tensors of a model.
 
     Fields: config, the tensors of `config.outer_shapes`, blocks, and lm_head, (vocab_size, C),
-    which is the same object as wte when tied. Raises InputError where they do not fit the config.
+    which is the same object as wte if the config ties them. Raises InputError for tensors that do
+    not match the config.
     """
 
     CONFIG: ClassVar[type[ModelConfig]]
@@ -146,7 +147,7 @@ class ModelArrays(Generic[Block]):
         for name, shape in {**first, **last, "lm_head": first["wte"]}.items():
             checked(name, getattr(self, name), shape)
         if c.tie_word_embeddings and self.lm_head is not self.wte:
-            raise InputError("lm_head: expected the same object as wte, as the config ties them")
+            raise InputError("lm_head: expected the same object as wte: the config ties them")
         if not isinstance(self.blocks, tuple):
             raise InputError(f"blocks: expected a tuple, got {type(self.blocks).__name__}")
         for layer, block in enumerate(self.blocks):
@@ -171,8 +172,8 @@ class ModelArrays(Generic[Block]):
     ) -> Model:
         """Return a checkpoint's weights as float32.
 
-        checkpoint, revision: as in `BlockWeights.from_pretrained`. layers: the blocks to read; None
-        for all. Raises CheckpointError.
+        checkpoint, revision: as in `BlockWeights.from_pretrained`. layers: indices of the blocks to
+        read; None for all. Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
@@ -201,10 +202,10 @@ class ModelArrays(Generic[Block]):
         outer: Mapping[str, Any],
         blocks: Iterable[Mapping[str, Any]],
     ) -> Model:
-        """outer: the tensors outside the blocks, with lm_head unless it is tied."""
-        made = tuple(cls.BLOCK.of(config, block) for block in blocks)
+        """Create a model. outer: tensors outside the blocks, with lm_head unless it is tied."""
+        created = tuple(cls.BLOCK.of(config, block) for block in blocks)
         fields: dict[str, Any] = {"lm_head": outer["wte"], **outer}
-        return cls(**fields, config=config, blocks=made)  # type: ignore[call-arg]  # a dataclass
+        return cls(**fields, config=config, blocks=created)  # type: ignore[call-arg]  # a dataclass
 
     def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
         """Yield name, array and layout of every tensor, like `Checkpoint.tensors`, without copies.
@@ -228,30 +229,30 @@ def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> N
     if type(checkpoint.config) is not expected:
         raise CheckpointError(
             f"{checkpoint.name}: expected a {expected.NAME}, got a {checkpoint.config.NAME}: "
-            "gpt2block.from_pretrained takes any, and so do the commands generate, score, compare "
-            "and explain"
+            "gpt2block.from_pretrained and the commands generate, score, compare and explain take "
+            "any architecture"
         )
 
 
 def described(weights: object, settings: object, names: str, *rest: object) -> str:
-    """The `repr` of weights: these names of settings with their values, and the rest."""
+    """Return the `repr` of weights: settings with their values, by name, and other parts."""
     values = [f"{name}={getattr(settings, name)}" for name in names.split()]
     return f"{type(weights).__name__}({', '.join([*values, *map(str, rest)])})"
 
 
 def offsets(shapes: Shapes) -> dict[str, int]:
     """Return name → offset of tensors that follow each other in one buffer, and "end"."""
-    found, end = {}, 0
+    begins, end = {}, 0
     for name, shape in shapes.items():
-        found[name] = end
+        begins[name] = end
         end += math.prod(shape)
-    return {**found, "end": end}
+    return {**begins, "end": end}
 
 
 def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
     """Return views of the tensors in a packed 1-D buffer of NumPy or CuPy.
 
-    what: their sizes, for the message. Raises InputError unless the length is exactly theirs.
+    what: sizes to name in the message. Raises InputError unless the buffer has the exact length.
     """
     *begins, end = offsets(shapes).values()
     shape = getattr(packed, "shape", None)
@@ -267,7 +268,7 @@ def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
 
 
 def packed_array(packed: Any) -> Array:
-    """Packed weights as a NumPy array. Raises InputError."""
+    """Return packed weights as a NumPy array. Raises InputError."""
     try:
         return plain_array("packed weights", packed)
     except InputError:
@@ -286,12 +287,12 @@ def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if array.dtype not in (np.float32, np.float64):
         raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
-    found: Array = array
-    return found
+    floats: Array = array
+    return floats
 
 
 def generator(seed: Any, numbers: int) -> np.random.Generator:
-    """Return a generator. Raises InputError for a wrong seed, or for more than MOST_NUMBERS."""
+    """Return a random generator. Raises InputError for a wrong seed, or too large `numbers`."""
     seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
     if numbers > MOST_NUMBERS:
         raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")
@@ -299,7 +300,7 @@ def generator(seed: Any, numbers: int) -> np.random.Generator:
 
 
 def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
-    """Draw the tensors in this order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
+    """Draw tensors in the given order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = generator(seed, sum(map(math.prod, shapes.values())))
     ranges = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}
     tensors: dict[str, NDArray[np.float32]] = {}
@@ -314,7 +315,7 @@ def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
 
 
 def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], str | None]]:
-    """Random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
+    """Yield random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
         matrix = "KN" if name.startswith("h.") else "NK"
         added = config.ADDED_TO_NORMS if "gamma" in name else 0.0

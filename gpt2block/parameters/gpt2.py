@@ -1,4 +1,4 @@
-"""The weights of one block and of a whole GPT-2, as NumPy arrays."""
+"""Weights of one GPT-2 block and of a whole GPT-2 model, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class BlockWeights(BlockArrays):
-    """The tensors of one block, in one float dtype. C = n_embd; matrices are (in, out), row-major.
+    """Tensors of one block, in one float dtype. C = n_embd; matrices are (in, out), row-major.
 
     The arrays are not copied: do not change them while a Block uses them. Raises InputError for a
     wrong shape, a dtype other than float32 and float64, or an n_head that does not divide C.
@@ -104,7 +104,7 @@ class BlockWeights(BlockArrays):
 
 @dataclass(frozen=True, eq=False)
 class GPT2Weights(ModelArrays[BlockWeights]):
-    """All tensors of a GPT-2 model. Raises InputError where they do not fit the config."""
+    """All tensors of a GPT-2 model. Raises InputError for tensors that do not match the config."""
 
     CONFIG: ClassVar[type[GPT2Config]] = GPT2Config
     BLOCK: ClassVar[type[BlockWeights]] = BlockWeights
@@ -113,13 +113,13 @@ class GPT2Weights(ModelArrays[BlockWeights]):
     wte: Array  # (vocab_size, C) token embedding
     wpe: Array  # (n_ctx, C) position embedding
     blocks: tuple[BlockWeights, ...]
-    gamma_f: Array  # (C,) the final LayerNorm
-    beta_f: Array  # (C,)
-    lm_head: Array  # (vocab_size, C); the same object as wte when tied
+    gamma_f: Array  # (C,) weight of the final LayerNorm
+    beta_f: Array  # (C,) bias of the final LayerNorm
+    lm_head: Array  # (vocab_size, C); the same object as wte if the config ties them
 
     @classmethod
     def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> GPT2Weights:
-        """Return random weights, distributed as in `BlockWeights.random`; wte and wpe like W."""
+        """Return random weights, distributed as in `BlockWeights.random`; wte, wpe ~ N(0, 0.02)."""
         return cls._random(seed, _config(config))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The weights of one block and of a whole Llama, as NumPy arrays."""
+"""Weights of one Llama block and of a whole Llama model, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ _BIASES = ("b_qkv", "b_o", "b_gate", "b_up", "b_down")
 
 @dataclass(frozen=True, eq=False)
 class LlamaBlockWeights(BlockArrays):
-    """The tensors of one Llama block, in one float dtype. C = n_embd; matrices are (in, out).
+    """Tensors of one Llama block, in one float dtype. C = n_embd; matrices are (in, out).
 
     Q = n_head · head_size and KV = n_kv_head · head_size channels; n_kv_head 0 stands for n_head.
-    theta, scaling: of RoPE; half_split: whether it turns channels k and k + head_size / 2 (Hugging
-    Face), or neighbours 2k and 2k + 1 (Meta, kernl). Biases are optional.
+    theta, scaling: parameters of RoPE. half_split: whether RoPE rotates channels k and
+    k + head_size / 2 (Hugging Face), or neighbours 2k and 2k + 1 (Meta, kernl). Biases are
+    optional.
 
     The arrays are not copied: do not change them while a LlamaBlock uses them. Raises InputError
-    for a wrong shape, a dtype other than float32 and float64, and heads that do not fit.
+    for a wrong shape, a dtype other than float32 and float64, and numbers of heads that do not
+    divide the channels.
     """
 
     CONFIG: ClassVar[type[LlamaConfig]] = LlamaConfig
@@ -62,15 +64,15 @@ class LlamaBlockWeights(BlockArrays):
 
     def _check_settings(self) -> None:
         object.__setattr__(self, "half_split", check_flag("half_split", self.half_split))
-        config = self.config  # raises for sizes that do not fit each other
+        config = self.config  # raises for inconsistent sizes
         object.__setattr__(self, "n_kv_head", config.n_kv_head)
         object.__setattr__(self, "theta", config.theta)
         present = tuple(name for name in _BIASES if getattr(self, name) is not None)
         expected = tuple(name for name in config.block_shapes() if name.startswith("b_"))
         if present != expected:
             raise InputError(
-                f"biases: expected those of attention (b_qkv, b_o), those of the feed-forward "
-                f"(b_gate, b_up, b_down), both or none, got {', '.join(present)}"
+                f"biases: expected biases of attention (b_qkv, b_o), of the feed-forward "
+                f"(b_gate, b_up, b_down), of both or none, got {', '.join(present)}"
             )
 
     @cached_property
@@ -98,7 +100,7 @@ class LlamaBlockWeights(BlockArrays):
 
     @property
     def frequencies(self) -> NDArray[np.float64]:
-        """As in LlamaConfig: radians per position of each pair of channels."""
+        """RoPE's frequencies as in LlamaConfig: radians per position of each pair of channels."""
         return self.config.frequencies()
 
     def __repr__(self) -> str:
@@ -116,14 +118,14 @@ class LlamaBlockWeights(BlockArrays):
         """
         if not isinstance(config, LlamaConfig) or config.attention_bias or config.mlp_bias:
             raise InputError(f"config: expected a LlamaConfig without biases, got {config!r}")
-        turned = {name: shape[::-1] for name, shape in config.block_shapes().items()}
+        transposed = {name: shape[::-1] for name, shape in config.block_shapes().items()}
         what = f"C = {config.n_embd}, Q = {config.q_width}, KV = {config.kv_width}"
-        tensors = views(packed_array(packed), turned, f"{what}, FF = {config.n_ff}")
-        found = {name: array.T for name, array in tensors.items()}
-        return cls.of(config, found | {"half_split": half_split})
+        tensors = views(packed_array(packed), transposed, f"{what}, FF = {config.n_ff}")
+        matrices = {name: array.T for name, array in tensors.items()}
+        return cls.of(config, matrices | {"half_split": half_split})
 
     def to_packed(self) -> Array:
-        """Return one 1-D buffer as `from_packed` takes it. Raises InputError for biases."""
+        """Return one 1-D buffer in the format of `from_packed`. Raises InputError for biases."""
         if self.b_qkv is not None or self.b_gate is not None:
             raise InputError("biases: packed weights have none: expected a block without biases")
         return np.concatenate([array.T.ravel() for array in self.tensors().values()])
@@ -140,9 +142,9 @@ class LlamaBlockWeights(BlockArrays):
 
 @dataclass(frozen=True, eq=False)
 class LlamaWeights(ModelArrays[LlamaBlockWeights]):
-    """All tensors of a Llama model. Raises InputError where they do not fit the config.
+    """All tensors of a Llama model. Raises InputError for tensors that do not match the config.
 
-    RoPE turns half-split pairs, as in Hugging Face's checkpoints.
+    RoPE rotates half-split pairs of channels, as in Hugging Face's checkpoints.
     """
 
     CONFIG: ClassVar[type[LlamaConfig]] = LlamaConfig
@@ -151,8 +153,8 @@ class LlamaWeights(ModelArrays[LlamaBlockWeights]):
     config: LlamaConfig
     wte: Array  # (vocab_size, C) token embedding
     blocks: tuple[LlamaBlockWeights, ...]
-    gamma_f: Array  # (C,) the final RMSNorm
-    lm_head: Array  # (vocab_size, C); the same object as wte when tied
+    gamma_f: Array  # (C,) weight of the final RMSNorm
+    lm_head: Array  # (vocab_size, C); the same object as wte if the config ties them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,7 +164,7 @@ class LlamaWeights(ModelArrays[LlamaBlockWeights]):
 
     @classmethod
     def random(cls, seed: int = 0, config: LlamaConfig | None = None) -> LlamaWeights:
-        """Return random weights, distributed as in `LlamaBlockWeights.random`; wte like matrices.
+        """Return random weights, distributed as in `LlamaBlockWeights.random`; wte ~ N(0, 0.02).
 
         config: a LlamaConfig; None for the sizes of Llama 2 7B.
         """

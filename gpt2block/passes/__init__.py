@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.passes import forward as _forward
-from gpt2block.passes.blocks import BlockPass, ModelStepPass, Settings, StepPass
+from gpt2block.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.machine import Outline, Step, two_part_of
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
@@ -36,7 +36,7 @@ def model_steps(config: ModelConfig) -> list[Step]:
     """The steps from tokens to logits, one for each operation, without arrays."""
     do = Outline(names_of(config))
     _forward.forward(
-        ModelStepPass(do, Settings.of(config), 1), architecture_of(config), config, "logits"
+        ModelStepPass(do, PassSettings.of(config), 1), architecture_of(config), config, "logits"
     )
     return do.steps
 
@@ -65,12 +65,12 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
     """The steps of a fused block; h: the prefix of its names, x: the name of its input."""
     do = Outline(names_of(config) | {x})
-    _forward.block(BlockPass(do, Settings.of(config)), architecture_of(config), x, h)
+    _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
     return do.steps
 
 
 def final_step(config: ModelConfig) -> Step:
     """The norm before the logits."""
     do = Outline(names_of(config) | {"x"})
-    architecture_of(config).final(StepPass(do, Settings.of(config)), "x", ("lm_head",))
+    architecture_of(config).final(StepPass(do, PassSettings.of(config)), "x", ("lm_head",))
     return do.steps[0]

@@ -11,7 +11,7 @@ from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import TWO_PART, Machine
 
 
-class Settings(NamedTuple):
+class PassSettings(NamedTuple):
     """What the verbs of all passes need to know of a model or block.
 
     causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     own: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Settings:
+    def of(cls, config: ModelConfig) -> PassSettings:
         """Those of a model."""
         n_kv_head = config.kv_width // config.head_size
         scales = config.scales
@@ -101,7 +101,7 @@ def _layer(h: str) -> int:
 class StepPass(Pass):
     """A kernel, or a NumPy function, for each step: ten for a block of GPT-2, twelve of Llama."""
 
-    def __init__(self, do: Machine, settings: Settings) -> None:
+    def __init__(self, do: Machine, settings: PassSettings) -> None:
         self.do, self.c = do, settings
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
@@ -140,7 +140,7 @@ class ModelStepPass(StepPass):
     longest: the number of tokens of the longest sequence.
     """
 
-    def __init__(self, do: Machine, settings: Settings, longest: int) -> None:
+    def __init__(self, do: Machine, settings: PassSettings, longest: int) -> None:
         super().__init__(do, settings)
         self.longest, self._last = longest, False
 
@@ -180,7 +180,7 @@ class BlockPass(StepPass):
     def __init__(
         self,
         do: Machine,
-        settings: Settings,
+        settings: PassSettings,
         bounds: Mapping[str, float] | None = None,
         split_k: bool = False,
     ) -> None:

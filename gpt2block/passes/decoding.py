@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gpt2block.architectures.architecture import To, Value
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops._terms import Terms
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import Machine, two_part_of
 from gpt2block.weights.gguf import UNIT
@@ -46,7 +46,7 @@ class DecodePass(Pass):
     def __init__(
         self,
         do: Machine,
-        settings: Settings,
+        settings: PassSettings,
         norms: bool = True,
         known: Mapping[str, Sequence[Terms]] | None = None,
         kv_dtype: str | None = None,
@@ -218,7 +218,7 @@ class SumsPass(DecodePass):
     def __init__(
         self,
         do: Machine,
-        settings: Settings,
+        settings: PassSettings,
         splits: int,
         kv_dtype: str | None = None,
         x_dtype: str | None = None,

@@ -46,7 +46,7 @@ class Pass(ABC):
     """
 
     do: Machine
-    c: Any  # Settings of gpt2block.passes.blocks
+    c: Any  # PassSettings of gpt2block.passes.blocks
     of_stream: Mapping[str, Any] = {}  # what RMSNorm of rows of the stream is told
 
     def embed(self) -> Value:
@@ -114,7 +114,7 @@ class Pass(ABC):
 
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """silu(gate) up, or gelu(gate) up (`Settings.gelu`)."""
+        """silu(gate) up, or gelu(gate) up (`PassSettings.gelu`)."""
 
     def relu_squared(self, name: str, x: Value) -> Value:
         """max(x, 0)², of the result of a product."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpt2block.architectures.architecture import To, Value
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import TWO_PART, Machine, two_part_of
@@ -30,10 +30,10 @@ class Prefill:
 
     products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
     bits or two-part. With "fp8", a product that does not widen FP8 weights itself converts them
-    into the tensor "wide" first, and others hand sums on in "handed". rows: new tokens of all
-    sequences; longest: an upper bound for one sequence. cached: whether there is a kv_cache; with
-    tensor cores, attention over the new tokens only does not need one. continued: whether the
-    sequences continue tokens in the kv_cache; else all are new. Only tensor cores distinguish them.
+    into the tensor "wide" first, and others exchange partial sums in "stream_k_workspace". rows:
+    new tokens of all sequences; longest: an upper bound for one sequence. cached: whether there is
+    a kv_cache; with tensor cores, attention over the new tokens only does not need one. continued:
+    whether the sequences continue tokens in the kv_cache; only tensor cores need to know.
     ends: the number of rows of the output "last"; None: one for each row of the kv_cache. kv_dtype:
     the FP8 format of the kv_cache, or None; attention over the new tokens only then reads keys and
     values that have been rounded to it, too. gated: whether products of 16 bits can have two
@@ -63,7 +63,7 @@ class Prefill:
         return self.batch if reads_cache or self.ends is None else self.ends
 
     def over(
-        self, do: Machine, settings: Settings, dtype: str, bounds: Mapping[str, float]
+        self, do: Machine, settings: PassSettings, dtype: str, bounds: Mapping[str, float]
     ) -> PrefillPass:
         """The pass of this shape. dtype: of the weights; bounds: as for TwoPartPass."""
         if self.products == "float32":
@@ -79,7 +79,7 @@ class PrefillPass(Pass):
     bounds: Mapping[str, float] = {}
     of_stream: Mapping[str, Any] = {"variant": "stream"}
 
-    def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
+    def __init__(self, do: Machine, settings: PassSettings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
         self.kv: dict[str, Any] = {} if shape.kv_dtype is None else {"kv_dtype": shape.kv_dtype}
 
@@ -153,9 +153,10 @@ class PrefillPass(Pass):
 class TensorCorePass(PrefillPass):
     """Operands of `dtype`, float16 or bfloat16; FP8 weights are converted to it."""
 
-    def __init__(self, do: Machine, settings: Settings, shape: Prefill, dtype: str) -> None:
+    def __init__(self, do: Machine, settings: PassSettings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
-        self.dtype, self.wide = dtype, ("", "wide", "handed") if shape.products == "fp8" else ()
+        self.dtype = dtype
+        self.wide = ("", "wide", "stream_k_workspace") if shape.products == "fp8" else ()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         operand = self._operand(name, to)
@@ -220,7 +221,7 @@ class TwoPartPass(TensorCorePass):
     """Two-part operands. bounds: of the magnitudes of those that have one scale, by name."""
 
     def __init__(
-        self, do: Machine, settings: Settings, shape: Prefill, bounds: Mapping[str, float]
+        self, do: Machine, settings: PassSettings, shape: Prefill, bounds: Mapping[str, float]
     ) -> None:
         super().__init__(do, settings, shape, "float32")
         self.bounds = bounds

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpt2block.profiling.runs import Profile
-from gpt2block.run.timeline import Moved, Ran, Timeline
+from gpt2block.run.timeline import BytesMoved, KernelTiming, Timeline
 
 RESOLUTION_US = 0.5  # resolution of CUDA events, and so of a kernel's time, in µs
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
@@ -32,7 +32,7 @@ class TimedOperation:
     own_us: float
     added_us: float
     share: float
-    moved: Moved
+    moved: BytesMoved
     gb_s: float | None
     of_floor: float | None
 
@@ -53,7 +53,7 @@ class PassTimes:
     apart_us: float
     own_us: float
     between_us: float
-    moved: Moved
+    moved: BytesMoved
     floor_us: float
 
 
@@ -66,7 +66,7 @@ def layer_of(step: str) -> tuple[int | None, str]:
 def operations(profile: Profile, kind: str) -> list[TimedOperation]:
     """Return the operations of the passes of a kind, in the order in which they first run."""
     timelines = of_kind(profile, kind)
-    groups: dict[tuple[str, str], list[tuple[Ran, float]]] = {}
+    groups: dict[tuple[str, str], list[tuple[KernelTiming, float]]] = {}
     for timeline in timelines:
         for ran, added in zip(timeline.ran, timeline.added, strict=True):
             groups.setdefault((layer_of(ran.step)[1], ran.kernel), []).append((ran, added))
@@ -120,9 +120,9 @@ def of_kind(profile: Profile, kind: str) -> list[Timeline]:
     return [each.timeline for each in profile.passes if each.kind == kind]
 
 
-def total(parts: Iterable[Moved]) -> Moved:
-    return Moved(*(sum(column) for column in zip(*parts, strict=True)))
+def total(parts: Iterable[BytesMoved]) -> BytesMoved:
+    return BytesMoved(*(sum(column) for column in zip(*parts, strict=True)))
 
 
-def mean(nbytes: Moved, count: int) -> Moved:
-    return Moved(*(round(each / count) for each in nbytes))
+def mean(nbytes: BytesMoved, count: int) -> BytesMoved:
+    return BytesMoved(*(round(each / count) for each in nbytes))

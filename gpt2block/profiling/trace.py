@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gpt2block import doctor
 from gpt2block.profiling.runs import Profile
 from gpt2block.profiling.summary import layer_of
-from gpt2block.run.timeline import Ran, Timeline
+from gpt2block.run.timeline import KernelTiming, Timeline
 
 AS_IT_RUNS, APART = "as it runs", "one kernel at a time"
 PASSES, KERNELS = 1, 2  # track of passes and their layers; first track of kernels
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 class Slice(NamedTuple):
     """A kernel in a view, from `start` to `end` in ns, on track number `track` of kernels."""
 
-    ran: Ran
+    ran: KernelTiming
     added: float
     start: int
     end: int
@@ -147,7 +147,7 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
         yield _slice(FLOOR, FLOOR, pid, track, each.start, filled, copied)
 
 
-def _parts(ran: Ran) -> list[tuple[str, int]]:
+def _parts(ran: KernelTiming) -> list[tuple[str, int]]:
     return list(ran.moved._asdict().items())
 
 

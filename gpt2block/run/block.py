@@ -16,7 +16,7 @@ from gpt2block.architectures.architecture import Architecture
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.errors import InputError
-from gpt2block.passes.blocks import BlockPass, Settings, StepPass
+from gpt2block.passes.blocks import BlockPass, PassSettings, StepPass
 from gpt2block.passes.forward import block
 from gpt2block.passes.machine import TWO_PART, Machine, Outline, Step
 from gpt2block.run.model import StepResult
@@ -36,7 +36,7 @@ class BlockSpec:
     """
 
     of: Architecture
-    settings: Settings
+    settings: PassSettings
     width: int
     weights: Collection[str]
     kernels: str

@@ -13,7 +13,7 @@ from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
 from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
-from gpt2block.run.guessing import ROWS, Pace
+from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
 PREFILL_TOKENS = 8192  # of prompts that start together
@@ -39,7 +39,7 @@ class CudaDecoding:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
-        self._pace = Pace(cache.batch) if speculate else None
+        self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
         # Tokens of each slot that are not launched yet: every step in flight counts as one.
         self._left = np.zeros(slots, np.int32)
@@ -107,7 +107,7 @@ class CudaDecoding:
                     if len(found.slots):  # else all of its sequences were stopped
                         return found
 
-    def _take(self, result: InFlight, pace: Pace) -> None:
+    def _take(self, result: InFlight, pace: SpeculationPolicy) -> None:
         """Read the result of a step that may have taken several tokens of a slot."""
         found = result.taken()
         self._found.extend(found)

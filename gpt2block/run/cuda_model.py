@@ -37,9 +37,9 @@ from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.call import storage
 from gpt2block.ops.gated_sums import splits_of
-from gpt2block.ops.gemm import handed_memory, widens
+from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
 from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
-from gpt2block.passes.blocks import Settings
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine, two_part_of
@@ -104,7 +104,7 @@ class CudaModel(StoredModel):
     ) -> None:
         super().__init__(config, formats, f"cuda:{device}")
         self.device = device
-        self._architecture, self._settings = architecture_of(config), Settings.of(config)
+        self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
@@ -115,7 +115,7 @@ class CudaModel(StoredModel):
         self._divisors: dict[str, float] = {}
         self._divided: dict[str, Any] = {}
         self._wide: CudaArray | None = None
-        self._handed: CudaArray | None = None
+        self._stream_k_workspace: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, formats)
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -479,9 +479,9 @@ class CudaModel(StoredModel):
             if size:
                 given["wide"] = self._wide
             if any(widens(m) for m in used):
-                if self._handed is None:
-                    self._handed = handed_memory()
-                given["handed"] = self._handed
+                if self._stream_k_workspace is None:
+                    self._stream_k_workspace = allocate_stream_k_workspace()
+                given["stream_k_workspace"] = self._stream_k_workspace
         return given
 
     def _head_of_all(self) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
-from gpt2block.run.recorder import Stored
+from gpt2block.run.recorder import TensorSpec
 from gpt2block.run.recording import Recording, Recordings, capture
-from gpt2block.run.timeline import Call, Moved, Ran, Timeline, moved, weights_dtype
+from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 
 EMPTY = 100  # kernels that do nothing, for the time between two kernels
 SAMPLE = "sample"  # the step of what launches after a pass
@@ -115,7 +115,7 @@ def _us(
 
 
 def assembled(
-    kernels: Sequence[Ran],
+    kernels: Sequence[KernelTiming],
     ends: Sequence[float],
     apart: Sequence[float],
     start: float,
@@ -145,14 +145,14 @@ def _nothing() -> Launch:
     return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
-def _in_memory(array: Any, terms: Terms | None) -> Stored:
+def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
     """The size of an array with these terms: rounded ones take half of it in the order of wgmma."""
-    stored = Stored.of(array)
+    stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
-def _kernels(recording: Recording) -> Iterator[Ran]:
+def _kernels(recording: Recording) -> Iterator[KernelTiming]:
     """The kernels of a recording, without times."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
@@ -162,10 +162,12 @@ def _kernels(recording: Recording) -> Iterator[Ran]:
         out = _in_memory(recording.known(name), step.attrs.get("to_terms"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
-            nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else Moved()
-            yield Ran(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
+            nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
+            yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
     for bound in recording.after:  # reads the result of the pass
-        nbytes = Moved(activations=recording.out.nbytes + bound.out.nbytes)
+        nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)
-            yield Ran(SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes)
+            yield KernelTiming(
+                SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes
+            )

@@ -23,7 +23,7 @@ GAIN = 1.03  # that guesses have to promise
 OLDER = 1.01  # by which a time grows with each step, so that it is measured again
 
 
-class Pace:
+class SpeculationPolicy:
     """Chooses rows by how often guesses were right lately, and by what steps have taken.
 
     A guess is counted in steps of one row, too: there it costs nothing to see whether the token

@@ -16,7 +16,7 @@ from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
 from gpt2block.passes import model_steps
-from gpt2block.passes.blocks import ModelStepPass, Settings, StepPass
+from gpt2block.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.forward import forward
 from gpt2block.run.model import (
     Alternatives,
@@ -153,7 +153,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
         """The result of a pass. longest: the number of tokens of the longest sequence."""
-        step = ModelStepPass(do, Settings.of(self.config), longest)
+        step = ModelStepPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
@@ -195,7 +195,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def _scores(self, hidden: Floats, targets: Ids) -> Floats:
         """The log-likelihood of the target of each row of the final norm."""
         do = self.machine({"hidden": hidden, "targets": targets})
-        logits = StepPass(do, Settings.of(self.config)).logits("hidden")
+        logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
         return scores
 

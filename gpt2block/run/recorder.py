@@ -125,7 +125,7 @@ class Arena:
         return part.view(array.dtype).reshape(array.shape)
 
 
-class Stored(NamedTuple):
+class TensorSpec(NamedTuple):
     """The size of an array or matrix in memory."""
 
     shape: Shape
@@ -133,8 +133,8 @@ class Stored(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, array: Any) -> Stored:
-        """That of an array, a matrix or a Stored."""
+    def of(cls, array: Any) -> TensorSpec:
+        """That of an array, a matrix or a TensorSpec."""
         return cls(*described(array), int(array.nbytes))
 
 
@@ -144,7 +144,7 @@ def described(array: Any) -> tuple[Shape, str]:
         return array.shape, TWO_PART
     if isinstance(array, WeightMatrix):
         return array.stored_shape, array.dtype
-    if isinstance(array, Stored):
+    if isinstance(array, TensorSpec):
         return array.shape, array.dtype
     return array.shape, dtype_name(array.dtype)
 

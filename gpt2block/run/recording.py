@@ -24,7 +24,7 @@ from gpt2block.run.recorder import (
     Measure,
     Recorded,
     Result,
-    Stored,
+    TensorSpec,
     rounded_up,
 )
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -57,7 +57,7 @@ class Recording:
         self.after: tuple[Bound, ...] = ()  # launches after the last step, such as a sampler's
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
         given = {**binder.tensors, **binder.outs}
-        self._sizes = {n: Stored.of(given[n]) for n in borrowed if n in given}
+        self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
         self._owner = owner
         self._ran = False
         self._graph: Any = None

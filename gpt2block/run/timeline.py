@@ -16,15 +16,15 @@ from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
 from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
-from gpt2block.run.recorder import VIEW, Stored, described
+from gpt2block.run.recorder import VIEW, TensorSpec, described
 
 GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
-SCRATCH = "memory", "handed"  # in which a product converts its weights, or hands sums on
+SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
 
 
-class Moved(NamedTuple):
+class BytesMoved(NamedTuple):
     """The least bytes that a step moves: its inputs are read once, its result is written once.
 
     cache: keys and values, those that attention sees, or the new ones.
@@ -39,7 +39,7 @@ class Moved(NamedTuple):
         return sum(self)
 
 
-class Ran(NamedTuple):
+class KernelTiming(NamedTuple):
     """A kernel of a pass, or with NumPy a step.
 
     step: its name, such as "h.3.q". kernel: with NumPy the function of the reference, which has no
@@ -58,7 +58,7 @@ class Ran(NamedTuple):
     block: Shape
     dtype: str
     weights: str
-    moved: Moved
+    moved: BytesMoved
     end: float = 0.0
     own: float = 0.0
     apart: float = 0.0
@@ -70,7 +70,7 @@ class Timeline(NamedTuple):
     between: µs from a kernel to the next one where that waits for it; 0 with NumPy.
     """
 
-    ran: tuple[Ran, ...]
+    ran: tuple[KernelTiming, ...]
     us: float
     between: float = 0.0
 
@@ -90,11 +90,11 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> Moved:
+def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
     """What a step of an operation moves.
 
     names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
-    those of floats can be Stored. out: the result.
+    those of floats can be TensorSpec. out: the result.
     """
     contract = reference.CONTRACTS[op]
     given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
@@ -105,7 +105,7 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
         if value is None or entry.name in SCRATCH:
             continue
         if entry.kind == "kv":
-            stored, (new, keys) = Stored.of(value), _tokens(given)
+            stored, (new, keys) = TensorSpec.of(value), _tokens(given)
             token = stored.nbytes // prod(stored.shape[:2])  # (B, n_ctx, C)
             cache += token * (new if entry.name in written else keys)
             continue
@@ -116,12 +116,12 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: Stored) -> 
             activations += nbytes
     if contract.outputs and contract.outputs[0].kind != "kv":
         activations += out.nbytes
-    return Moved(weights, activations, cache)
+    return BytesMoved(weights, activations, cache)
 
 
-def _read(op: str, name: str, given: Mapping[str, Any], out: Stored) -> int:
+def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
     """The bytes of an input that an operation reads, of some only a part."""
-    stored = Stored.of(given[name])
+    stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
     if name == "qkv" and op in ("kv_append", "attention_packed"):  # [Q | K | V]; the cache has K, V
@@ -164,7 +164,7 @@ class Clock:
     """Notes the steps of a pass with NumPy; the time that this takes is left out."""
 
     def __init__(self) -> None:
-        self.ran: list[Ran] = []
+        self.ran: list[KernelTiming] = []
         self._noting = 0.0  # seconds
         self._start = perf_counter()
 
@@ -173,11 +173,11 @@ class Clock:
         if step.op != VIEW:
             end, own = 1e6 * (ended - self._start - self._noting), 1e6 * (ended - began)
             names = [x if isinstance(x, str) else "" for x in step.inputs]
-            stored = Stored.of(out)
+            stored = TensorSpec.of(out)
             facts = stored.dtype, weights_dtype(step.op, inputs)
             bytes_of = moved(step.op, names, inputs, stored)
             self.ran.append(
-                Ran(step.name, step.op, step.op, (), (), *facts, bytes_of, end, own, end)
+                KernelTiming(step.name, step.op, step.op, (), (), *facts, bytes_of, end, own, end)
             )
         self._noting += perf_counter() - ended
 

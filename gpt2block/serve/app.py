@@ -147,7 +147,7 @@ class Server:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.keys = settings.keys  # may be replaced, but not by none
         self.metrics = Metrics()
-        self._least_tokens = tokenizer.least_tokens(encoding)
+        self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._templates: list[ChatTemplate] = []  # that no thread uses
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
@@ -371,7 +371,7 @@ class Server:
 
     def _check_text(self, field: str, text: str) -> None:
         """Refuse a text that has more tokens than the context, without encoding it."""
-        self._check_length(self._least_tokens(text), field, "at least ")
+        self._check_length(self._token_count_bound(text), field, "at least ")
 
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)

@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Tokenizers: conversion of text to token ids and of token ids to text."""

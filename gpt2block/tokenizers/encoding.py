@@ -1,4 +1,4 @@
-"""The interface `Encoding` of a tokenizer, and its implementation with the package tokenizers."""
+"""The interface `Encoding` of tokenizers, and its implementation with the package tokenizers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-Spans = Iterable[tuple[int, int]]  # of characters: the first one, and the one after the last
+Spans = Iterable[tuple[int, int]]  # ranges of characters: first index, index after the last
 _UNUSED = "\ue000"  # a character that no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
-# Steps before the model after which each token still stands for at most its own bytes.
+# Normalizers and pre-tokenizers after which no token stands for more bytes of text than its own.
 _KEEPS = {"ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
 _SEQUENCES = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 _SPACES = ({"String": " "}, "▁")
@@ -40,16 +40,16 @@ class Encoding(Protocol):
     max_token_value: int
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Token ids; the names of special tokens are ordinary text."""
+        """Return the token ids of a text, in which names of special tokens are ordinary text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD. InputError for ids without a token."""
+        """Return the text of ids. Raises InputError for ids without a token."""
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """The bytes of one token. KeyError for an id without a token."""
+        """Return the bytes of one token. Raises KeyError for an id without a token."""
 
     def encode_single_token(self, text_or_bytes: str) -> int:
-        """The id of a special token by its name. KeyError if there is none."""
+        """Return the id of a special token by its name. Raises KeyError for an unknown name."""
 
     @property
     def n_vocab(self) -> int:
@@ -63,13 +63,14 @@ class Encoding(Protocol):
 class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
 
-    definition: the text of a tokenizer.json with a byte-level vocabulary, or with `byte_fallback`,
-    as SentencePiece's, in which <0x0A> stands for a byte; it has a decoder. Ids are those of
-    `Tokenizer.encode(text, add_special_tokens=False)`, without truncation and padding, which is
-    also the default of transformers. The text of ids is that of `Tokenizer.decode`.
+    definition: text of a tokenizer.json with a decoder. Its vocabulary is byte-level, or with
+    `byte_fallback` like SentencePiece's, in which tokens such as <0x0A> stand for bytes. Ids are
+    the same as from `Tokenizer.encode(text, add_special_tokens=False)` without truncation and
+    padding (the defaults of transformers), and texts the same as from `Tokenizer.decode`.
 
-    prefix: ids that the tokenizer adds before every text, such as that of <s>; `tokenizer.encode`
-    adds them. end_id: the token that ends a text, if the tokenizer's settings name one.
+    prefix: ids that the tokenizer adds before every text, such as the id of <s>;
+    `tokenizer.encode` adds them. end_id: id of the token that ends a text, if the tokenizer's
+    settings name one.
     """
 
     prefix: tuple[int, ...] = ()
@@ -85,9 +86,9 @@ class TokenizersEncoding:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
         for token_id, token in self._added.items():
-            # with tokenizers >= 0.23, what the normalizer makes of its content
+            # tokenizers >= 0.23 returns the normalized content.
             self._tokens[token_id] = self._tokenizer.id_to_token(token_id) or token.content
-        self._bytes: dict[int, bytes] = {}  # of the tokens that were looked up
+        self._bytes: dict[int, bytes] = {}  # cache of the bytes of tokens
         self.max_token_value: int = max(self._tokens)
 
     def _load(self, special: bool, definition: str = "") -> tokenizers.Tokenizer:
@@ -101,20 +102,20 @@ class TokenizersEncoding:
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        """A second Tokenizer: whether it recognizes special tokens is part of its state."""
+        """A second Tokenizer that recognizes special tokens: this setting is part of its state."""
         return self._load(special=True)
 
     @property
     def rules(self) -> str:
-        """SHA-256 of the definition, which determines the ids of a text."""
+        """SHA-256 of the definition, which determines the ids of every text."""
         return sha256(self._definition.encode()).hexdigest()
 
     @property
     def sizes(self) -> tuple[int, bytes] | None:
-        """The bytes that a token stands for at most, besides those that no token stands for.
+        """(Maximum number of bytes of text per token, bytes that no token stands for), or None.
 
-        None where a step, such as a normalizer, can leave out more. In a vocabulary with ▁ for a
-        space, its tokens also stand for a text that has this character.
+        None if a step, such as a normalizer, can remove other bytes. In a vocabulary with ▁ for a
+        space, tokens with ▁ also stand for a text that contains ▁.
         """
         spec = json.loads(self._definition)
         for step in steps_of(spec, "normalizer", "pre_tokenizer"):
@@ -131,11 +132,11 @@ class TokenizersEncoding:
         return None if fallback and absent else (most, absent)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of any token by its content in the file."""
+        """Return the id of a token by its content in the file, or None."""
         return self._tokenizer.token_to_id(token)
 
     def added_before(self) -> tuple[int, ...] | None:
-        """Ids that the file's post-processor adds before a text; None if it adds others."""
+        """Return the ids that the post-processor adds before a text; None if it adds more ids."""
         count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         plain, whole = (
             self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
@@ -152,28 +153,29 @@ class TokenizersEncoding:
         allowed_special: Literal["all"] | Collection[str] = (),
         disallowed_special: Literal["all"] | Collection[str] = "all",
     ) -> list[int]:
-        """Token ids, as `tiktoken.Encoding.encode`: ValueError for names that are not allowed.
+        """Return token ids, like `tiktoken.Encoding.encode`.
 
-        allowed_special: names of special tokens that become their ids.
-        disallowed_special: names that the text may not have; others are ordinary text.
+        allowed_special: names of special tokens that are encoded as their ids.
+        disallowed_special: names that the text must not contain; other names are ordinary text.
+        Raises InputError, a ValueError, for a disallowed name.
         """
         names = set(self._special)
         allowed = names if allowed_special == "all" else names & set(allowed_special)
         refused = names - allowed if disallowed_special == "all" else set(disallowed_special)
-        found = next((name for name in sorted(refused) if name in text), None)
-        if found is not None:
-            raise InputError(f'text: {found!r} is a special token: expected allowed_special="all" '
+        name = next((name for name in sorted(refused) if name in text), None)
+        if name is not None:
+            raise InputError(f'text: {name!r} is a special token: expected allowed_special="all" '
                              "for its id, or disallowed_special=() for text")  # fmt: skip
         if not allowed:
             return _ids(self._tokenizer, text)
         others = "|".join(map(re.escape, names - allowed)) or "(?!)"
-        return self.encode_given(text, (found.span() for found in re.finditer(others, text)))
+        return self.encode_given(text, (match.span() for match in re.finditer(others, text)))
 
     def encode_given(self, text: str, given: Spans) -> list[int]:
-        """Token ids of a text with names of added tokens.
+        """Return token ids of a text in which some names of added tokens are ordinary text.
 
-        given: a name with one of these characters is ordinary text. Other names are replaced by
-        those of `_renamed`, to which no text is equal.
+        given: spans of ordinary text: a name that overlaps one is not a token. All other names are
+        replaced by the names of `_renamed`, which no text contains.
         """
         marks = marks_of(text, given)
         free = without_names(text, self._names, marks)
@@ -198,26 +200,26 @@ class TokenizersEncoding:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Ids of the added tokens that ordinary text may not have: all except for white space."""
+        """Ids of added tokens by name, except tokens of white space, which any text may contain."""
         added = self._added.items()
         return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
 
     @cached_property
     def _finds_normalized(self) -> bool:
-        """Whether other text, which the normalizer changes, may become a name."""
+        """Whether the normalizer can turn other text into the name of an added token."""
         normalizes = self._tokenizer.normalizer is not None
         return normalizes and any(each.normalized for each in self._added.values())
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
-        """A Tokenizer with other names for the same ids, which its model makes of no text.
+        """(Tokenizer with new names for the same added tokens, names by id, lost names).
 
-        And by ids both names, the old and the new one; and names that are characters of which the
-        vocabulary has no other token.
+        No text contains the new names, and the model never produces them. names by id: old and new
+        name. lost names: single characters for which the vocabulary then has no token.
         """
         spec, prefix = json.loads(self._definition), f"\U000f0000{token_hex(8)}"
         model, names = spec["model"], self._names
-        new = {name: f"{prefix}{chr(0xF0001 + at)}" for at, name in enumerate(names)}
+        new = {name: f"{prefix}{chr(0xF0001 + index)}" for index, name in enumerate(names)}
         for token in spec["added_tokens"]:
             token["content"] = new.get(token["content"], token["content"])
         pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
@@ -243,7 +245,10 @@ class TokenizersEncoding:
         return self._bytes[token]
 
     def _fallback_bytes_of(self, token: str) -> bytes:
-        """The bytes of a token inside a text: decoders may strip the start and the end of one."""
+        """Return the bytes of a token in the middle of a text.
+
+        Decoders may strip white space at the start and end of a text.
+        """
         byte = _BYTE.fullmatch(token)
         if byte:
             return bytes([int(byte[1], 16)])
@@ -263,40 +268,43 @@ class TokenizersEncoding:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Token ids. Releases Python's lock, as `Tokenizer.encode` does not, and finds no offsets."""
-    (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids: list[int] = found.ids
+    """Return token ids. Unlike `Tokenizer.encode`, this releases Python's global lock.
+
+    Offsets of the tokens are not computed.
+    """
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoded.ids
     return ids
 
 
 def steps_of(spec: Any, *parts: str) -> list[Any]:
-    """The steps of parts of a tokenizer.json, with Sequences flattened."""
+    """Return the steps in these parts of a tokenizer.json, with Sequences flattened."""
 
     def flat(step: Any, inner: str) -> Iterable[Any]:
         if step["type"] != "Sequence":
             return [step]
-        return [found for each in step[inner] for found in flat(each, inner)]
+        return [leaf for each in step[inner] for leaf in flat(each, inner)]
 
-    given = [part for part in parts if spec.get(part) is not None]
-    return [step for part in given for step in flat(spec[part], _SEQUENCES[part])]
+    present = [part for part in parts if spec.get(part) is not None]
+    return [step for part in present for step in flat(spec[part], _SEQUENCES[part])]
 
 
 def rules(encoding: Encoding) -> str:
-    """A text that, with the tokens, determines the ids of any text; for fingerprints."""
+    """Return a string for fingerprints: with the tokens, it determines the ids of any text."""
     if isinstance(encoding, TokenizersEncoding):
         return f"{encoding.rules} {encoding.prefix}" if encoding.prefix else encoding.rules
     return str(getattr(encoding, "_pat_str", ""))
 
 
 def special_id(encoding: Encoding, name: str) -> int:
-    """The id of a special token; tiktoken prefers that of an ordinary one with the same bytes."""
+    """Return the id of a special token. tiktoken would prefer an ordinary token of equal bytes."""
     if isinstance(encoding, tiktoken.Encoding):
         return encoding._special_tokens[name]
     return encoding.encode_single_token(name)
 
 
 def marks_of(text: str, spans: Spans) -> bytearray:
-    """A byte for each character of a text: 1 in the spans, 0 elsewhere."""
+    """Return a byte for each character of a text: 1 in the spans, 0 elsewhere."""
     marks = bytearray(len(text))
     for first, end in spans:
         marks[first:end] = b"\1" * (end - first)
@@ -304,28 +312,29 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 
 
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
-    """A text as long, in which each name with a character that has a mark is broken.
+    """Return the text with one character replaced in each name that has marked characters.
 
-    One of these characters is replaced by one for private use, if possible not white space.
+    The length stays the same. The replacement is a private-use character; it replaces a marked
+    character, if possible one that is not white space.
     """
     if 1 not in marks:
         return text
     broken: set[int] = set()
     free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
     for name in names:
-        at = text.find(name)
-        while at >= 0:
-            own = [i for i in range(at, at + len(name)) if marks[i]]
-            if own:
-                broken.add(min(own, key=lambda i: text[i].isspace()))
-            at = text.find(name, at + 1)
+        start = text.find(name)
+        while start >= 0:
+            marked = [i for i in range(start, start + len(name)) if marks[i]]
+            if marked:
+                broken.add(min(marked, key=lambda i: text[i].isspace()))
+            start = text.find(name, start + 1)
     places = sorted(broken)
-    starts, ends = [0, *(at + 1 for at in places)], [*places, len(text)]
+    starts, ends = [0, *(place + 1 for place in places)], [*places, len(text)]
     return free.join(text[first:end] for first, end in zip(starts, ends, strict=True))
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
-    """Id and bytes of every token except the special ones, by ascending id."""
+    """Yield id and bytes of every token except special tokens, in ascending order of ids."""
     special = {special_id(encoding, name) for name in encoding.special_tokens_set}
     for token in range(encoding.max_token_value + 1):
         if token not in special:
@@ -334,7 +343,7 @@ def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
 
 
 def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
-    """Number of bytes of each id's token, (vocab_size,); 0 for special tokens."""
+    """Return the number of bytes of each id's token, (vocab_size,); 0 for special tokens."""
     sizes = np.zeros(vocab_size, np.int64)
     for token, value in tokens_of(encoding):
         sizes[token] = len(value)
@@ -342,7 +351,7 @@ def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
 
 
 def bytes_of_id(encoding: Encoding, token: int) -> bytes:
-    """The bytes of a token; those of U+FFFD for an id without a token (padded vocabularies)."""
+    """Return the bytes of a token; of U+FFFD for an id without a token (padded vocabularies)."""
     try:
         return encoding.decode_single_token_bytes(token)
     except KeyError:
@@ -350,43 +359,45 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of the tokens of an encoding that were looked up."""
+    """Cache of the bytes of an encoding's tokens."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = encoding
 
     def __missing__(self, token: int) -> bytes:
-        self[token] = found = bytes_of_id(self.encoding, token)
-        return found
+        self[token] = data = bytes_of_id(self.encoding, token)
+        return data
 
 
 _latest: deque[_TokenBytes] = deque(maxlen=4)
 
 
 def _token_bytes(encoding: Encoding) -> _TokenBytes:
-    for found in tuple(_latest):
-        if found.encoding is encoding:
-            return found
+    for cached in tuple(_latest):
+        if cached.encoding is encoding:
+            return cached
     new = _TokenBytes(encoding)
     _latest.append(new)
     return new
 
 
 def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
-    """The bytes of several tokens, as those of `bytes_of_id`.
+    """Return the bytes of several tokens, each as in `bytes_of_id`.
 
-    A thread keeps Python's lock meanwhile, which `decode_bytes` of tiktoken would release.
+    Unlike tiktoken's `decode_bytes`, this does not release Python's global lock, so that no other
+    thread interrupts it.
     """
     return b"".join(map(_token_bytes(encoding).__getitem__, tokens))
 
 
 def as_array(given: Any, name: str) -> NDArray[Any]:
-    """Token ids as a NumPy array. Raises ValueError or TypeError for what cannot be an array.
+    """Return token ids as a NumPy array.
 
-    Raises InputError for masked arrays and booleans, which NumPy would convert without an error.
+    Raises InputError for masked arrays and booleans, which NumPy would convert without an error,
+    and ValueError or TypeError for objects that NumPy cannot convert.
     """
     entries = given if isinstance(given, (list, tuple)) else ()
-    types = {type(given), *map(type, entries)}  # few, where entries are many
+    types = {type(given), *map(type, entries)}  # much fewer than entries
     if bool in types or np.bool_ in types:
         for index, entry in enumerate(entries):
             if isinstance(entry, (bool, np.bool_)):
@@ -433,7 +444,7 @@ def is_rust_failure(error: BaseException) -> bool:
 
 @cache
 def byte_characters() -> dict[int, str]:
-    """Byte → the printable character that represents it in vocabulary files (GPT-2's table)."""
+    """Return byte → the printable character that represents it in vocabulary files of GPT-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -442,7 +453,7 @@ def byte_characters() -> dict[int, str]:
 
 @cache
 def _to_latin1() -> dict[int, str]:
-    """Table for str.translate: characters of `byte_characters` → their bytes as Latin-1.
+    """Return a table for str.translate: characters of `byte_characters` → their bytes as Latin-1.
 
     Other characters below 256 become U+FFFF, which Latin-1 cannot encode.
     """
@@ -451,7 +462,7 @@ def _to_latin1() -> dict[int, str]:
 
 
 def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
-    """`bytes_of` for many tokens at once; ValueError for a character outside GPT-2's table."""
+    """Return `bytes_of` of many tokens. Raises ValueError for characters outside GPT-2's table."""
     try:
         text = "".join(tokens).translate(_to_latin1()).encode("latin-1")
     except UnicodeEncodeError:
@@ -461,7 +472,7 @@ def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
 
 
 def bytes_of(token: str) -> bytes:
-    """The bytes of a token of a vocabulary file.
+    """Return the bytes of a token in a vocabulary file.
 
     A token with a character outside GPT-2's table is encoded as UTF-8, as the ByteLevel decoder of
     the package tokenizers does.

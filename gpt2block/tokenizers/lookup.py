@@ -1,4 +1,4 @@
-"""The tokenizer of a model, loaded when it is needed, and fields that are computed when read."""
+"""Lazy loading: the tokenizer of a model on first use, and fields computed on first access."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result", bound="ReadLater")
 
 
 class Lookup:
-    """Loads the tokenizer of a model when text needs it, and remembers it, or why there is none.
+    """Load the tokenizer of a model when a text first needs it, and keep it, or the error.
 
-    checkpoint: None for weights given as arrays. path: of another tokenizer than the checkpoint's,
-    as for `tokenizer.from_path`.
+    checkpoint: None if the weights are arrays. path: path of a tokenizer that replaces the
+    checkpoint's tokenizer, as in `tokenizer.from_path`.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Lookup:
     def at_hand(self) -> Encoding | None:
         """The tokenizer if its files are next to the weights or at the path; else None.
 
-        It suffices for token ids: nothing is searched elsewhere. Raises CheckpointError for a path
-        without a tokenizer.
+        Unlike `encoding`, this never downloads a tokenizer. It is used if inputs are token ids.
+        Raises CheckpointError for a path without a tokenizer.
         """
         if self._path is not None:
             return self.encoding
@@ -67,7 +67,10 @@ Tokenizer = Encoding | Lookup | None
 
 
 def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
-    """The tokenizer for a text, token ids or a list of them. Raises CheckpointError for text."""
+    """Return the tokenizer for inputs: a text, token ids, or a list of texts or ids.
+
+    Raises CheckpointError if there is a text but no tokenizer.
+    """
     if not isinstance(tokenizer, Lookup):
         return tokenizer
     several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
@@ -76,7 +79,7 @@ def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
 
 
 def of_outputs(tokenizer: Tokenizer) -> Encoding | None:
-    """The tokenizer with which ids are read as text; None if it cannot be loaded."""
+    """Return the tokenizer that decodes ids to text, or None if it cannot be loaded."""
     if not isinstance(tokenizer, Lookup):
         return tokenizer
     try:
@@ -86,16 +89,16 @@ def of_outputs(tokenizer: Tokenizer) -> Encoding | None:
 
 
 class ReadLater:
-    """Base of dataclasses, some fields of which are computed when they are first read."""
+    """Base of dataclasses with fields that are computed when they are first read."""
 
     def later(self: Result, **fields: Callable[[], Any]) -> Result:
-        """The object itself, with functions that return the values of these fields."""
+        """Replace fields by functions that compute their values; return the object itself."""
         for name in fields:
             del vars(self)[name]
         vars(self)["_later"] = fields
         return self
 
-    if not TYPE_CHECKING:  # else any name would be an attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute name
 
         def __getattr__(self, name: str) -> Any:
             fields = vars(self).get("_later", {})
@@ -105,6 +108,6 @@ class ReadLater:
             return vars(self)[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: all fields with their values."""
+        """Return the values of all fields, for pickle."""
         values = {name: getattr(self, name) for name in vars(self).get("_later", ())}
         return {name: value for name, value in vars(self).items() if name != "_later"} | values

@@ -1,7 +1,7 @@
-"""Text ↔ token ids: GPT-2's own BPE, or the tokenizer next to a checkpoint.
+"""Load tokenizers and encode text: GPT-2's BPE, or the tokenizer next to a checkpoint.
 
-Byte-level BPEs that merge like GPT-2's are read with tiktoken, others with the package tokenizers;
-see docs/tokenizers.md. Importing this module reads no files and uses no network.
+Byte-level BPEs that merge like GPT-2's run with tiktoken, others with the package tokenizers; see
+docs/tokenizers.md. Importing this module reads no files and uses no network.
 """
 
 from __future__ import annotations
@@ -51,35 +51,36 @@ from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"
 _LLM_C_MAGIC = 20240328
-# Files of tokenizers that are not supported, or not without another file.
+# Files of tokenizers that are unsupported, or incomplete without another file.
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
-# White space by Unicode and tiktoken's pattern; Python's \s has four more characters.
+# White space in Unicode and tiktoken's pattern. Python's \s matches four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _IN_LINES = _WHITE_SPACE.replace(r"\t-\r", r"\t\v\f")
 
 
 def _runs(shortest: int, space: str = _WHITE_SPACE) -> re.Pattern[str]:
-    """A pattern for runs of white space, which matches only from the start to the end of a run."""
+    """Return a pattern that matches whole runs of at least `shortest` white space characters."""
     return re.compile(f"{space}(?<!{space}{{2}}){space}{{{shortest - 1},}}(?!{_WHITE_SPACE})")
 
 
-# tiktoken's pattern backtracks in long runs, and fails at a million characters.
+# GPT-2's pattern in tiktoken backtracks in long runs, and fails at a million characters.
 _LONG_RUN = _runs(10_000)
-# Other patterns than GPT-2's split a run after its last line break, and do not backtrack before it.
+# Other patterns split a run after its last line break, and backtrack only after this line break.
 _LONG_LINE = _runs(10_000, _IN_LINES)
 
 
 def load(source: Path | None, vocab_size: int) -> Encoding:
-    """The tokenizer of a checkpoint's folder or GGUF file, or of weights without one (None).
+    """Load the tokenizer of a checkpoint's folder or GGUF file; None: of weights without a folder.
 
     Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
     with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
-    GPT-2's 50257, GPT-2's BPE comes from tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download).
+    GPT-2's 50257, GPT-2's BPE is loaded by tiktoken (from its cache, TIKTOKEN_CACHE_DIR, or a
+    download).
 
-    Raises CheckpointError for damaged files, for settings that are not supported, for a directory
-    with a tokenizer of another kind, and for one with more tokens than the model.
+    Raises CheckpointError for damaged files, for unsupported settings or kinds of tokenizers, and
+    for a tokenizer with more tokens than the model.
     """
     if source is not None and source.is_file():
         return _fitting(from_gguf(source), vocab_size, source)
@@ -93,9 +94,9 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
 
 
 def from_path(path: str | Path, vocab_size: int) -> Encoding:
-    """The tokenizer at a given path: a directory that has one as in `load`, or one of its files.
+    """Load the tokenizer at a path: a directory with the files of `load`, or one of these files.
 
-    Raises CheckpointError if there is none, and as `load` does.
+    Raises CheckpointError if there is no tokenizer, and in the cases of `load`.
     """
     with about(path, (RuntimeError,), "no tokenizer: {}"):
         path = Path(path).expanduser()
@@ -115,7 +116,7 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
 
 
 def _of_files(files: Mapping[str, Path]) -> Encoding | None:
-    """The tokenizer of the first complete set of these files, by their usual names."""
+    """Load the tokenizer of the first complete set of files, or return None. Keys: usual names."""
     if TOKENIZER in files:
         return from_tokenizer_json(files[TOKENIZER])
     for vocab, merges in PAIRS:
@@ -125,8 +126,11 @@ def _of_files(files: Mapping[str, Path]) -> Encoding | None:
 
 
 def _in_directory(directory: Path) -> Encoding | None:
-    """The tokenizer of a directory; None without tokenizer files, CheckpointError for others."""
-    # A dangling link or a FIFO is an error when it is read.
+    """Load the tokenizer of a directory, or return None if it has no tokenizer files.
+
+    Raises CheckpointError for unsupported tokenizers.
+    """
+    # Reading a dangling link or a FIFO raises an error.
     files = {name: directory / name for name in NAMES if os.path.lexists(directory / name)}
     encoding = _of_files(files)
     if encoding is not None:
@@ -137,7 +141,7 @@ def _in_directory(directory: Path) -> Encoding | None:
         other = f"{SETTINGS} (tokenizer_class {kind!r})"
     if other is not None:
         raise CheckpointError(
-            f"{directory}: it has {other}, and no tokenizer that gpt2block reads: expected "
+            f"{directory}: it has {other}, but no supported tokenizer: expected "
             "tokenizer.json, which save_pretrained of a fast tokenizer of transformers writes, or "
             "vocab.json together with merges.txt"
         )
@@ -145,18 +149,18 @@ def _in_directory(directory: Path) -> Encoding | None:
 
 
 def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
-    """tokenizer_config.json, or {} without it; CheckpointError if it adds tokens to every text.
+    """Read tokenizer_config.json, or return {} if it does not exist.
 
-    with_bos: whether it may add one before every text. eos_token may also be that of
-    special_tokens_map.json.
+    eos_token may also come from special_tokens_map.json. with_bos: whether the settings may add a
+    token before every text. Raises CheckpointError if they add any other token to every text.
     """
     path = directory / SETTINGS
     settings = {"eos_token": read_object(directory / SPECIAL).get("eos_token")} | read_object(path)
     for name in ("add_eos_token",) if with_bos else ("add_bos_token", "add_eos_token"):
         if settings.get(name):
             raise CheckpointError(
-                f"{path}: {name} adds a token to every text: set it to false, and put the token "
-                "into the text or its ids where the model needs it"
+                f"{path}: {name} adds a token to every text: set it to false, and add the token "
+                "to the text or its ids if the model needs it"
             )
     return settings
 
@@ -172,7 +176,7 @@ def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
 def _gpt2(directory: Path | None) -> Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on any exception of its HTTP library
+    except Exception as error:  # tiktoken lets exceptions of its HTTP library through
         raise CheckpointError(
             "GPT-2's tokenizer is neither next to the weights nor in tiktoken's cache, and cannot "
             f"be downloaded ({type(error).__name__}): put vocab.json and merges.txt from "
@@ -183,11 +187,11 @@ def _gpt2(directory: Path | None) -> Encoding:
 
 
 def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
-    """GPT-2's pair of files: token → id (encoder.json, vocab.json), merges (vocab.bpe, merges.txt).
+    """Load GPT-2's pair of files: vocab (encoder.json or vocab.json), merges (vocab.bpe or .txt).
 
-    Tokens in <> or [] that no merge produces, such as <|endoftext|>, and those of added_tokens.json
-    are special tokens. tokenizer_config.json may set add_prefix_space. Raises CheckpointError for
-    damaged files and for settings that are not supported.
+    Tokens in <> or [] that no merge produces, such as <|endoftext|>, and tokens of
+    added_tokens.json are special tokens. tokenizer_config.json may set add_prefix_space. Raises
+    CheckpointError for damaged files and for unsupported settings.
     """
     ids, settings = read_json(vocab), _settings(vocab.parent)
     text, added = read_start(merges), read_object(vocab.with_name(ADDED))
@@ -197,10 +201,10 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
 
 
 def from_llm_c(path: Path) -> Encoding:
-    """llm.c's gpt2_tokenizer.bin: a header of 256 int32, then for each token its length and bytes.
+    """Load llm.c's gpt2_tokenizer.bin: a header of 256 int32, then length and bytes of each token.
 
     The header holds 20240328, version 1 or 2, the number of tokens, and in version 2 the id of the
-    end of text. The file has no merges: their order is taken to be that of the ids, as in GPT-2.
+    end of text. The file has no merges: tokens are merged in the order of their ids, as in GPT-2.
     Raises CheckpointError for a damaged file.
     """
     data = read_start(path)
@@ -209,43 +213,43 @@ def from_llm_c(path: Path) -> Encoding:
         magic, version, count = header[:3].tolist()
         if magic != _LLM_C_MAGIC or version not in (1, 2) or not 0 < count < len(data):
             raise ValueError(f"header: {magic}, version {version}, {count} tokens")
-        tokens, at = [], header.nbytes
+        tokens, start = [], header.nbytes
         for _ in range(count):
-            end = at + 1 + data[at]
-            tokens.append(data[at + 1 : end])
-            at = end
-        if at != len(data):
-            raise ValueError(f"{len(data):,} bytes: expected {at:,}")
+            end = start + 1 + data[start]
+            tokens.append(data[start + 1 : end])
+            start = end
+        if start != len(data):
+            raise ValueError(f"{len(data):,} bytes: expected {start:,}")
         last = int(header[3]) if version == 2 else count - 1
         ranks = {token: rank for rank, token in enumerate(tokens) if rank != last}
         if len(ranks) != count - 1:
-            raise ValueError("expected tokens that are all different, and one that ends a text")
+            raise ValueError("expected tokens that are all different, with an end of text")
         return tokenizer_json.by_tiktoken(path.parent.name, ranks, {END_OF_TEXT: last})
 
 
 def from_tokenizer_json(path: Path) -> Encoding:
-    """A byte-level BPE in the format of Hugging Face `tokenizers`: see docs/tokenizers.md.
+    """Load a BPE in the format of Hugging Face `tokenizers`: see docs/tokenizers.md.
 
-    Its settings for truncation and padding are ignored, as transformers does by default. Raises
-    CheckpointError for a damaged file, for settings that are not supported, and for a
-    tokenizer_config.json that contradicts it.
+    Settings for truncation and padding are ignored, as in transformers by default. Raises
+    CheckpointError for a damaged file, for unsupported settings, and if tokenizer_config.json
+    contradicts the file.
     """
     return _of_spec(path, read_json(path), _settings(path.parent, with_bos=True))
 
 
 def from_gguf(path: Path) -> Encoding:
-    """The tokenizer of a GGUF file, one of two kinds: see docs/tokenizers.md.
+    """Load the tokenizer of a GGUF file: see docs/tokenizers.md for the two supported kinds.
 
-    Raises CheckpointError for a damaged file, and for one whose tokenizer is not supported.
+    Raises CheckpointError for a damaged file, and for an unsupported tokenizer.
     """
     files = gguf_tokenizer.files_of(path)
     return _of_spec(path, files[TOKENIZER], files[SETTINGS])
 
 
 def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
-    """The tokenizer with this content of tokenizer.json and tokenizer_config.json.
+    """Create the tokenizer with this content of tokenizer.json and tokenizer_config.json.
 
-    path: the file, for errors.
+    path: file to name in errors.
     """
     with about(path, _DAMAGE, _UNREADABLE):
         spec = with_settings(spec, settings)
@@ -270,16 +274,16 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
 
 
 def prefix_of(encoding: Encoding) -> list[int]:
-    """Ids that the tokenizer adds before every text, such as that of <s>; [] for GPT-2's."""
+    """Return the ids that the tokenizer adds before every text, such as <s>; [] for GPT-2's."""
     return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
 
 
 def encode(encoding: Encoding, text: str, special: bool = False, name: str = "text") -> list[int]:
-    """Token ids of a non-empty text, after those that the tokenizer adds before every text.
+    """Return the token ids of a non-empty text, after the prefix that the tokenizer always adds.
 
-    special: encode the names of special tokens, such as <|endoftext|>, as their ids; by default
-    they are ordinary text. Raises InputError, with `name` in the message, for an empty text, for a
-    lone surrogate, which UTF-8 cannot encode, and for a text on which the tokenizer fails.
+    special: whether names of special tokens, such as <|endoftext|>, are encoded as their ids; by
+    default they are ordinary text. Raises InputError, with `name` in the message, for an empty
+    text, for a lone surrogate, which UTF-8 cannot encode, and if the tokenizer fails on the text.
     """
     if not text:
         raise InputError(f"{name}: expected at least one character, got none")
@@ -287,15 +291,16 @@ def encode(encoding: Encoding, text: str, special: bool = False, name: str = "te
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Token ids of any text, empty ones included; a prefix in the text is not repeated."""
+    """Return token ids of a text, which may be empty. A prefix in the text is not repeated."""
     prefix, ids = prefix_of(encoding), _encode_text(encoding, text, special, name)
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
 def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
-    """Token ids of a text from a chat template, which has the names of its special tokens.
+    """Return token ids of a text from a chat template, which contains names of special tokens.
 
-    given: the characters that do not come from the template: a name with one is ordinary text.
+    given: spans of characters that do not come from the template. A name that overlaps one of them
+    is ordinary text.
     """
     return _encode_text(encoding, text, True, "messages", given)
 
@@ -303,7 +308,7 @@ def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
 def _encode_text(
     encoding: Encoding, text: str, special: bool, name: str, given: Spans = ()
 ) -> list[int]:
-    """Token ids of the text alone. given: as in `encode_chat`."""
+    """Return token ids of the text without a prefix. given: as in `encode_chat`."""
     check_encodable(name, text)
     known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
     names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
@@ -314,12 +319,12 @@ def _encode_text(
             return _encode_ordinary(encoding, text)
         longest_first = sorted(names, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, longest_first)))
-        ids, at = [], 0
-        for found in pattern.finditer(without_names(text, names, marks_of(text, given))):
-            ids += _encode_ordinary(encoding, text[at : found.start()])
-            ids.append(special_id(encoding, found[0]))
-            at = found.end()
-        return ids + _encode_ordinary(encoding, text[at:])
+        ids, start = [], 0
+        for match in pattern.finditer(without_names(text, names, marks_of(text, given))):
+            ids += _encode_ordinary(encoding, text[start : match.start()])
+            ids.append(special_id(encoding, match[0]))
+            start = match.end()
+        return ids + _encode_ordinary(encoding, text[start:])
     except BaseException as error:
         if not is_rust_failure(error):
             raise
@@ -327,11 +332,11 @@ def _encode_text(
 
 
 def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
-    """encode_ordinary, with separate encoding of long runs of white space, which make it panic.
+    """Call encode_ordinary. Encode long runs of white space separately: tiktoken panics on them.
 
     GPT-2's pattern never joins white space to the text before it, and other patterns join only line
-    breaks. They take a run as one piece, without its last character if text follows, because that
-    may begin the next piece.
+    breaks. A run is therefore one piece, without its last character if text follows, because this
+    character may begin the next piece.
     """
     if not isinstance(encoding, tiktoken.Encoding) or not _splits_all(encoding):
         return encoding.encode_ordinary(text)
@@ -345,10 +350,10 @@ def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
     return ids + encoding.encode_ordinary(text[start:])
 
 
-def least_tokens(encoding: Encoding) -> Callable[[str], int]:
-    """A function that says, at once, how many tokens a text has at least; 0 if that is not known.
+def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
+    """Return a fast function: text → a lower bound of its number of tokens; 0 if none is known.
 
-    The names of special tokens may be their ids.
+    The bound also holds if names of special tokens are encoded as their ids.
     """
     if isinstance(encoding, TokenizersEncoding):
         sizes = encoding.sizes
@@ -366,12 +371,12 @@ def least_tokens(encoding: Encoding) -> Callable[[str], int]:
 
 
 def _splits_all(encoding: tiktoken.Encoding) -> bool:
-    """Whether it splits text by a known pattern, which leaves out nothing."""
+    """Whether the encoding splits text with a known pattern, which omits no characters."""
     return _splits_words(encoding) or encoding._pat_str in SPLITS
 
 
 def _splits_words(encoding: tiktoken.Encoding) -> bool:
-    """Whether it splits text by GPT-2's pattern, of which tiktoken has an equivalent form."""
+    """Whether the encoding splits text with GPT-2's pattern or tiktoken's equivalent form of it."""
     known = tiktoken.registry.ENCODINGS.get("gpt2")
     return encoding is known or encoding._pat_str == tokenizer_json.SPLIT_WORDS
 
@@ -379,11 +384,11 @@ def _splits_words(encoding: tiktoken.Encoding) -> bool:
 def token_ids(
     encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
-    """The token ids, (T,), of a text or a row of ids; T may be 0. special: as for `encode`.
+    """Return the token ids, (T,), of a text or a row of ids; T may be 0. special: as in `encode`.
 
-    Raises InputError, with `name` in the message, for text without an encoding or that `encode`
-    rejects, for anything that is neither text nor a row of integers (including masked arrays and
-    booleans), and for ids outside 0…vocab_size - 1.
+    Raises InputError, with `name` in the message, for text without an encoding or text that
+    `encode` rejects, for objects that are neither text nor a row of integers (such as masked arrays
+    and booleans), and for ids outside 0…vocab_size - 1.
     """
     if isinstance(given, str):
         if encoding is None:
@@ -395,18 +400,20 @@ def token_ids(
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
-    """InputError for the first id outside the vocabulary; `first` is the position of ids[0]."""
+    """Raise InputError for the first id outside the vocabulary. first: position of ids[0]."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        at = int(((ids < 0) | (ids >= vocab_size)).argmax())
+        index = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
-            f"{name}: token {first + at} is {ids[at]}: expected ids from 0 to {vocab_size - 1}"
+            f"{name}: token {first + index} is {ids[index]}: expected ids from 0 to "
+            f"{vocab_size - 1}"
         )
 
 
 def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
-    """Whether `given` is a single text or row of ids, and the list of all inputs.
+    """Return whether `given` is a single text or row of ids, and the list of all inputs.
 
-    Raises InputError, with `name` in the message, for anything else than those or a list of them.
+    Raises InputError, with `name` in the message, unless `given` is a text, a row of ids or a list
+    of texts or rows.
     """
     if isinstance(given, str) or getattr(given, "ndim", None) == 1:
         return True, [given]
@@ -422,10 +429,10 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
 
 
 def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
-    """The id of the token that ends a text: eos_token of the settings, or <|endoftext|>.
+    """Return the id of the token that ends a text: eos_token of the settings, or <|endoftext|>.
 
-    None without either. <|endoftext|> also begins GPT-2's texts. Without an encoding, it is that of
-    GPT-2's BPE for a vocabulary of GPT-2's size.
+    None if the tokenizer has neither. <|endoftext|> also begins GPT-2's texts. Without an encoding,
+    a vocabulary of GPT-2's size is taken to be GPT-2's.
     """
     if encoding is None:
         return GPT2_END if vocab_size == GPT2_VOCABULARY else None

@@ -1,8 +1,8 @@
-"""tokenizer.json, the format of Hugging Face `tokenizers`.
+"""Read tokenizer.json, the format of Hugging Face `tokenizers`.
 
-The pipelines of GPT-2, and of models whose words are like those of GPT-4, are run with tiktoken,
-which merges by token id, whereas tokenizers merges by the list of merges; `_merges_problem` decides
-whether both give the same ids. Other pipelines are run with the package tokenizers, or rejected
+Pipelines that split text into words like GPT-2 or GPT-4 run with tiktoken. tiktoken merges in the
+order of token ids, tokenizers in the order of the list of merges; `_merges_problem` determines
+whether both give the same ids. Other pipelines run with the package tokenizers, or are rejected
 with the name of the unsupported setting.
 """
 
@@ -33,7 +33,7 @@ from gpt2block.tokenizers.encoding import (
     steps_of,
 )
 
-# GPT-2's pattern of words; SPLIT_NOTHING is for tokenizers with use_regex false.
+# GPT-2's pattern of words, and the pattern of tokenizers that do not split (use_regex false).
 SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_NOTHING = r"(?s:.+)"
 
@@ -58,19 +58,19 @@ class TiktokenEncoding(tiktoken.Encoding):
 
 
 class _Added(NamedTuple):
-    """A token that is matched in the text before the BPE model is applied."""
+    """An added token, which is matched in the text before the BPE model is applied."""
 
     content: str
     token_id: int
     special: bool
-    plain: bool  # matched anywhere, without the white space around it
+    plain: bool  # whether it matches anywhere, without the white space around it
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
-    """The tokenizer described by `spec`, a parsed tokenizer.json.
+    """Return the tokenizer described by `spec`, a parsed tokenizer.json.
 
-    Raises ValueError for settings that are not supported; a damaged file may also raise KeyError,
-    TypeError or AttributeError.
+    Raises ValueError for unsupported settings; a damaged file may also raise KeyError, TypeError or
+    AttributeError.
     """
     model = spec["model"]
     vocab: dict[str, int] = model["vocab"]
@@ -97,21 +97,21 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
 
 
 def id_of(spec: Any, content: str | None) -> int | None:
-    """The id of an added token, or of another token of the vocabulary, by its content."""
+    """Return the id of an added token or a token of the vocabulary by its content, or None."""
     added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
-    found: int | None = added.get(content, spec["model"]["vocab"].get(content))
-    return found
+    id: int | None = added.get(content, spec["model"]["vocab"].get(content))
+    return id
 
 
 def adds_prefix_space(spec: Any) -> bool:
-    """Whether the tokenizer puts a space before a text."""
+    """Whether the tokenizer adds a space before every text."""
     return any(step.get("add_prefix_space") for step in steps_of(spec, "pre_tokenizer"))
 
 
 def by_tiktoken(
     name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
 ) -> TiktokenEncoding:
-    """A TiktokenEncoding; ValueError for ids and tokens with which tiktoken would fail."""
+    """Create a TiktokenEncoding. Raises ValueError for ids and tokens that tiktoken cannot use."""
     check_distinct([*ranks.values(), *special.values()])
     absent = [byte for byte in UTF_8 if bytes([byte]) not in ranks]
     if absent:
@@ -120,7 +120,7 @@ def by_tiktoken(
 
 
 def check_distinct(ids: Sequence[Any]) -> None:
-    """ValueError unless all are different non-negative integers that fit int32."""
+    """Raise ValueError unless ids are different non-negative integers that fit int32."""
     valid = set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
     if not valid or max(ids, default=0) > _LARGEST_ID or len(set(ids)) != len(ids):
         raise ValueError(f"expected ids that are different integers from 0 to {_LARGEST_ID}")
@@ -135,7 +135,7 @@ def _added(token: Mapping[str, Any]) -> _Added:
 
 
 def _parts(merges: Sequence[Any]) -> list[str]:
-    """The two tokens of each merge, in one list; old files write a merge as "left right"."""
+    """Return the two tokens of each merge, in one list. Old files write a merge as "left right"."""
     if set(map(type, merges)) <= {str}:
         whole = {merge.count(" ") for merge in merges} <= {1}
         parts = " ".join(merges).split(" ") if merges else []
@@ -148,7 +148,7 @@ def _parts(merges: Sequence[Any]) -> list[str]:
 
 
 def _check_pipeline(spec: Any) -> None:
-    """ValueError for steps whose tokens cannot be decoded individually."""
+    """Raise ValueError for a pipeline whose tokens cannot be decoded individually."""
     steps = steps_of(spec, "normalizer", "pre_tokenizer")
     if not any(step["type"] == "ByteLevel" for step in steps):
         step = spec.get("pre_tokenizer") or {"type": "none"}
@@ -161,8 +161,8 @@ def _check_pipeline(spec: Any) -> None:
 def _is_sentence_piece(spec: Any) -> bool:
     """Whether a tokenizer with byte_fallback has SentencePiece's decoder and no other steps.
 
-    Its tokens can be decoded individually: ▁ becomes a space, and only the first space of a text is
-    removed.
+    Tokens can then be decoded individually: ▁ becomes a space, and only the first space of a text
+    is removed.
     """
     before = [step["type"] for step in steps_of(spec, "normalizer", "pre_tokenizer")]
     decoders = [step["type"] for step in steps_of(spec, "decoder")]
@@ -171,7 +171,7 @@ def _is_sentence_piece(spec: Any) -> bool:
 
 
 def _check_model(model: Any, fallback: bool) -> None:
-    """ValueError unless it is a BPE with supported settings.
+    """Raise ValueError unless the model is a BPE with supported settings.
 
     fallback: whether <0x00> … <0xFF> stand for bytes; else the vocabulary is byte-level.
     """
@@ -191,7 +191,7 @@ def _check_model(model: Any, fallback: bool) -> None:
 
 
 def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
-    """ValueError unless every token has one id, and every id one token."""
+    """Raise ValueError unless every token has one id, and every id one token."""
     for token in added:
         if token.content in vocab and token.token_id != vocab[token.content]:
             raise ValueError(
@@ -203,7 +203,7 @@ def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
 
 
 def _pipeline_problem(spec: Any) -> str | None:
-    """The first setting, apart from tokens and merges, that tiktoken does not support."""
+    """Return the first setting that tiktoken does not support, apart from tokens and merges."""
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
     if _split_of(spec) is None:
@@ -220,10 +220,10 @@ def _pipeline_problem(spec: Any) -> str | None:
 
 
 def _split_of(spec: Any) -> str | None:
-    """tiktoken's regular expression for the words of a pre_tokenizer; None without one.
+    """Return tiktoken's regular expression for the words of a pre_tokenizer, or None.
 
-    Both packages have the same classes of characters. A pattern that matches all of a text leaves
-    nothing to be removed between its matches.
+    Both packages have the same classes of characters. Behaviors Isolated and inverted Removed are
+    equivalent for the patterns in SPLITS, whose matches cover every text completely.
     """
     *before, last = steps_of(spec, "pre_tokenizer")
     if last["type"] != "ByteLevel" or not last.keys() <= BYTE_LEVEL.keys():
@@ -238,18 +238,18 @@ def _split_of(spec: Any) -> str | None:
 
 
 def _adds_nothing(processor: Any) -> bool:
-    """Whether a post-processor adds no ids to a text, such as the template of transformers."""
+    """Whether a post-processor adds no ids to a text, like the default template of transformers."""
     if processor["type"] == "TemplateProcessing":
         return [list(part) for part in processor["single"]] == [["Sequence"]]
     return bool(processor["type"] == "ByteLevel")
 
 
 def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | None:
-    """The first added token that tiktoken matches differently from tokenizers."""
+    """Return a description of the first added token that tiktoken matches differently, or None."""
     new = [token for token in added if token.content not in vocab]
     for token in added:
         if not token.special or not token.plain:
-            return f"added token {token.content!r}, which is not a plain special one"
+            return f"added token {token.content!r}, which is not a plain special token"
         if bytes_of(token.content) != token.content.encode():
             return f"added token {token.content!r}, whose characters stand for bytes"
     for index, token in enumerate(new, len(vocab)):
@@ -261,7 +261,7 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
 def _merges_problem(
     vocab: Mapping[str, int], parts: Sequence[str], special: set[str]
 ) -> str | None:
-    """Why tiktoken's ids can differ from those of the list of merges; None if they never do.
+    """Return why ids of tiktoken can differ from ids of the list of merges; None if they cannot.
 
     parts: the two tokens of each merge, merge by merge.
 
@@ -269,11 +269,11 @@ def _merges_problem(
     a word that is a token directly to its id. The list of merges gives the same ids if
 
     - the merges produce different tokens, with ids in the order of the merges;
-    - both parts of a merge are bytes or produced by an earlier merge, so that the merges of a word
+    - both parts of a merge are bytes or results of an earlier merge, so that the merges of a word
       are also applied in order;
-    - there are no other tokens, except special ones;
+    - there are no other tokens, except special tokens;
     - the earlier merges turn the bytes of each token into exactly the two parts of its merge. Then
-      no other two neighbours can have its bytes.
+      no other two neighbours can have the bytes of this token.
     """
     known = {byte: char for byte, char in byte_characters().items() if char in vocab}
     if not known.keys() >= UTF_8:
@@ -288,45 +288,45 @@ def _merges_problem(
         return "model.merges that are not in the order of ids"
     order.update(zip(merged, range(first, first + len(merged)), strict=True))
     if not special.isdisjoint(order):
-        return f"special token {min(special & order.keys())!r} that is also made by the model"
+        return f"special token {min(special & order.keys())!r} that merges also produce"
     if len(vocab) != len(order) + len(special & vocab.keys()):
         other = min(vocab.keys() - order.keys() - special, default="a byte")
-        return f"model.vocab with {other!r}, which no merge makes"
+        return f"model.vocab with {other!r}, which no merge produces"
     index = np.array(list(map(order.get, parts, repeat(len(order)))), np.int64)
     left, right = index[::2], index[1::2]
     if (np.maximum(left, right) >= np.arange(first, len(order))).any():
-        return "model.merges of tokens that a later merge makes"
+        return "model.merges of tokens that a later merge produces"
     unused = _unreachable(left, right, first)
-    return None if unused is None else f"model.merges that never make {merged[unused]!r}"
+    return None if unused is None else f"model.merges that never produce {merged[unused]!r}"
 
 
 def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) -> int | None:
-    """The first merge found that never applies to the bytes of its own token; None without one.
+    """Return the index of a merge that never applies to the bytes of its own token, or None.
 
-    Tokens are numbered: `first` bytes, then one for each merge of left[i] and right[i].
+    Tokens are numbered: `first` bytes, then one token for each merge of left[i] and right[i].
 
-    The bytes of left[i] followed by those of right[i] become these two tokens unless an earlier
-    merge joins tokens across their border. To find such a merge, all merges are undone step by
-    step, the latest first: `one` and `two` are the tokens at the border, and `limit` is the merge
-    undone last. A smaller merge that joins `one` and `two` would have been applied before `limit`,
-    which would then not have been reached. (Of equal merges the left one is applied first: that is
-    the merge at the border if `two` was undone.)
+    The bytes of left[i] followed by the bytes of right[i] become these two tokens, unless an
+    earlier merge joins tokens across their border. To find such a merge, all merges are undone step
+    by step, the latest first: `one` and `two` are the tokens at the border, and `limit` is the last
+    undone merge. A merge smaller than `limit` that joins `one` and `two` would have been applied
+    before `limit`, which would then not apply. (The left one of two equal merges is applied first:
+    this is the merge at the border if `two` was undone.)
     """
     total = first + len(left)
-    made = np.arange(first, total)
+    merges = np.arange(first, total)
     keys = left * total + right
     by_key = np.argsort(keys)
     keys = keys[by_key]
-    # The first merge with each token on its left or right: only pairs below `limit` are looked up.
+    # First merges with each token on the left or right: only pairs below `limit` are looked up.
     as_left, as_right = np.full(total, total), np.full(total, total)
-    np.minimum.at(as_left, left, made)
-    np.minimum.at(as_right, right, made)
-    which, one, two, limit = made, left, right, made
+    np.minimum.at(as_left, left, merges)
+    np.minimum.at(as_right, right, merges)
+    which, one, two, limit = merges, left, right, merges
     while len(which):
         possible = np.flatnonzero((as_left[one] < limit) & (as_right[two] < limit))
         pair = one[possible] * total + two[possible]
-        at = np.minimum(np.searchsorted(keys, pair), len(keys) - 1)
-        joined = (keys[at] == pair) & (by_key[at] + first < limit[possible])
+        index = np.minimum(np.searchsorted(keys, pair), len(keys) - 1)
+        joined = (keys[index] == pair) & (by_key[index] + first < limit[possible])
         if joined.any():
             return int(which[possible[joined][0]]) - first
         more = np.maximum(one, two) >= first
@@ -343,7 +343,7 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
 def _by_tokenizers(
     name: str, spec: Any, added: Iterable[_Added], problem: str, fallback: bool = False
 ) -> TokenizersEncoding:
-    """A tokenizer run by the package tokenizers; ValueError if that is missing or fails."""
+    """Create an encoding of the package tokenizers. Raises ValueError if it is missing or fails."""
     require(f"it has {problem}, which", "tokenizers", "tokenizers")
     definition = json.dumps(
         spec
@@ -361,14 +361,14 @@ def _by_tokenizers(
     if before is None:
         raise ValueError(
             f"post_processor {spec['post_processor']['type']} adds tokens after every text: set it "
-            "to null, and put these tokens into the text or its ids where the model needs them"
+            "to null, and add these tokens to the text or its ids if the model needs them"
         )
     encoding.prefix = before
     for token in added:
-        found = encoding.token_to_id(token.content)
-        if found != token.token_id:
+        actual = encoding.token_to_id(token.content)
+        if actual != token.token_id:
             raise ValueError(
-                f"added_tokens: {token.content!r} has id {token.token_id}, and {found} in the "
+                f"added_tokens: {token.content!r} has id {token.token_id}, and {actual} in the "
                 "package tokenizers: expected ids that follow the vocabulary's"
             )
     return encoding
