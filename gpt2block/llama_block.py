@@ -60,7 +60,7 @@ class LlamaBlock(BaseBlock):
         c = weights.config
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
         turned = weights.half_split, ("frequencies",)
-        settings = Settings(*heads, self.causal, *turned, softmax_scale=c.scales.attention)
+        settings = PassSettings(*heads, self.causal, *turned, softmax_scale=c.scales.attention)
         spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
         self._start(spec, device, index, graph)
 

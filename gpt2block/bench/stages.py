@@ -50,7 +50,7 @@ def stages_of(dtype: str) -> Stages:
 
 def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
     """Run a decoding step with these fusions, up to the logits."""
-    step = StagedPass(do, Settings.of(config), fusions)
+    step = StagedPass(do, PassSettings.of(config), fusions)
     return forward(step, architecture_of(config), config, "logits")
 
 
