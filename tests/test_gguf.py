@@ -351,6 +351,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type: 'dynamic' is not"),
     "yarn": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: 0.5 is not supported"),
     "mscale": ({"llama.rope.scaling.yarn_log_multiplier": 1.0}, "yarn_log_multiplier: 1.0 is not"),
+    "yarn's factor": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": "x"},
+        "rope.scaling.attn_factor: expected 2^-20 to 2^20, got 'x'",
+    ),
     "per layer": (
         {"llama.feed_forward_length": [56, 48]},
         "llama.feed_forward_length: expected one",

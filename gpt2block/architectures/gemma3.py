@@ -151,7 +151,11 @@ class Gemma3Config(WindowedConfig):
         content = super().to_hugging_face()
         del content["hidden_act"]
         kinds = [KINDS[sliding] for sliding in self.sliding_layers]
-        own = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds, "pad_token_id": None}
+        own: dict[str, Any] = {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": kinds,
+            "pad_token_id": None,
+        }
         own |= {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
         return content | own | {EMBEDDING_DTYPE: self.embedding_dtype}
 

@@ -20,6 +20,7 @@ from gpt2block.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
 from gpt2block.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.checkpoints.stored import Stored
+from gpt2block.checks import check_number
 from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
@@ -35,13 +36,18 @@ _OF_LLAMA = {
     "attention.key_length": ("head_size", 0), "attention.layer_norm_rms_epsilon": ("eps", 1e-6),
     "rope.freq_base": ("theta", 10000.0),
 }  # fmt: skip
+YARN_KEYS: Mapping[str, str] = {  # of a RopeScaling
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_context",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
 # Others that do not change the result, or that are read here
 _READ = {
-    *_OF_GPT2, *_OF_LLAMA, "vocab_size", "attention.value_length", "rope.dimension_count",
-    "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-    "tensor_data_layout",
+    *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
+    "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
+    "rope.scaling.attn_factor", "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # Other keys are accepted only with the value for which they change nothing
@@ -245,14 +251,9 @@ def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
     llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. Where
     yarn_attn_factor is given, the attention_factor of config.json, it stands for the latter.
     """
-    keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
-    scaling = RopeScaling(
-        "yarn",
-        settings.get("rope.scaling.factor") or 1.0,
-        original_context=settings.get("rope.scaling.original_context_length",
-                                      settings.get("context_length", 2048)),
-        attention_factor=settings.get("rope.scaling.yarn_attn_factor"),
-        **{name: settings[key] for name, key in keys.items() if key in settings},
-    )  # fmt: skip
-    factor = settings.get("rope.scaling.attn_factor", 1.0)
+    given = {field: settings[key] for key, field in YARN_KEYS.items() if key in settings}
+    defaults = {"factor": 1.0, "original_context": settings.get("context_length", 2048)}
+    scaling = RopeScaling("yarn", **{**defaults, **given})
+    key = "rope.scaling.attn_factor"
+    factor = check_number(key, settings.get(key, 1.0), 2.0**-20, 2.0**20, "2^-20 to 2^20")
     return replace(scaling, attention_factor=scaling.attention_factor * factor)

@@ -208,9 +208,8 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
     if scaling.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
     if scaling.kind == "yarn":
-        names = {"factor": "factor", "original_context": "original_context_length",
-                 "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}  # fmt: skip
-        keys = {f"rope.scaling.{key}": getattr(scaling, name) for name, key in names.items()}
+        keys = {key: getattr(scaling, field) for key, field in gguf.YARN_KEYS.items()}
+        del keys["rope.scaling.yarn_attn_factor"]  # which llama.cpp reads of few architectures
         factor = scaling.attention_factor / yarn_attention(scaling.factor)
         return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":

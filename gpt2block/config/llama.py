@@ -75,8 +75,8 @@ class RopeScaling:
     more than beta_fast times in the original context stay, those that turn less than beta_slow
     times are divided by `factor`, and those between are interpolated by the index of the pair;
     truncate: whether the ends of this range are rounded to whole pairs. attention_factor, of
-    "longrope" and "yarn", multiplies the queries and keys that RoPE turns; None stands for
-    1 + ln(factor) / 10 with "yarn", at least 1, and for 1 with the others.
+    "longrope" and "yarn", multiplies the queries and keys that RoPE turns; by default it is
+    1 + ln(factor) / 10 with "yarn", at least 1, and 1 with the others.
 
     Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
     et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024); Peng et al.,
@@ -448,7 +448,8 @@ def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> Rop
     """As in `transformers`, where absent fields, and some that are 0 or null, have defaults."""
     n_ctx, original = _contexts(name, fields, sizes)
     factor = n_ctx / original if fields["factor"] is None else fields["factor"]
-    attention, parts = fields.get("attention_factor"), ("mscale", "mscale_all_dim")
+    attention: Any = fields.get("attention_factor")
+    parts = ("mscale", "mscale_all_dim")
     if attention is None and all(fields.get(part) for part in parts):
         scale = _check_factor("factor", factor)
         above, below = (yarn_attention(scale, _check_factor(part, fields[part])) for part in parts)

@@ -170,35 +170,22 @@ def _sharded(rng: Rng, folder: Path) -> None:
 
 def _rewritten(rng: Rng, folder: Path) -> None:
     """A Llama with YaRN, or a Gemma, as other programs write it, and then as another dtype."""
-    gemma, whole, seed = rng.chance(0.5), {}, rng.whole(2**31)
+    gemma, seed = rng.chance(0.5), rng.whole(2**31)
     sizes: dict[str, Any] = {
-        "n_layer": rng.whole(1, 4),
-        "n_head": 4,
-        "n_kv_head": rng.pick(1, 2, 4),
-    }
-    sizes |= {
-        "n_embd": 8 * rng.whole(1, 5),
-        "n_ctx": 16,
-        "vocab_size": 9,
-        "n_ff": 12,
-        "head_size": 8,
-    }
+        "n_layer": rng.whole(1, 4), "n_head": 4, "n_kv_head": rng.pick(1, 2, 4), "n_ctx": 16,
+        "n_embd": 8 * rng.whole(1, 5), "vocab_size": 9, "n_ff": 12, "head_size": 8,
+    }  # fmt: skip
     if gemma:
-        whole = {"embedding_dtype": str(rng.pick("float32", "float16", "bfloat16"))}
+        sizes["embedding_dtype"] = rng.pick("float32", "float16", "bfloat16")
     elif rng.chance(0.7):
-        betas = {"beta_fast": rng.pick(2.0, 32.0), "beta_slow": rng.pick(0.1, 1.0)}
-        context, truncate = rng.pick(2, 8, 4096), rng.chance(0.5)
-        scaling = RopeScaling(
-            "yarn",
-            rng.pick(0.5, 3.0, 40.0),
-            original_context=context,
-            attention_factor=rng.pick(None, 1.3),
-            truncate=truncate,
-            **betas,
-        )
-        whole = {"scaling": scaling}
+        options: dict[str, Any] = {
+            "factor": rng.pick(0.5, 3.0, 40.0), "original_context": rng.pick(2, 8, 4096),
+            "attention_factor": rng.pick(None, 1.3), "truncate": rng.chance(0.5),
+            "beta_fast": rng.pick(2.0, 32.0), "beta_slow": rng.pick(0.1, 1.0),
+        }  # fmt: skip
+        sizes["scaling"] = RopeScaling("yarn", **options)
     made: Any = Gemma3Config if gemma else LlamaConfig
-    config = made(**sizes, **whole, tie_word_embeddings=rng.chance(0.5))
+    config = made(**sizes, tie_word_embeddings=rng.chance(0.5))
     source: Any = SimpleNamespace(config=config, tensors=lambda: random_model(seed, config))
     accepted(_quietly, save_pretrained, folder, source, rng.pick(None, "float16", "bfloat16"))
     file = folder / "model.safetensors"
