@@ -48,7 +48,7 @@ def checked(messages: Any) -> None:
 def normalized(
     messages: Any, names: TemplateNames, arguments_as_objects: bool = True
 ) -> list[dict[str, Any]]:
-    """The messages as a template with these names reads them.
+    """Return the messages as a template with these names reads them.
 
     Fields that are null, and empty ones of ABSENT_IF_EMPTY, are absent. The content is a text: that
     of its parts, or empty where an assistant's message has none. Arguments of calls that are the
@@ -56,6 +56,7 @@ def normalized(
     another form, and for roles and fields that the template would leave out.
     """
     checked(messages)
+    read = {"role", "content", "tool_call_id", *names.fields}
     found, calls = [], list[Any]()  # calls: ids that have no result yet
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
@@ -63,9 +64,8 @@ def normalized(
         role = fields["role"]
         if not (names.any_role or role in names.fields or role in USUAL_ROLES):
             _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
-        for name in fields:
-            if name not in ("role", "content", "tool_call_id", *names.fields):
-                _refuse(f"the chat template reads no field {shown(name)}: leave it out", index)
+        if unread := [name for name in fields if name not in read]:
+            _refuse(f"the chat template reads no field {shown(unread[0])}: leave it out", index)
         if "tool_calls" in fields:
             given = fields["tool_calls"]
             if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
