@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from gpt2block.architectures import gpt2
 from gpt2block.checks import FLOATS, check_choice, check_count, check_flag, named_options
 from gpt2block.config import block_shapes
 from gpt2block.cuda import cupy
-from gpt2block.errors import Argument, DeviceError, InputError, no_attribute, shown
+from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.inspect.compare import Comparisons, compare_steps
 from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
@@ -43,11 +43,6 @@ class BaseBlock:
     dtype: str
     weights: Any
     _engine: BlockEngine
-
-    if not TYPE_CHECKING:  # else any name would be an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute("Block", self, name)
 
     @staticmethod
     def _checked(weights: Any, kind: type, dtype: Any, kernels: Any) -> None:

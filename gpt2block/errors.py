@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from reprlib import Repr
 from typing import NamedTuple
@@ -99,35 +99,27 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
-_LOAD = "from_pretrained(name, device='cuda', dtype='bfloat16')"
-# Names that users of other libraries try → what to write. "" stands for the module gpt2block.
-INSTEAD: Mapping[str, Mapping[str, str]] = {
+# What to write → names that users of other libraries try, of the package and of a model.
+_ANSWERS = {
     "": {
-        **dict.fromkeys(
-            ("AutoModel", "AutoModelForCausalLM", "load", "load_model"),
-            "gpt2block.from_pretrained(name)",
-        ),
-        **dict.fromkeys(
-            ("AutoTokenizer", "Tokenizer", "tokenizer"), "gpt2block.from_pretrained(name).tokenizer"
-        ),
-        **{
-            name: f"gpt2block.from_pretrained(name).{name}(text)"
-            for name in ("compare", "embed", "explain", "generate", "score", "stream")
-        },
-        "kernels": "gpt2block.ops, and the files of kernels_cu/",
+        "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",
+        "gpt2block.from_pretrained(name).tokenizer": "AutoTokenizer Tokenizer tokenizer",
+        "a method of gpt2block.from_pretrained(name)": "compare embed explain generate score",
     },
     "Model": {
-        **dict.fromkeys(("forward", "logits", "predict"), "model(ids)"),
-        **dict.fromkeys(("encode", "tokenize"), "model.tokenizer.encode_ordinary(text)"),
-        **dict.fromkeys(("decode", "detokenize"), "model.tokenizer.decode(ids)"),
-        **dict.fromkeys(("cpu", "cuda", "half", "to"), _LOAD),
-        **dict.fromkeys(("load", "load_state_dict"), "from_pretrained(name)"),
-        **dict.fromkeys(("parameters", "named_parameters", "state_dict"), "model.tensors()"),
-        "attentions": "model.attention(text)",
-        "perplexity": "model.score(text).perplexity",
-        "save": "model.save_pretrained(directory), or model.save_gguf(path, type)",
+        "model(ids)": "forward logits predict",
+        "model.tokenizer.encode_ordinary(text)": "encode tokenize",
+        "model.tokenizer.decode(ids)": "decode detokenize",
+        "from_pretrained(name, device='cuda', dtype='bfloat16')": "cpu cuda half to",
+        "from_pretrained(name)": "load load_state_dict",
+        "model.tensors()": "named_parameters parameters state_dict",
+        "model.score(text).perplexity": "perplexity",
+        "model.save_pretrained(directory), or model.save_gguf(path, type)": "save",
     },
-    "Block": {"forward": "block(x)", "to": "Block(weights, device='cuda', dtype='bfloat16')"},
+}
+INSTEAD = {
+    of: {name: answer for answer, names in answers.items() for name in names.split()}
+    for of, answers in _ANSWERS.items()
 }
 
 

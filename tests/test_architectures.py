@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import gpt2block
-from gpt2block import CheckpointError
 from gpt2block.architectures import ARCHITECTURES
 from tests.devices import GPU
 
@@ -294,8 +293,6 @@ def test_a_llama_with_another_gate_as_the_documentation_adds_it(
     settings = llama(random.Random(4)) | {"hidden_act": module.GELU}
     theirs = model_of(torch, transformers, "llama", settings, 4)
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu'"):
-        gpt2block.from_pretrained(tmp_path, device="cpu")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": name}))
     ours = gpt2block.from_pretrained(tmp_path, device="cpu")

@@ -279,5 +279,5 @@ def test_the_recordings_of_each_architecture_read_all_tensors() -> None:
     with recording("9.0"):
         for (kind, own), dtype in zip(OWN.values(), cycle(FORMATS)):
             engine = model_of(kind(**SIZES | own), "cuda", dtype).engine
-            found = start_all(engine, [np.arange(9)], [Sampling()], 2).next()
+            found = start_all(engine, [np.arange(9, dtype=np.int32)], [Sampling()], 2).next()
             assert found.slots.tolist() == [0]

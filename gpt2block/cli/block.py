@@ -14,12 +14,7 @@ from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.checks import FLOATS, check_choice
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
-from gpt2block.cli.model import (
-    device_option,
-    json_option,
-    note_on_cpu,
-    revision_option,
-)
+from gpt2block.cli.model import device_option, json_option, note_on_cpu, revision_option
 from gpt2block.cli.options import option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison, errors
@@ -36,11 +31,7 @@ EXCERPT = 24  # characters of each end of a long text
 @dataclass(frozen=True)
 class BlockOptions:
     weights: str = option(
-        "A Hugging Face directory, .safetensors file or hub id.",
-        BUNDLED,
-        "--weights",
-        "--model",
-        complete=complete.models,
+        "A Hugging Face directory, .safetensors file or hub id.", BUNDLED, complete=complete.models
     )
     revision: str | None = revision_option()
     size: str | None = option(
@@ -91,7 +82,7 @@ def block(options: BlockOptions) -> None:
     else:
         report = _of_random_weights(options, options.size)
     if options.kernels != "auto" and report.device.startswith("CPU"):
-        note_on_cpu(f"--kernels {options.kernels}", "no kernel runs, NumPy computes the steps")
+        note_on_cpu(f"--kernels {options.kernels}")
     if options.as_json:
         print_json(asdict(report))
     else:

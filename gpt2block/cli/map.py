@@ -17,13 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.cli.codes import FAILED, INTERRUPTED
-from gpt2block.cli.model import (
-    GUESSES_NOTHING,
-    ModelOptions,
-    TextOptions,
-    note_on_cpu,
-    stride_option,
-)
+from gpt2block.cli.model import ModelOptions, TextOptions, note_on_cpu, stride_option
 from gpt2block.cli.options import add_command, argument, option
 from gpt2block.errors import printable, require
 
@@ -161,7 +155,7 @@ def _map(
     job = Job(task=name, output=files.output, options=asdict(task), **fields)
     speculates = job.options.get("speculate") and scheduler is None
     if speculates and engine_of(job.device) == "cpu":
-        note_on_cpu("--speculate", GUESSES_NOTHING)
+        note_on_cpu("--speculate")
     watcher = _Watcher()
     try:
         with watcher.bar:

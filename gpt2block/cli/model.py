@@ -50,7 +50,6 @@ draft_option = partial(
 )
 peer_option = partial(option, "torch: also time PyTorch, on the same buffers and in turn.")
 json_option = partial(option, "Print JSON.", False, "--json")
-GUESSES_NOTHING = "NumPy guesses no tokens, and the text is the same"
 chat_template_option = partial(
     option,
     'Variables that the chat template reads, as a JSON object such as {"enable_thinking": false}.',
@@ -154,7 +153,7 @@ def load_draft(
     A note on stderr says if a loaded model on the CPU guesses nothing.
     """
     if speculate and loaded.device.startswith("CPU"):
-        note_on_cpu("--speculate", GUESSES_NOTHING)
+        note_on_cpu("--speculate")
     if name is None:
         return
     if not speculate:
@@ -163,9 +162,9 @@ def load_draft(
     loaded.draft_model, _ = load_model(smaller, None)
 
 
-def note_on_cpu(option: str, instead: str) -> None:
-    """Say on stderr that an option has no effect on the CPU. instead: what happens there."""
-    print(f"note: {option} has no effect on the CPU: {instead}", file=sys.stderr)
+def note_on_cpu(option: str) -> None:
+    """Say on stderr that an option has no effect on the CPU."""
+    print(f"note: {option} has no effect on the CPU: NumPy computes all steps", file=sys.stderr)
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:
