@@ -118,6 +118,7 @@ def serve(
             f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
         )
     origins = tuple(map(_origin, cors_origin or ()))
+    allowed = tuple(map(_host, allowed_host or ()))
     if "*" in origins and not keys:
         raise InputError(
             "--cors-origin *: any page in a browser could use the model of this machine: expected "
@@ -135,10 +136,18 @@ def serve(
     assert encoding is not None
     load_draft(loaded, model, draft_model, speculate)
     address = f"[{host}]" if ":" in host else host
-    hosts, allowed = (*LOOPBACK, address), (*map(_host, allowed_host or ()),)
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(
-        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, allowed, speculate
+        names,
+        rows,
+        queue,
+        keys,
+        (*LOOPBACK, address),
+        reuse_prefixes,
+        timeout,
+        origins,
+        allowed,
+        speculate,
     )
     server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"

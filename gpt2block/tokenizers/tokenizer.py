@@ -34,7 +34,7 @@ from gpt2block.checkpoints.tokenizer_files import (
 from gpt2block.checkpoints.tokenizer_specs import GPT2_CLASSES, spec_of_pair, with_settings
 from gpt2block.checks import check_encodable
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.tokenizers import tokenizer_json
 from gpt2block.tokenizers.encoding import (
     Encoding,
@@ -411,7 +411,8 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> 
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         at = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
-            f"{name}: token {first + at} is {ids[at]}: expected ids from 0 to {vocab_size - 1}"
+            f"{name}: token {first + at} is {shown(int(ids[at]))}: expected ids from 0 to "
+            f"{vocab_size - 1}"
         )
 
 
