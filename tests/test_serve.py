@@ -981,7 +981,7 @@ def test_scoring_stops_nobody_and_ends_with_its_client(
     body = {"prompt": ["ab"] * 50, "max_tokens": 0, "echo": True, "logprobs": 1}
     with serving(model, rows=1) as running:
         connections = [sent(running, COMPLETION, body) for _ in range(app.AT_ONCE)]
-        eventually(lambda: len(scored) == app.AT_ONCE)
+        eventually(lambda: len(scored) == app.AT_ONCE // 2)
         assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1})[0] == 200
         for connection in connections:
             connection.close()
@@ -1137,12 +1137,12 @@ def test_a_line_in_the_log_for_each_request(model: Any, caplog: pytest.LogCaptur
         eventually(lambda: len(caplog.messages) == 4)
         caplog.set_level("WARNING", "gpt2block.serve")
         post(running, COMPLETION, body, **key_of("bob"))
-    found = [re.sub(r"\d\.\d{3} s", "T", message) for message in caplog.messages]
+    found = [re.sub(r"\d\.\d{3} s|, req-[0-9a-f]{32}$", "T", each) for each in caplog.messages]
     assert found == [
-        "POST /v1/completions 200 T, 3 + 2 tokens, ann",
-        "POST /v1/completions 200 T, 3 + 2 tokens, bob",
-        "POST /v1/completions 401 T",
-        "GET /play/explain/… 404 T",
+        "POST /v1/completions 200 T, 3 + 2 tokens, annT",
+        "POST /v1/completions 200 T, 3 + 2 tokens, bobT",
+        "POST /v1/completions 401 TT",
+        "GET /play/explain/… 404 TT",
     ]
 
 
@@ -1209,7 +1209,7 @@ def test_a_load_with_clients_that_go(
     assert 0 < found["first p50 ms"] <= found["first p99 ms"]
     assert found["between p99 ms"] <= found["between max ms"]
     first = f"{COMPLETION} 400"
-    assert {first} <= {*found["large"]} <= {first, "/tokenize 200", f"{CHAT} 400"}
+    assert {first} <= {*found["large"]} <= {first, "/tokenize 200", f"{CHAT} 413"}
     eventually(lambda: server.service.open == 0)
 
 
@@ -1392,7 +1392,7 @@ def test_metrics(model: Any) -> None:
              for each in samples}  # fmt: skip
     assert found.items() >= {
         ("requests_total", COMPLETION, "200"): 2, ("requests_total", COMPLETION, "400"): 1,
-        ("slots",): 3, ("new_tokens",): 24, ("first_token_seconds_count",): 4,
+        ("slots",): 3, ("new_tokens_total",): 24, ("first_token_seconds_count",): 4,
         ("token_seconds_count",): 20, ("token_seconds_bucket", "+Inf"): 20,
     }.items()  # fmt: skip
     assert 0 < found["token_seconds_sum",] < 20 * SECONDS
@@ -1436,6 +1436,9 @@ def test_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--cors-origin", "*"), "--cors-origin *: any page in a browser could use the model"),
         (("--cors-origin", "https://a.b/"), "--cors-origin: expected an origin without a path"),
         (("--cors-origin", "null"), "--cors-origin: expected an origin without a path"),
+        (("--allowed-host", "https://a.b"), "--allowed-host: expected a name without a port"),
+        (("--uds", "/s", "--port", 80), "--uds: expected without --host, --port and --trusted"),
+        (("--uds", "x" * 200), f"--uds {'x' * 200}: AF_UNIX path too long"),
         (("--trusted-proxy", "proxy.local"), "--trusted-proxy: expected an address, or a network"),
         (("--api-key-file", "short.txt"), "expected a key of at least 16 ASCII characters"),
         (("--api-key-file", "empty.txt"), "expected a key of at least 16 ASCII characters"),
@@ -1503,7 +1506,8 @@ def test_a_port_that_is_taken(listens: bool) -> None:
 def command(*more: str, first: str = "") -> Iterator[tuple[Any, str]]:
     """`gpt2block serve` in a process, and the first line of its log. first: Python before it."""
     code = f"{first}\nfrom gpt2block import cli\ncli.main()"
-    given = ["serve", "--model", "shakespeare", "--device", "cpu", "--port", "0", *more]
+    at = () if "--uds" in more else ("--port", "0")
+    given = ["serve", "--model", "shakespeare", "--device", "cpu", *at, *more]
     child = subprocess.Popen(
         [sys.executable, "-c", code, *given],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
@@ -1603,7 +1607,7 @@ def test_a_mistake_of_the_server(
         assert (status, found["error"]["message"]) == (500, "the server has made an error")
         for path, logged in zip((COMPLETION, "/v1/embeddings"), caplog.messages, strict=True):
             assert running.metric("faults_total", path=path) == 1
-            assert logged.startswith(f"{path}: Traceback")
+            assert re.match(f"{path}, req-[0-9a-f]{{32}}: Traceback", logged)
             assert logged.endswith("RuntimeError: \\x1b[31m red")
 
 

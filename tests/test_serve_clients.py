@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
@@ -86,9 +87,13 @@ def test_a_rendering_has_a_limit_and_stops_nobody(
     given = {**vars(model), "chat_template": ChatTemplate(source, {})}
     endless = {"messages": [{"role": "user", "content": "go"}]}
     with serving(model.__class__(**given), keys=KEYS) as running, ThreadPoolExecutor(1) as pool:
-        post(running, "/tokenize", {"messages": HELLO}, **BOB)
+        for _ in range(2):  # processes that have started
+            ready = copy(given["chat_template"])
+            ready.seconds = 1.0
+            ready.render(HELLO)
+            running.server._templates.append(ready)
         slow = pool.submit(post, running, "/tokenize", endless, **ANN)
-        eventually(lambda: not running.server._templates)  # it is in use
+        eventually(lambda: len(running.server._templates) == 1)
         status, found = post(running, "/tokenize", {"messages": HELLO}, **BOB)
         assert (status, found["tokens"], slow.done()) == (200, [*b"ok"], False)
         status, found = slow.result()
@@ -270,8 +275,9 @@ def test_too_many_connections_are_told_so(model: Any) -> None:
 
 def test_the_table_of_neutral_values_is_that_of_the_documentation() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "serve.md").read_text(encoding="utf-8")
-    found = {}
-    for names, values in re.findall(r"^\| (`.*?) \| (any|only null|`.*`) \|$", page, re.MULTILINE):
+    table = page.partition("## Fields without effect\n")[2].partition("\n## ")[0]
+    found: dict[str, str] = {}
+    for names, values in re.findall(r"^\| (`.*) \| (any|only null|`.*`) \|$", table, re.MULTILINE):
         found |= dict.fromkeys(re.findall("`(.*?)`", names), values)
     any_value = protocol.NEUTRAL["user"]
     assert found == {

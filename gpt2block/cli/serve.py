@@ -121,6 +121,7 @@ def serve(
             f"--host {host}: others can reach this address: expected --api-key-file, or 127.0.0.1"
         )
     origins = tuple(map(_origin, cors_origin or ()))
+    allowed = tuple(map(_host, allowed_host or ()))
     if "*" in origins and not keys:
         raise InputError(
             "--cors-origin *: any page in a browser could use the model of this machine: expected "
@@ -140,12 +141,20 @@ def serve(
     if chat_template_kwargs:
         loaded.chat_template.check_variables(chat_template_kwargs)
     address = f"[{host}]" if ":" in host else host
-    hosts, allowed = (*LOOPBACK, address), (*map(_host, allowed_host or ()),)
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(
-        names, rows, queue, keys, hosts, reuse_prefixes, timeout, origins, allowed, speculate,
+        names,
+        rows,
+        queue,
+        keys,
+        (*LOOPBACK, address),
+        reuse_prefixes,
+        timeout,
+        origins,
+        allowed,
+        speculate,
         chat_template_kwargs or {},
-    )  # fmt: skip
+    )
     server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address

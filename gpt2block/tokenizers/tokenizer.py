@@ -34,7 +34,7 @@ from gpt2block.checkpoints.tokenizer_files import (
 from gpt2block.checkpoints.tokenizer_specs import GPT2_CLASSES, spec_of_pair, with_settings
 from gpt2block.checks import check_encodable
 from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.tokenizers import tokenizer_json
 from gpt2block.tokenizers.encoding import (
     Encoding,
@@ -404,7 +404,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> 
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         index = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
-            f"{name}: token {first + index} is {ids[index]}: expected ids from 0 to "
+            f"{name}: token {first + index} is {shown(int(ids[index]))}: expected ids from 0 to "
             f"{vocab_size - 1}"
         )
 

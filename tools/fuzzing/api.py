@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import lru_cache
 from pathlib import Path
@@ -19,15 +20,28 @@ from fuzzing import (
     attempt,
     check,
     check_equal,
+    check_message,
     formulas,
     refuses,
 )
 from fuzzing import gpt2 as plain
-from fuzzing.values import NUMBERS, TEXTS, damaged, odd_argument, odd_text, spoil, swapped
+from fuzzing.values import (
+    NUMBERS,
+    TEXTS,
+    damaged,
+    odd_argument,
+    odd_text,
+    odd_value,
+    spoil,
+    spoil_json,
+    swapped,
+)
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, Sampling, WeightMatrix
 from gpt2block.config import block_shapes
 from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import LONGEST
 from gpt2block.generation.scoring import load_tokens
+from gpt2block.serve import protocol
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -41,6 +55,7 @@ def case(rng: Rng, folder: Path) -> None:
     rng.pick(
         _block, _block_weights, _model_weights, _logits, _logits, _cache, _generate, _generate,
         _generate_text, _score, _embed, _sampling, _matrix, _tokens, _tokens, _config, _layer,
+        _request,
     )(rng, folder)  # fmt: skip
 
 
@@ -510,6 +525,25 @@ def _bin(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, 
     data = rng.pick(header.tobytes(), b"") + array.tobytes()
     path.write_bytes(data if whole else damaged(rng, data, 12))
     return path, array if whole else None
+
+
+def _request(rng: Rng, folder: Path) -> None:
+    """The body of a request to the server: one field is odd, or its encoding."""
+    content = rng.pick("a", [{"type": "text", "text": "a"}, {"type": "image_url"}], None)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "stream": True}
+    body |= {"max_tokens": rng.pick(-1, 1, 2**31, None), "stream_options": rng.pick(None, {})}
+    if rng.chance(0.5):
+        spoil_json(rng, body, *body.values())
+    if rng.chance(0.5):
+        body[rng.pick("stop", *TEXTS, *protocol.NEUTRAL)] = odd_value(rng)
+    text = json.dumps(body).encode(rng.pick("utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-32-be"))
+    try:
+        protocol.parsed(protocol.ChatRequest, text, ("m",), 8)
+    except protocol.ApiError as error:
+        check_message(error.message[:LONGEST])
+        check(len(error.message) < 3 * LONGEST, f"an error of {len(error.message)} characters")
+        check(len(error.param or "") <= protocol.LONGEST_KEY, f"the field {error.param!r}")
+        raise Refused from error
 
 
 AREA = Area("api", 4, case)
