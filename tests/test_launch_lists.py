@@ -1,12 +1,16 @@
-"""The launches of passes and operations, for four GPUs, are those of a golden file."""
+"""The launches of passes and operations, for four GPUs, and what kernels run in: golden files."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
+import kernel_uses
 import pytest
+from kernel_uses import CAPABILITIES, ORDER, Use, read, runs_in, text_of, uses_of
 from launch_lists import digest, lists
+from launch_models import CONFIGS
 from launch_recorder import DEVICES
 
 GOLDEN = Path(__file__).parent / "golden" / "launches.txt"
@@ -14,7 +18,8 @@ COMPARE = """launches differ from {golden} in: {names}
 Print them with this change, and without it, and compare the files:
     python tools/launch_lists.py --only '{first}' > after.txt
 If the change is intended:
-    python tools/launch_lists.py --digests > {golden}"""
+    python tools/launch_lists.py --digests > {golden}
+    python tools/kernel_uses.py > tests/golden/kernels.txt"""
 TELLING = (  # programs of the golden file, which has more than can run in a few seconds
     r"9.0 model (gpt2 3x64|llama 4/2x128|llama 6/2x64).* (float32|bfloat16) own",
     r"9.0 model (gpt2 3x64|gpt2 3x11|llama 4/2x128|llama 4/1x32).* float8_e4m3fn .*",
@@ -27,6 +32,11 @@ TELLING = (  # programs of the golden file, which has more than can run in a few
     r"8.0 (model (gpt2 2x64|llama 6/2x64).* (float32|float8_e5m2) .*|products \w+ float16)",
     r"10.0 (model llama 2/1x64 (bfloat16|float8_e5m2) own|operation (attention|rmsnorm_\w+) .*)",
     r"7.5 (model (gpt2 2x64|llama 4/1x32) float32 .*|products linear float8_e5m2|operation gemm.*)",
+    r"9.0 generation (gpt2|llama) (float32|e4m3/e4m3|Q8_0/e4m3|Q4_K|Q4_K_M)",
+    r"9.0 generation (gemma3|nanochat|olmo2|phi3|qwen3) .*",
+    r"9.0 generation (gpt2-768 float32|(gpt2-768|llama-2048) e4m3/e4m3|llama-2048 Q4_K_M)",
+    r"8.0 generation (llama (float32|Q8_0)|gpt2 e4m3/e4m3|(nanochat|gemma3) Q4_K_M)",
+    r"7.5 generation (gpt2-odd float32|(gemma3|llama) bfloat16)",
 )
 
 
@@ -35,13 +45,67 @@ def test_launches_are_those_of_the_golden_file(programs: str) -> None:
     wanted = re.compile(programs).fullmatch
     known = [line.split(maxsplit=2) for line in GOLDEN.read_text("utf-8").splitlines()]
     expected = {name: f"{sha} {count}" for sha, count, name in known if wanted(name)}
-    got = {
-        name: " ".join(digest(lines).split())
+    recorded = [
+        each
         for capability in DEVICES
-        for name, lines in lists(capability, lambda name: wanted(name) is not None)
-    }
+        for each in lists(capability, lambda name: wanted(name) is not None)
+    ]
+    got = {name: " ".join(digest(lines).split()) for name, lines in recorded}
     names = sorted(name for name in {*expected, *got} if expected.get(name) != got.get(name))
     assert expected
     assert not names, COMPARE.format(
         golden="tests/golden/launches.txt", names=", ".join(names), first=names[0]
     )
+    assert_same_uses([each for each in recorded if " generation " in each[0]])
+
+
+def assert_same_uses(programs: list[tuple[str, list[str]]]) -> None:
+    """The golden file of kernels has the uses of these programs, and no others of theirs."""
+    got = uses_of(programs)
+    of_programs = {use[:3] for uses in got.values() for use in uses}
+    expected = {
+        kernel: found
+        for kernel, uses in golden_uses().items()
+        if (found := {use for use in uses if use[:3] in of_programs})
+    }
+    assert len(of_programs) == len(programs)
+    assert got == expected, "python tools/kernel_uses.py > tests/golden/kernels.txt"
+
+
+@cache
+def golden_uses() -> kernel_uses.Uses:
+    return read(kernel_uses.GOLDEN.read_text("utf-8"))
+
+
+def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
+    """The reasons are of kernels that there are, and that run in none."""
+    found = runs_in(golden_uses())
+    none = {kernel for kernel, runs in found.items() if not runs.parts}
+    print(*sorted(none), sep="\n")
+    assert [kernel for kernel in none if not found[kernel].reason] == []
+    named = [each for names in kernel_uses.NOT_RUN.values() for each in names]
+    assert len(named) == len(set(named))
+    for each in named:
+        of_name = {kernel for kernel in found if each in (kernel, kernel.split()[0])}
+        assert of_name, f"{each}: no such kernel"
+        assert of_name <= none, f"{each} runs in a list: it needs no reason"
+    assert golden_uses().keys() <= found.keys()
+
+
+def test_what_a_kernel_runs_in() -> None:
+    found = runs_in(golden_uses())
+    split = found["attention/decode.cu attention_split"]
+    assert (split.capabilities, split.models) == (CAPABILITIES, tuple(CONFIGS))
+    assert split.parts == ("1", "2", "8", "16", "17", "64", "128", "guesses", "draft", "trace")
+    assert found["matmul/decode_hopper_gguf.cu qkv_hopper_gguf"].capabilities == ("9.0",)
+    assert found["elementwise/relu_squared.cu relu_squared"].models == ("nanochat",)
+    assert found["elementwise/residual.cu add_kernel"].parts == ("skeleton",)
+    assert found["softmax/ladder.cu softmax_forward_kernel1"][:4] == ((), (), (), ())
+
+
+def test_uses_are_read_as_they_were_written() -> None:
+    every = {Use(f, c, m, p) for f in ORDER[0][:2] for c in CAPABILITIES
+             for m in CONFIGS for p in ORDER[3][:3]}  # fmt: skip
+    uses = {"a.cu f": every - {Use("float32", "8.0", "gpt2", "load")}, "b.cu g": {min(every)}}
+    assert read(text_of(uses)) == uses
+    assert text_of(golden_uses()) == kernel_uses.GOLDEN.read_text("utf-8")

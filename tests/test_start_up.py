@@ -8,6 +8,7 @@ from typing import Any
 import launch_lists
 import numpy as np
 import pytest
+from launch_models import engine_of
 from launch_recorder import recording
 
 from gpt2block import GPT2Config, Sampling
@@ -33,7 +34,7 @@ def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
     """The usual prompts are recorded, too; those of other lengths have their kernels."""
     rng = np.random.default_rng(0)
     with recording("9.0"):
-        engine = launch_lists._engine(LARGE, dtype, None)
+        engine = engine_of(LARGE, dtype, None)
         decoding = engine.decode(SLOTS, LARGE.n_ctx)
         parts = list(decoding.start_up(False))
         assert parts == [(done, len(parts)) for done in range(len(parts))]

@@ -20,15 +20,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from launch_models import MODELS as GENERATING
+from launch_models import engine_of, generation
 from launch_operations import HEADS, attention, operation, product
 from launch_recorder import DEVICES, Recorder, recording
 
 from gpt2block import (
-    GPT2,
     Block,
     BlockWeights,
     GPT2Config,
-    Llama,
     LlamaBlock,
     LlamaBlockWeights,
     LlamaConfig,
@@ -40,7 +40,7 @@ from gpt2block import (
 from gpt2block.bench.models import RandomLlama
 from gpt2block.bench.token_works import decode
 from gpt2block.checks import FLOATS
-from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES
 from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
@@ -102,7 +102,7 @@ def block(config: ModelConfig, dtype: str, kernels: str, to: Recorder) -> None:
 
 def model(config: ModelConfig, dtype: str, kv_dtype: str | None, to: Recorder) -> None:
     """Compute every output of prompts, without and with a kv_cache, and steps of decoding."""
-    engine = to.call("load", _engine, config, dtype, kv_dtype)
+    engine = to.call("load", engine_of, config, dtype, kv_dtype)
     if engine is None:
         return
     for lengths in PROMPTS[: 4 if config.n_embd < 512 else 2]:
@@ -120,33 +120,17 @@ def model(config: ModelConfig, dtype: str, kv_dtype: str | None, to: Recorder) -
 
 
 def steps(engine: Any, to: Recorder) -> None:
-    """Run steps of decoding, then free the large arrays of the engine."""
+    """Run steps of decoding, then free the arrays of a large engine."""
     for rows in ROWS:
         to.call(f"{rows} rows", _decode, engine, rows)
+    large = engine.config.n_embd > 512
     del engine
-    gc.collect()
+    if large:
+        gc.collect()  # which takes as long as a tenth of the launches
 
 
 def _ids(lengths: tuple[int, ...]) -> list[Any]:
     return [np.zeros(length, np.int32) for length in lengths]
-
-
-def _engine(config: ModelConfig, dtype: str, kv_dtype: str | None) -> Any:
-    """Return an engine whose weights are zeros, with layout KN for GPT-2."""
-    gpt2 = isinstance(config, GPT2Config)
-
-    def tensors() -> Iterator[tuple[str, Any, str | None]]:
-        for name, shape in model_shapes(config).items():
-            if len(shape) == 1 or name == "wpe":
-                yield name, np.full(shape, 2e5 if name.endswith("b_up") else 1, np.float32), None
-            elif gpt2 and name.startswith("h."):
-                yield name, cupy.empty(shape, "float32"), "KN"
-            else:
-                rows = shape if name in ("wte", "lm_head") else shape[::-1]
-                yield name, cupy.empty(rows, "float32"), "NK"
-
-    kind: Any = GPT2 if gpt2 else Llama
-    return kind.from_tensors(config, tensors(), "cuda", dtype, kv_dtype).engine
 
 
 def _decode(engine: Any, rows: int) -> None:
@@ -192,6 +176,8 @@ def programs() -> Iterator[tuple[str, Program]]:
                 yield f"block {kind} {name}", partial(block, config, dtype, kernels)
     for (name, each), (dtype, kv_dtype) in itertools.product(MODELS.items(), PAIRS):
         yield f"model {name} {dtype} {kv_dtype or 'own'}", partial(model, each, dtype, kv_dtype)
+    for each in GENERATING:
+        yield f"generation {' '.join(each)}", partial(generation, *each)
     for dtype in DTYPES:
         yield f"stages {dtype}", partial(stages, dtype)
         yield f"products linear {dtype}", partial(product, "linear", dtype)
@@ -205,12 +191,13 @@ def programs() -> Iterator[tuple[str, Program]]:
 
 
 def lists(capability: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name, with the capability, and lines of each selected program."""
+    """Yield name, with the capability, and lines of each selected program that launches anything."""
     for name, run in programs():
         if wanted(f"{capability} {name}"):
             with recording(capability) as recorder:
                 run(recorder)
-            yield f"{capability} {name}", recorder.lines
+            if recorder.lines:
+                yield f"{capability} {name}", recorder.lines
 
 
 def digest(lines: list[str]) -> str:
