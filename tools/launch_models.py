@@ -113,7 +113,9 @@ def generation(name: str, formats: str, to: Recorder) -> None:
         engine.draft = draft
         decoding = engine.decode(2, 64, speculate=True)
         to.call("prompts", decoding.start, [_start(slot, 20) for slot in range(2)])
-        decoding._pace.add(np.arange(2), np.full((2, MOST_GUESSES), RIGHT | TAKEN))  # all were right
+        decoding._pace.add(
+            np.arange(2), np.full((2, MOST_GUESSES), RIGHT | TAKEN)
+        )  # all were right
         to.call(call, decoding._launch)  # no result, as nothing ran
     to.call("scores", engine.log_likelihood, [_ids(70)])
     to.call("logits", engine.forward, [_ids(70)], "logits")
