@@ -79,7 +79,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
             "window": 9,
             "sliding_layers": (True, False),
             "head_size": 256,
-            "embedding_dtype": "bfloat16",  # in which the root of 512 channels is another number
+            "embedding_dtype": "bfloat16",
         },
     ),
     "mistral": (MistralConfig, {"window": 5}),

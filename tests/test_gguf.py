@@ -179,35 +179,28 @@ def test_the_scaling_of_llama_3_is_its_factors(tmp_path: Path) -> None:
         LlamaConfig(scaling=found.scaling)
 
 
+OTHER_BETAS = {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "original_context_length": 64}
+
+
 @pytest.mark.parametrize(
     ("keys", "factor", "others"),
     [
-        ({"factor": 4.0}, 1 + 0.1 * math.log(4), {"original_context": 256}),
-        ({}, 1.0, {"factor": 1.0}),
-        ({"factor": 4.0, "attn_factor": 1.5}, 1.5 * (1 + 0.1 * math.log(4)), {}),
-        ({"factor": 4.0, "yarn_attn_factor": 1.25, "yarn_ext_factor": 1.0}, 1.25, {}),
-        (
-            {
-                "factor": 2.0,
-                "original_context_length": 64,
-                "yarn_beta_fast": 8.0,
-                "yarn_beta_slow": 2.0,
-            },
-            1 + 0.1 * math.log(2),
-            {"original_context": 64, "beta_fast": 8.0, "beta_slow": 2.0},
-        ),
+        ({"factor": 4.0}, 1 + 0.1 * math.log(4), (4.0, 256, 32.0, 1.0)),
+        ({}, 1.0, (1.0, 256, 32.0, 1.0)),
+        ({"factor": 4.0, "attn_factor": 1.5}, 1.5 + 0.15 * math.log(4), (4.0, 256, 32.0, 1.0)),
+        ({"yarn_attn_factor": 1.25, "yarn_ext_factor": 1.0}, 1.25, (1.0, 256, 32.0, 1.0)),
+        ({"factor": 2.0, **OTHER_BETAS}, 1 + 0.1 * math.log(2), (2.0, 64, 8.0, 2.0)),
     ],
 )
-def test_keys_of_yarn(
-    keys: dict[str, Any], factor: float, others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_keys_of_yarn(keys: dict[str, Any], factor: float, others: Any, tmp_path: Path) -> None:
     """llama.cpp multiplies 1 + ln(factor) / 10 by attn_factor; yarn_attn_factor replaces it."""
     named = {f"llama.rope.scaling.{key}": each for key, each in {"type": "yarn", **keys}.items()}
     found: Any = Checkpoint.open(changed(tmp_path, "llama-plain", named)).config
     assert found.scaling.attention_factor == pytest.approx(factor, rel=1e-7)
     assert found.scales.attention == pytest.approx(factor**2 * 12**-0.5, rel=1e-7)
-    for name, value in others.items():
-        assert getattr(found.scaling, name) == value
+    scaling = found.scaling
+    got = scaling.factor, scaling.original_context, scaling.beta_fast, scaling.beta_slow
+    assert got == others
 
 
 def kinds() -> list[str]:

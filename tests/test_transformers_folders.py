@@ -6,10 +6,10 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,48 +26,40 @@ from tests.command_line import gpt2block as command
 
 GOLDEN = Path(__file__).parent / "golden"
 Tensors = dict[str, NDArray[Any]]
+Change = Callable[[Tensors], Tensors]
 PLAIN, TIED, GPT2 = "llama-plain", "llama-tied", "tiny"
-LAYER = "model.layers.0.self_attn"
+BUFFERS = (
+    "model.rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "model.rotary_emb_local.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.rotary_emb.sin_cached",
+)  # fmt: skip
 
 
-def buffers(tensors: Tensors) -> Tensors:
-    """Buffers of RoPE, of the model and of its layers, as several versions wrote them."""
-    names = (
-        "model.rotary_emb.inv_freq", "rotary_emb.original_inv_freq",
-        "model.layers.1.rotary_emb.sin_cached", f"{LAYER}.rotary_emb.inv_freq",
-        "model.rotary_emb_local.inv_freq",
-    )  # fmt: skip
-    return tensors | {name: np.ones(3, np.float32) for name in names}
+def with_buffers(tensors: Tensors) -> Tensors:
+    return tensors | dict.fromkeys(BUFFERS, np.ones(3, np.float32))
 
 
 def only_the_head(tensors: Tensors) -> Tensors:
     wte = next(name for name in tensors if name.endswith(("wte.weight", "embed_tokens.weight")))
-    return {name: array for name, array in tensors.items() if name != wte} | {
-        "lm_head.weight": tensors[wte]
-    }
+    return tensors | {"lm_head.weight": tensors.pop(wte)}
 
 
-def wider(name: str, dtype: type) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {
-        key: array.astype(dtype) if name in key else array for key, array in tensors.items()
-    }
+def wider(part: str, dtype: type) -> Change:
+    return lambda tensors: {k: v.astype(dtype) if part in k else v for k, v in tensors.items()}
 
 
-def folder(path: Path, name: str, change: Callable[[Tensors], Tensors], **config: Any) -> Path:
-    """A golden model in a shard, where `change` makes other tensors of its own."""
+def folder(path: Path, name: str, change: Change, **config: Any) -> Path:
+    """A golden model with other tensors and settings."""
     shutil.copytree(GOLDEN / name, path)
-    settings = json.loads((path / "config.json").read_text())
+    settings, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
     (path / "config.json").write_text(json.dumps(settings | config))
-    save_file(
-        change(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"}
-    )
+    save_file(change(load_file(file)), file, {"format": "pt"})
     return path
 
 
 @pytest.mark.parametrize(
     ("name", "change", "config"),
     [
-        (PLAIN, buffers, {}),
+        (PLAIN, with_buffers, {}),
         (TIED, only_the_head, {}),
         (GPT2, only_the_head, {}),
         (PLAIN, wider("q_proj", np.float32), {"torch_dtype": "float32"}),
@@ -78,19 +70,17 @@ def folder(path: Path, name: str, change: Callable[[Tensors], Tensors], **config
     ],
 )
 def test_a_folder_that_transformers_opens(
-    name: str, change: Callable[[Tensors], Tensors], config: dict[str, Any], tmp_path: Path
+    name: str, change: Change, config: dict[str, Any], tmp_path: Path
 ) -> None:
     """The logits agree, also after the model is saved in its dtypes."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     path = folder(tmp_path / "model", name, change, **config)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path).float()
     ids = np.arange(12)
     with torch.no_grad():
         expected = theirs(torch.tensor(ids[None])).logits[0].numpy()
     ours = gpt2block.from_pretrained(path, device="cpu")
-    limit = 1e-5 * np.abs(expected).max()
-    np.testing.assert_allclose(ours(ids), expected, rtol=0, atol=limit)
+    np.testing.assert_allclose(ours(ids), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     again = save_pretrained(tmp_path / "again", Checkpoint.open(path))
     np.testing.assert_array_equal(gpt2block.from_pretrained(again, device="cpu")(ids), ours(ids))
 
@@ -109,26 +99,18 @@ def test_names_of_dtypes_and_their_keys(tmp_path: Path) -> None:
     assert config.embedding_dtype == "float16"
 
 
-# --- the factor of Gemma's embeddings
-
-
-@dataclass
-class Gemma:
-    """A TensorSource of a Gemma with sqrt(24), which differs between dtypes, in a dtype."""
-
-    config: Gemma3Config
-    dtype: str
-
-    def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
-        for name, array, layout in random_model(0, self.config):
-            yield name, array.astype(gpt2block.checks.FLOATS[self.dtype]), layout
-
-
-FACTORS = {"float32": np.float32(24**0.5), "float16": 4.8984375, "bfloat16": 4.90625}
+FACTORS = {"float32": np.float32(24**0.5), "float16": 4.8984375, "bfloat16": 4.90625}  # sqrt(24)
 SIZES: dict[str, Any] = {
     "n_layer": 1, "n_head": 2, "n_embd": 24, "n_ctx": 16, "vocab_size": 11, "n_ff": 32,
     "head_size": 8,
 }  # fmt: skip
+
+
+def gemma(path: Path, dtype: str) -> Path:
+    """A random Gemma 3 in a dtype, to which its factor is rounded."""
+    config = Gemma3Config(**SIZES, embedding_dtype=dtype)
+    source: Any = SimpleNamespace(config=config, tensors=lambda: random_model(0, config))
+    return save_pretrained(path, source, dtype)
 
 
 @pytest.mark.parametrize(("rounded", "saved"), [*product(FACTORS, FACTORS)])
@@ -139,43 +121,32 @@ def test_the_factor_of_embeddings_is_kept(rounded: str, saved: str, tmp_path: Pa
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    source = save_pretrained(
-        tmp_path / "source", Gemma(Gemma3Config(**SIZES, embedding_dtype=rounded), rounded)
-    )
-    paths, factor, noted = [source], FACTORS[rounded], []
+    path, factor = gemma(tmp_path / "source", rounded), FACTORS[rounded]
     kinds = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-    steps: list[tuple[Any, str, Any, str]] = [
-        (save_pretrained, "folder", saved, "transformers"),
-        (save_gguf, "m.gguf", kinds[saved], "llama.cpp"),
-        (save_pretrained, "back", saved, "transformers"),
-        (save_gguf, "again.gguf", kinds[rounded], "llama.cpp"),
-        (save_pretrained, "source-again", rounded, "transformers"),
-    ]
-    for save, name, kind, program in steps:
+    for n, dtype in enumerate((saved, saved, saved, rounded, rounded)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            paths.append(save(tmp_path / name, Checkpoint.open(paths[-1]), kind))
-        noted.append([each for each in caught if f"{program} multiplies" in str(each.message)])
-    for path in paths:
+            if n in (1, 3):
+                path = save_gguf(tmp_path / f"{n}.gguf", Checkpoint.open(path), kinds[dtype])
+                reader, theirs = "llama.cpp", FACTORS["float32"]
+            else:
+                path = save_pretrained(tmp_path / f"{n}", Checkpoint.open(path), dtype)
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
+                assert loaded.dtype == getattr(torch, dtype)
+                scale = loaded.model.embed_tokens.embed_scale
+                reader, theirs = "transformers", float(scale.to(loaded.dtype))
+        noted = any(f"{reader} multiplies" in str(each.message) for each in caught)
+        assert noted == (theirs != factor)
         model: Any = gpt2block.from_pretrained(path, device="cpu", dtype=saved)
         for config in (model.config, pickle.loads(pickle.dumps(model.config))):
             assert config.scales.embedding == factor
-    for path, (_, _, _, program), notes in zip(paths[1:], steps, noted, strict=True):
-        theirs = FACTORS["float32"]
-        if program == "transformers":
-            embed = transformers.AutoModelForCausalLM.from_pretrained(path).model.embed_tokens
-            assert embed.weight.dtype == getattr(
-                torch, saved if path.name != "source-again" else rounded
-            )
-            theirs = float(embed.embed_scale.to(embed.weight.dtype))
-        assert bool(notes) == (theirs != factor)
-    assert ("embedding_dtype" in (paths[1] / "config.json").read_text()) == (rounded != saved)
+        if reader == "transformers":
+            kept = "embedding_dtype" in (path / "config.json").read_text()
+            assert kept == (rounded != dtype)
 
 
 def test_convert_notes_the_factor(tmp_path: Path) -> None:
-    source = save_pretrained(
-        tmp_path / "m", Gemma(Gemma3Config(**SIZES, embedding_dtype="bfloat16"), "bfloat16")
-    )
+    source = gemma(tmp_path / "m", "bfloat16")
     done = command("convert", source, tmp_path / "out", "--dtype", "float32")
     assert "transformers multiplies embeddings by 4.89898" in done.err
     assert "this model has 4.90625, which gpt2block keeps" in done.err

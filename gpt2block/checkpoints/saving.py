@@ -89,7 +89,8 @@ def save_pretrained(
         stored = _write_weights(new / WEIGHTS, weights, dtype)
         warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
-        if config.get("embedding_dtype") == stored:  # else a copy that others cast keeps the key
+        if config.get("embedding_dtype") == stored:
+            # It follows from torch_dtype. `transformers` would copy the key into a cast model.
             del config["embedding_dtype"]
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in copied.items():

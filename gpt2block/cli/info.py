@@ -137,11 +137,11 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
     """The scaling of RoPE: its kind, and its numbers that differ from their defaults."""
     if scaling is None:
         return {}
-    numbers = {each.name: getattr(scaling, each.name) for each in fields(scaling)
-               if getattr(scaling, each.name) != each.default}  # fmt: skip
-    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in numbers.items()
+    values = {each.name: getattr(scaling, each.name) for each in fields(scaling)
+              if getattr(scaling, each.name) not in (each.default, 1)}  # fmt: skip
+    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in values.items()
             if isinstance(value, (int, float))]  # fmt: skip
-    return {"RoPE": f"{scaling.kind} scaling, {', '.join(told)}"}
+    return {"RoPE": ", ".join([f"{scaling.kind} scaling", *told])}
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
