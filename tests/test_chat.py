@@ -221,11 +221,11 @@ def test_arguments_that_are_no_object_stay_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ({"thinking": True}, "expected enable_thinking, tools, got {'thinking'"),
-        ({"bos_token": "x"}, "expected enable_thinking, tools, got {'bos_token'"),
-        ({"ns": 1}, "got {'ns'"),
-        ({"messages": HELLO}, "got {'messages'"),
-        ({"add_generation_prompt": True}, "got {'add_generation_prompt'"),
+        ({"thinking": True}, r"expected enable_thinking, tools, got \['thinking'"),
+        ({"bos_token": "x"}, r"expected enable_thinking, tools, got \['bos_token'"),
+        ({"ns": 1}, r"got \['ns'"),
+        ({"messages": HELLO}, r"got \['messages'"),
+        ({"add_generation_prompt": True}, r"got \['add_generation_prompt'"),
         ("x", "got 'x'"),
     ],
 )
@@ -399,7 +399,7 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
         assert "".join(talk.stream(**arguments, **options)) == text
     assert talk.messages == [*HELLO, {"role": "assistant", "content": f"Hi{text}"}]
     for call in (model.chat, model.chat_stream, model.conversation):
-        with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got {'y'"):
+        with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got \['y'"):
             call(HELLO, chat_template_kwargs={"y": 1})
     with pytest.raises(InputError, match="unknown keyword 'temprature'"):
         model.chat(HELLO, temprature=1)  # type: ignore[call-arg]

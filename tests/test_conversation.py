@@ -264,13 +264,10 @@ def test_arguments_of_the_template(
         found = ended.out.splitlines()[-1] if more else ended.err
         assert f'prompt_tokens": {len(read)}' in found if more else f"prompt {len(read)}" in found
     for wrong, error in (
-        (
-            ["--chat-template-kwargs", '{"x": 1}'],
-            "--chat-template-kwargs: expected style, got {'x'",
-        ),
-        (["--chat-template-kwargs", "[1]"], "expected a JSON object such as"),
+        ('{"x": 1}', "--chat-template-kwargs: expected style, got ['x']"),
+        ("[1]", "expected a JSON object such as"),
     ):
-        assert error in chat("hi", arguments=wrong).error
+        assert error in chat("hi", arguments=("--chat-template-kwargs", wrong)).error
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,10 @@ class ChatTemplate:
         Messages, special tokens and the other arguments of `render` cannot be replaced.
         """
         known = {*self.names.variables}.difference(ARGUMENTS, self.tokens)
-        if not isinstance(variables, Mapping) or not variables.keys() <= known:
+        given = isinstance(variables, Mapping)
+        if unread := [name for name in variables if name not in known] if given else variables:
             expected = ", ".join(sorted(known)) or "none, as the chat template reads no variables"
-            raise InputError(f"chat_template_kwargs: expected {expected}, got {shown(variables)}")
+            raise InputError(f"chat_template_kwargs: expected {expected}, got {shown(unread)}")
 
     def _rendered(
         self,
