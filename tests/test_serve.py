@@ -485,7 +485,6 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
         (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON in UTF-8"),
         (COMPLETION, '{"prompt": "x"}'.encode("utf-16"), 400, None, "expected JSON in UTF-8"),
-        (COMPLETION, '{"prompt": "x"}'.encode("utf-32-le"), 400, None, "expected JSON in UTF-8"),
         (COMPLETION, [1], 400, None, "expected a JSON object, got [1]"),
         (COMPLETION, b'{"n": 1, "stop": "a", "n": 1}', 400, None, "each key once, got 'n' 2 times"),
         (CHAT, b'{"messages": [{"role": "user", "role": "a"}]}', 400, None, "got 'role' 2 times"),
@@ -502,7 +501,6 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
         ("/v1/embeddings", {"input": [[1], [2**31]]}, 400, "input", f"input.1: token 0 is {2**31}"),
         ("/detokenize", {"tokens": [2**64]}, 400, "tokens", f"token 0 is {2**64}: expected ids"),
         (COMPLETION, {"stop_token_ids": [2**64]}, 400, "stop_token_ids", f"token 0 is {2**64}"),
-        (NEXT, {"ids": [2**64]}, 400, "ids", f"token 0 is {2**64}: expected ids from 0 to 256"),
         (COMPLETION, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's"),
         (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "UTF-8"),
         (COMPLETION, {"prompt": [1] * 20_000}, 400, "prompt", "20000 tokens, the model's"),
@@ -1071,7 +1069,7 @@ def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: 
     with serving(model, rows=1, connections=4) as running:
         silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
         silent[0].sendall(b"POST /tokenize HTTP/1.1\r\nHost: local")
-        eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 503)
+        eventually(lambda: "overloaded" in str(post(running, "/tokenize", {"prompt": "x"})))
         eventually(lambda: post(running, "/tokenize", {"prompt": "x"})[0] == 200)
         for connection in silent:
             connection.close()
