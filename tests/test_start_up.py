@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import launch_lists
 import numpy as np
 import pytest
 from launch_models import engine_of
