@@ -104,7 +104,7 @@ _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",
         "gpt2block.from_pretrained(name).tokenizer": "AutoTokenizer Tokenizer tokenizer",
-        "a method of gpt2block.from_pretrained(name)": "compare embed explain generate score",
+        "a method of gpt2block.from_pretrained(name)": "compare embed generate score",
     },
     "Model": {
         "model(ids)": "forward logits predict",

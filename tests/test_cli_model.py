@@ -298,7 +298,7 @@ def test_tensor_names_are_printed_without_control_characters(
     checkpoint = Checkpoint.open("shakespeare")
     facts: dict[str, Any] = {
         "parameters": 1, "dtypes": ["float16"], "nbytes": 1, "memory": {}, "generation_config": {},
-        "default_dtype": "float32",
+        "end_tokens": [], "default_dtype": "float32",
         "tensors": [{"name": "wte", "in_file": "w\x1b[2J", "shape": [1], "dtype": "float16"}],
     }  # fmt: skip
     _print_info(checkpoint, facts)
@@ -367,8 +367,8 @@ def test_impossible_text_is_null_in_json(command: Command, tmp_path: Path) -> No
 def test_info_as_json() -> None:
     found = gpt2block("info", "--json").json
     assert list(found) == [
-        "name", "file", "config", "generation_config", "parameters", "dtypes", "nbytes", "memory",
-        "default_dtype", "tensors",
+        "name", "file", "config", "generation_config", "end_tokens", "parameters", "dtypes", "nbytes",
+        "memory", "default_dtype", "tensors",
     ]  # fmt: skip
     assert found["parameters"] == 4_870_144
     assert found["dtypes"] == ["float16"]

@@ -6,12 +6,14 @@ import re
 from functools import cache
 from pathlib import Path
 
-import kernel_uses
 import pytest
-from kernel_uses import CAPABILITIES, ORDER, Use, read, runs_in, text_of, uses_of
+from kernel_uses import CAPABILITIES, NOT_RUN, ORDER, Use, Uses, read, text_of, uses_of
+from kernel_uses import GOLDEN as GOLDEN_KERNELS
 from launch_lists import digest, lists
-from launch_models import CONFIGS
+from launch_models import CONFIGS, ROWS
 from launch_recorder import DEVICES
+
+from gpt2block.cuda.kernels import signatures, sources
 
 GOLDEN = Path(__file__).parent / "golden" / "launches.txt"
 COMPARE = """launches differ from {golden} in: {names}
@@ -73,39 +75,46 @@ def assert_same_uses(programs: list[tuple[str, list[str]]]) -> None:
 
 
 @cache
-def golden_uses() -> kernel_uses.Uses:
-    return read(kernel_uses.GOLDEN.read_text("utf-8"))
+def golden_uses() -> Uses:
+    return read(GOLDEN_KERNELS.read_text("utf-8"))
 
 
 def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
     """The reasons are of kernels that there are, and that run in none."""
-    found = runs_in(golden_uses())
-    none = {kernel for kernel, runs in found.items() if not runs.parts}
-    print(*sorted(none), sep="\n")
-    assert [kernel for kernel in none if not found[kernel].reason] == []
-    named = [each for names in kernel_uses.NOT_RUN.values() for each in names]
-    assert len(named) == len(set(named))
-    for each in named:
-        of_name = {kernel for kernel in found if each in (kernel, kernel.split()[0])}
-        assert of_name, f"{each}: no such kernel"
-        assert of_name <= none, f"{each} runs in a list: it needs no reason"
-    assert golden_uses().keys() <= found.keys()
+    every = [f"{file} {kernel}" for file in sources() for kernel in signatures(file)]
+    none = [kernel for kernel in every if kernel not in golden_uses()]
+    reasons = {each for kernel in none for each in (kernel, kernel.split()[0]) if each in NOT_RUN}
+    print(*none, sep="\n")
+    assert [each for each in none if not {each, each.split()[0]} & reasons] == []
+    assert reasons == NOT_RUN.keys(), "a reason of no kernel, or of one that runs"
+    of_files = {kernel.split()[0] for kernel in golden_uses()}
+    assert not of_files & NOT_RUN.keys(), "a reason of a file whose kernels run"
+    assert golden_uses().keys() <= set(every)
 
 
-def test_what_a_kernel_runs_in() -> None:
-    found = runs_in(golden_uses())
-    split = found["attention/decode.cu attention_split"]
-    assert (split.capabilities, split.models) == (CAPABILITIES, tuple(CONFIGS))
-    assert split.parts == ("1", "2", "8", "16", "17", "64", "128", "guesses", "draft", "trace")
-    assert found["matmul/decode_hopper_gguf.cu qkv_hopper_gguf"].capabilities == ("9.0",)
-    assert found["elementwise/relu_squared.cu relu_squared"].models == ("nanochat",)
-    assert found["elementwise/residual.cu add_kernel"].parts == ("skeleton",)
-    assert found["softmax/ladder.cu softmax_forward_kernel1"][:4] == ((), (), (), ())
+@pytest.mark.parametrize(
+    ("kernel", "field", "expected"),
+    [
+        ("attention/decode.cu attention_split", "capability", CAPABILITIES),
+        ("attention/decode.cu attention_split", "model", tuple(CONFIGS)),
+        (
+            "attention/decode.cu attention_split",
+            "part",
+            (*map(str, ROWS), "guesses", "draft", "trace"),
+        ),
+        ("matmul/decode_hopper_gguf.cu qkv_hopper_gguf", "capability", ("9.0",)),
+        ("elementwise/relu_squared.cu relu_squared", "model", ("nanochat",)),
+        ("elementwise/residual.cu add_kernel", "part", ("skeleton",)),
+        ("tokens/top.cu top_logprobs_kernel", "part", ("alternatives",)),
+    ],
+)
+def test_what_a_kernel_runs_in(kernel: str, field: str, expected: tuple[str, ...]) -> None:
+    assert {getattr(use, field) for use in golden_uses()[kernel]} == set(expected)
 
 
 def test_uses_are_read_as_they_were_written() -> None:
     every = {Use(f, c, m, p) for f in ORDER[0][:2] for c in CAPABILITIES
              for m in CONFIGS for p in ORDER[3][:3]}  # fmt: skip
     uses = {"a.cu f": every - {Use("float32", "8.0", "gpt2", "load")}, "b.cu g": {min(every)}}
-    assert read(text_of(uses)) == uses
-    assert text_of(golden_uses()) == kernel_uses.GOLDEN.read_text("utf-8")
+    assert read("\n".join(text_of(uses))) == uses
+    assert list(text_of(golden_uses())) == GOLDEN_KERNELS.read_text("utf-8").splitlines()

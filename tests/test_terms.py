@@ -431,7 +431,7 @@ def test_what_has_no_terms(device: Any) -> None:
             LINEAR.bind((x, parts), terms=other)
     w = matrix(7, 64, "float16")
     refused = {
-        "float16": "channels in multiples of 2, got 7",
+        "float16": "expected a multiple of 2 channels, got 7",
         "bfloat16": "terms of float16, without",
     }
     for kind in DTYPES:

@@ -176,8 +176,8 @@ def programs() -> Iterator[tuple[str, Program]]:
                 yield f"block {kind} {name}", partial(block, config, dtype, kernels)
     for (name, each), (dtype, kv_dtype) in itertools.product(MODELS.items(), PAIRS):
         yield f"model {name} {dtype} {kv_dtype or 'own'}", partial(model, each, dtype, kv_dtype)
-    for each in GENERATING:
-        yield f"generation {' '.join(each)}", partial(generation, *each)
+    for name, formats in GENERATING:
+        yield f"generation {name} {formats}", partial(generation, name, formats)
     for dtype in DTYPES:
         yield f"stages {dtype}", partial(stages, dtype)
         yield f"products linear {dtype}", partial(product, "linear", dtype)

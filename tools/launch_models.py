@@ -23,6 +23,7 @@ from gpt2block.run.model import Start
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
+IDS = np.zeros(300, np.int32)
 ROWS = 1, 2, 8, 16, 17, 64, 128
 SIZES: Mapping[str, Any] = {
     "n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_size": 64, "n_embd": 256, "n_ff": 512,
@@ -105,39 +106,29 @@ def generation(name: str, formats: str, to: Recorder) -> None:
     if types and not reads_blocks("cuda:0"):
         return  # a model has floats there
     engine = to.call("load", engine_of, CONFIGS[name], dtype, kv_dtype, types)
-    _prompts(engine, to)
+    decoding = engine.decode(4, 600)
+    to.call("prompts", decoding.start, [_start(0, 300), _start(3, 300)])
+    to.call("prompts", decoding.extend, [_start(1, 130)])
+    to.call("copies", decoding.copy, [(1, 2, 130)])
+    to.call("continued", decoding.start, [_start(slot, 300, cached=130) for slot in (1, 2)])
+    decoding.stop(np.arange(1))
+    changed = Sampling(repetition_penalty=1.1, frequency_penalty=0.5)
+    to.call("alternatives", decoding.start, [_start(0, 5, sampling=changed, alternatives=2)])
     for rows in ROWS:
         kept = engine.new_cache(rows, 64)
-        to.call(f"{rows}", engine.forward, [_ids(1)] * rows, "last", kept)
+        to.call(f"{rows}", engine.forward, [IDS[:1]] * rows, "last", kept)
     for call, draft in (("draft", engine), ("guesses", None)):
         engine.draft = draft
         decoding = engine.decode(2, 64, speculate=True)
-        to.call("prompts", decoding.start, [_start(slot, 20) for slot in range(2)])
+        to.call("prompts", decoding.start, [_start(0, 20), _start(1, 20)])
         decoding._pace.add(
             np.arange(2), np.full((2, MOST_GUESSES), RIGHT | TAKEN)
         )  # all were right
         to.call(call, decoding._launch)  # no result, as nothing ran
-    to.call("scores", engine.log_likelihood, [_ids(70)])
-    to.call("logits", engine.forward, [_ids(70)], "logits")
-    to.call("trace", engine.trace, _ids(9), True)
+    to.call("scores", engine.log_likelihood, [IDS[:70]])
+    to.call("logits", engine.forward, [IDS[:70]], "logits")
+    to.call("trace", engine.trace, IDS[:9], True)
 
 
-def _prompts(engine: Any, to: Recorder) -> None:
-    """Prompts from their beginning, in pieces, and after a copy of the first tokens of another."""
-    decoding = engine.decode(4, 600)
-    to.call("prompts", decoding.start, [_start(slot, 300) for slot in (0, 3)])
-    to.call("prompts", decoding.extend, [_start(1, 130)])
-    to.call("copies", decoding.copy, [(1, 2, 130)])
-    more = [_start(slot, 300, cached=130) for slot in (1, 2)]
-    to.call("continued", decoding.start, more)
-    decoding.stop(np.arange(1))
-    changed = Sampling(repetition_penalty=1.1, frequency_penalty=0.5)
-    to.call("alternatives", decoding.start, [_start(0, 5, changed, alternatives=2)])
-
-
-def _ids(length: int) -> Any:
-    return np.zeros(length, np.int32)
-
-
-def _start(slot: int, length: int, sampling: Sampling = Sampling(top_k=3), **more: Any) -> Start:
-    return Start(slot, _ids(length), sampling, 5, **more)
+def _start(slot: int, length: int, **more: Any) -> Start:
+    return Start(slot, IDS[:length], **{"sampling": Sampling(top_k=3), "steps": 5, **more})

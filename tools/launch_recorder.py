@@ -129,7 +129,7 @@ def empty(shape: Any, dtype: Any = "float64") -> Any:
 
 
 def _pointer(array: Any) -> Any:
-    """`array.data`, read often: `array.ctypes`, which the emulator reads, takes several times as long."""
+    """`array.data`, without the object `array.ctypes`, which takes several times as long."""
     return stand_in._Pointer(array.__array_interface__["data"][0])
 
 
