@@ -125,8 +125,8 @@ class TorchPeers:
                 yield Contender(name + suffix, True, capture, arithmetic)
             if compiled:
                 first = next(iter(functions.values()))
-                capture, note = self._compiling(first, tensors, rounded, search)
-                yield Contender("torch.compile" + suffix, True, capture, arithmetic, note)
+                compiling, note = self._compiling(first, tensors, rounded, search)
+                yield Contender("torch.compile" + suffix, True, compiling, arithmetic, note)
 
     def _compiling(
         self, function: Function, tensors: list[Any], tf32: bool, search: bool
