@@ -302,7 +302,7 @@ def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> Non
         ids = cupy.asarray(np.array([3, 0, w.N, 18, -1, 3, 5, 6, 7], np.int32))
         positions = cupy.asarray(np.zeros(9, np.int32))
         if len(ranges) > 1:
-            with pytest.raises(InputError, match="expected one type"):
+            with pytest.raises(InputError, match="expected a single GGUF type"):
                 ops.encoder_rows(ids, positions, given)
             return
         got = ops.encoder_rows(ids, positions, given, factor=2.0).get()
