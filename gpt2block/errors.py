@@ -18,7 +18,7 @@ def printable(text: str, longest: int = LONGEST) -> str:
     surrogates, direction marks) become escape sequences. The middle of a longer text is omitted.
     """
     if len(text) > 2 * longest:
-        text = text[:longest] + text[-longest:]  # escaping never shortens a text
+        text = text[:longest] + text[-longest:]  # escaping only lengthens the rest
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     if len(text) <= longest:

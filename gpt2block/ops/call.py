@@ -179,7 +179,10 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """Return the kind of an array. The first array of kind "mixed" decides: "two_part" or "any"."""
+    """Return the kind of an array; for "mixed", the kind of the first array of kind "mixed".
+
+    This is "two_part" or "any".
+    """
     if entry.kind != "mixed":
         return TWO_PART if vars(call).get(entry.kind) == TWO_PART else entry.kind
     if not hasattr(call, "storage") and isinstance(value, TwoPartMatrix):

@@ -178,7 +178,7 @@ class ModelArrays(Generic[Block]):
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
         wanted = range(opened.config.n_layer) if layers is None else several(layers)
-        for layer in wanted:  # checked before the large tensors are read
+        for layer in wanted:  # check all numbers before large tensors are read
             opened.check_layer(layer)
         return cls._of(
             opened.config,

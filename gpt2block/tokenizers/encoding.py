@@ -112,7 +112,7 @@ class TokenizersEncoding:
 
     @property
     def sizes(self) -> tuple[int, bytes] | None:
-        """(Maximum number of bytes of text per token, bytes that no token stands for), or None.
+        """A tuple: maximum bytes of text per token, bytes without a token; None if unknown.
 
         None if a step, such as a normalizer, can remove other bytes. In a vocabulary with ▁ for a
         space, tokens with ▁ also stand for a text that contains ▁.
@@ -212,7 +212,7 @@ class TokenizersEncoding:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
-        """(Tokenizer with new names for the same added tokens, names by id, lost names).
+        """A tuple: Tokenizer with new names of the added tokens, names by id, lost names.
 
         No text contains the new names, and the model never produces them. names by id: old and new
         name. lost names: single characters for which the vocabulary then has no token.
@@ -397,7 +397,7 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
     and ValueError or TypeError for objects that NumPy cannot convert.
     """
     entries = given if isinstance(given, (list, tuple)) else ()
-    types = {type(given), *map(type, entries)}  # much fewer than entries
+    types = {type(given), *map(type, entries)}  # distinct types: far fewer than entries
     if bool in types or np.bool_ in types:
         for index, entry in enumerate(entries):
             if isinstance(entry, (bool, np.bool_)):

@@ -116,7 +116,7 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
 
 
 def _of_files(files: Mapping[str, Path]) -> Encoding | None:
-    """Load the tokenizer of the first complete set of files, or return None. Keys: usual names."""
+    """Load a tokenizer from the first complete set of files (name → path), or return None."""
     if TOKENIZER in files:
         return from_tokenizer_json(files[TOKENIZER])
     for vocab, merges in PAIRS:
